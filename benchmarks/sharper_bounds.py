@@ -2,7 +2,7 @@
 
 Random layers of six tokens of width 8: the old form is computed from the same parts. Proofs:
 docs/theory/local-certificates.md (F2, row-Gram, residual) and docs/theory/ball-certificate.md
-(moments, the third order). For decisions: radii over those without the Hessian.
+(moments).
 
 Run: python benchmarks/sharper_bounds.py
 """
@@ -13,9 +13,7 @@ import torch
 from torch import nn
 
 from lipscope import DotProduct, to_dense
-from lipscope.certificates.decision import Decision, ReadOut
 from lipscope.theorems import (
-    BallName,
     HeadAt,
     HeadsAt,
     Normed,
@@ -91,16 +89,6 @@ for seed in range(12):
             slopes = torch.func.vmap(torch.func.jacrev(norm))(x + layer(x))
             slope = float(torch.linalg.matrix_norm(slopes, 2).max())
         residual[form].append((slope * (1 + bare) / true, inside / true))
-radii: dict[BallName, list[float]] = {"token": [], "frobenius": []}
-for seed in range(6):
-    layer, x = drawn(seed, 1)
-    weight = torch.randn(2, 8, generator=torch.Generator().manual_seed(seed)).double()
-    at = Decision(layer, 0.3 * x, weight, None, "mean")
-    for ball, found in radii.items():
-        read, margins = ReadOut(at.layer, at.x, at.differences, "mean", ball), at.margins[at.rivals]
-        after = float(read.radii(margins, 8, exact=True)[0])
-        found.append(after / float(read.radii(margins, 8)[0]))
-
 for name, pairs in (("F2", f2), ("row-Gram, one head", gram[1]), ("row-Gram, four heads", gram[4])):
     before, after = (median(column) for column in zip(*pairs, strict=True))
     print(f"{name:21} median {before:.3f} before, {after:.3f} now")
@@ -108,6 +96,3 @@ print(f"second moments over a ball of 0.3 token norms: median {median(moments):.
 for form, pairs in residual.items():
     before, after = (median(column) for column in zip(*pairs, strict=True))
     print(f"row-Gram of x + f(x), {form:9} median {before:.3f} with 1 + |J|, {after:.3f} now")
-for ball, found in radii.items():
-    middle, most = median(found), max(found)
-    print(f"radii of decisions, {ball:9} ball: {middle:.2f} of before, {most:.2f} at most")

@@ -97,8 +97,8 @@ _BASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "attack": (ls.attack, {**_TEXT, "length": 2, "steps": 0}),
     "attack_text": (ls.attack_text, {**_TEXT, "length": 4, "samples": 1, "queries": 2}),
     "certify": (ls.certify, {**_TEXT, "length": 2, "steps": 1, "sharp": False}),
-    "certify_model": (
-        ls.certify_model,
+    "certify_decision": (
+        ls.certify_decision,
         {**_TEXT, "length": 2, "between": ["a", "b"], "ball": "token", "tokens": [0]},
     ),
     "directions": (ls.directions, {**_TEXT, "length": 3, "k": 1}),

@@ -9,8 +9,9 @@ import torch
 
 from hostile import EXTENDED, KINDS, hostile, jacobian, sigma_from_below
 from lipscope import DotProduct, InputError
+from lipscope.certificates import NetworkCertificate, certify_network
 from lipscope.certificates.balls import certify_ball
-from lipscope.certificates.decision import certified_radius
+from lipscope.models import layer_network
 from lipscope.theorems import bounds_at
 
 TRUTH = 1e-15  # what the last digit of a bound in float64 may lack
@@ -90,6 +91,11 @@ def test_what_overflows_is_refused_in_one_line(scale: float) -> None:
         certify_ball(wide, x[[0, 0]], eps=0.1)
 
 
+def certified(layer, x, weight, bias) -> NetworkCertificate:
+    """Every token by the radius: the larger one of both bounds."""
+    return certify_network(layer_network(layer, len(x), weight, bias), x, ball="each")
+
+
 def flip_distance(size: float) -> tuple[float, float]:
     """Radius and a move that changes the decision, for two one-hot tokens of this norm."""
     eye = torch.eye(2, dtype=torch.float64)
@@ -104,7 +110,7 @@ def flip_distance(size: float) -> tuple[float, float]:
     )
     weight = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
     bias = torch.tensor([1e-3, 0.0], dtype=torch.float64)
-    found = certified_radius(layer, x, weight, bias=bias)
+    found = certified(layer, x, weight, bias)
     least = math.inf
     for angle in torch.linspace(0, 2 * math.pi, 181, dtype=torch.float64):
         way = torch.stack([angle.cos(), angle.sin()])
@@ -130,13 +136,13 @@ def test_a_radius_is_infinite_for_structural_reasons_only() -> None:
     bias = torch.tensor([1.0, 0.0], dtype=torch.float64)
     read = torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
     unread = DotProduct(eye, eye, eye, torch.tensor([[0.0, 0.0], [0.0, 1.0]]).double())
-    assert certified_radius(unread, x, read, bias=bias).radius == math.inf
+    assert certified(unread, x, read, bias).radius == math.inf
     for tiny in (1e-30, 1e-200, 1e-320):
         layer = DotProduct(eye, eye, tiny * eye)
-        assert certified_radius(layer, x, read, bias=bias).radius < math.inf
+        assert certified(layer, x, read, bias).radius < math.inf
     twice = [torch.cat([eye, eye])] * 3  # two heads that cancel exactly
     layer = DotProduct(*twice, torch.cat([eye, -eye], 1), heads=2)
-    assert certified_radius(layer, x, read, bias=bias).radius < math.inf
+    assert certified(layer, x, read, bias).radius < math.inf
 
 
 def test_a_margin_that_is_rounding_is_a_tie() -> None:
@@ -144,5 +150,5 @@ def test_a_margin_that_is_rounding_is_a_tie() -> None:
     x = torch.tensor([[3e5, 1e5], [1e5, 3e5]], dtype=torch.float64)
     layer = DotProduct(0 * eye, eye, eye)
     bias = torch.tensor([1e-11, 0.0], dtype=torch.float64)
-    found = certified_radius(layer, x, torch.tensor([[1.0, 0.0], [0.0, 1.0]]), bias=bias)
+    found = certified(layer, x, torch.tensor([[1.0, 0.0], [0.0, 1.0]]), bias)
     assert found.radius == 0.0 and "tie" in (found.note or "")

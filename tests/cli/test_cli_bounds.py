@@ -22,6 +22,7 @@ OLMO, GEMMA = (f"random:{name}:{TINY[name]}" for name in ("olmo", "gemma2"))
 KEYS = ["theorem", "statement", "cite", "kind", "scope", "metric", "map", "value"]
 KEYS += ["applicable", "reason"]
 QUICK = ["--random", "1", "--ascents", "1", "--steps", "1"]
+LAYER = ["--map", "attention"]
 BETWEEN = ["--between", "The quick brown fox.", "--between", "It sleeps over there."]
 
 
@@ -140,29 +141,25 @@ def test_certify_is_above_its_attack(command):
         assert row["violated"] is False
 
 
-def test_certify_a_decision_between_texts(command):
-    options = [BERT, "--text", "text.txt", "--length", "6", *BETWEEN, *QUICK]
+def test_certify_a_layer_s_decision_between_texts(command):
+    options = [BERT, "--text", "text.txt", "--length", "6", "--map", "attention", *BETWEEN]
     result = command("certify", *options, "--out", "out")
     assert result.status == 0, result.err
-    for words in ("class 0, “The quick brown fox.”", "certified radius", "nearest other token's"):
+    for words in ("layer 0, decided by", "“The quick brown fox.”", "certified radius"):
         assert words in result.out
-    rows = command("certify", *options, "--jsonl").rows
-    assert [row["ball"] for row in rows] == ["token", "frobenius"]
-    bounds = read_run("out").bound_values()
-    kept = {(b.theorem, b.scope, b.value) for b in bounds}
-    assert kept == {(f"decision_{row['ball']}", "ball", row["radius"]) for row in rows}
+    rows = [command("certify", *options, "--jsonl", "--ball", b).rows[0] for b in ("each", "joint")]
+    (row,) = read_run("out").measurements()
+    assert (row.map, row.layer) == ("attention", 0)
+    (bound,) = read_run("out").bound_values()
+    assert (bound.theorem, bound.value) == ("decision_joint", rows[1]["radius"])
     assert command("report", "out", "-o", "page.html").status == 0
     for row in rows:
-        assert 0 < row["radius"] < (row["flip_radius"] or math.inf)
-        assert row["fraction"] == row["radius"] / row["nearest"]
+        assert 0 < row["radius"] < (row["attack"] or math.inf)
         assert row["violated"] is False
     # all tokens together move less than every token alone may
     assert rows[0]["radius"] <= rows[1]["radius"]
-    (points,) = Path("out").glob("worst-*.npz")
-    with np.load(points) as kept:
-        assert kept["x"].shape == (6, 12)
-    (row,) = command("certify", *options, "--jsonl", "--ball", "token", "--pool", "first").rows
-    assert row["pool"] == "first"
+    (row,) = command("certify", *options, "--jsonl", "--pool", "first").rows
+    assert row["margin"] != rows[0]["margin"]
 
 
 def test_certify_the_decision_of_a_whole_model(command):
@@ -177,14 +174,16 @@ def test_certify_the_decision_of_a_whole_model(command):
     (row,) = command(*options, "--jsonl", "--out", "out").rows  # from the folder
     assert row["tokens"] == [1] and 0 < row["radius"] <= (row["attack"] or math.inf)
     (bound,) = read_run("out").bound_values()
-    assert (bound.theorem, bound.kind) == ("model_decision_token_1", "radius")
+    assert (bound.theorem, bound.kind) == ("decision_token_1", "radius")
     assert bound.value == row["radius"]
     assert read_run("out").measurements()[0].map == "model"
-    for wrong in (["--eps", "1"], ["--map", "heads"], ["--steps", "3"]):
+    for wrong in (["--eps", "1"], ["--random", "3"], ["--steps", "3"]):
         result = command(*options, *wrong)
-        assert result.status == 2 and f"`--decision` has no `{wrong[0]}`" in result.err
+        assert result.status == 2 and f"A decision has no `{wrong[0]}`" in result.err
+    result = command(*options, "--map", "heads")
+    assert result.status == 2 and "`map` should be model or attention" in result.err
     result = command("certify", BERT, "--tokens", "1")
-    assert result.status == 2 and "`--tokens` goes with `--decision`" in result.err
+    assert result.status == 2 and "`--tokens` goes with a decision" in result.err
 
 
 @pytest.mark.parametrize(
@@ -193,7 +192,7 @@ def test_certify_the_decision_of_a_whole_model(command):
         ["bounds", "--theorems", "local_rows", "--attack", "--ascent-steps", "1"],
         ["attack", "--steps", "1"],
         ["certify", "--no-sharp", *QUICK],
-        ["certify", *QUICK, *BETWEEN],
+        ["certify", *LAYER, *BETWEEN],
     ],
     ids=lambda words: " ".join(words[:1] + words[-2:-1]),
 )
@@ -214,7 +213,7 @@ def test_repeating_a_finished_run_answers_at_once(command, monkeypatch, asked):
     assert again.out == first.out
     assert {path: path.read_bytes() for path in Path("out").glob("*.jsonl")} == held
     points = sorted(Path("out").glob("worst*.npz"))
-    assert len(points) == (verb != "bounds")
+    assert len(points) == (verb != "bounds" and "--between" not in asked)
     for path in points:  # what is gone is found again
         content = path.read_bytes()
         path.write_bytes(content[:50])
@@ -248,10 +247,11 @@ def test_certify_a_read_out_of_a_file(command):
     held = {"weight": weight, "bias": torch.tensor([0.0, 0.5, -0.5])}
     save_file(held, "biased.safetensors")
     save_file({"only": weight}, "only.safetensors")
-    options = ["certify", BERT, "--text", "text.txt", "--length", "6", *QUICK, "--jsonl"]
+    options = ["certify", BERT, "--text", "text.txt", "--length", "6", *LAYER, "--jsonl"]
     found = {}
     for name in ("plain.npy", "only.safetensors", "biased.safetensors"):
-        found[name] = command(*options, "--ball", "token", "--read-out", name).rows
+        found[name] = command(*options, "--read-out", name).rows
+        del found[name][0]["seconds"]
     assert found["plain.npy"] == found["only.safetensors"]
     margins = {name: rows[0]["margin"] for name, rows in found.items()}
     assert margins["plain.npy"] != margins["biased.safetensors"]
@@ -259,10 +259,10 @@ def test_certify_a_read_out_of_a_file(command):
 
 def test_a_tie_has_no_certificate(command):
     np.save("tie.npy", np.ones((2, 12)))
-    options = [BERT, "--text", "text.txt", "--length", "6", "--read-out", "tie.npy"]
+    options = [BERT, "--text", "text.txt", "--length", "6", *LAYER, "--read-out", "tie.npy"]
     result = command("certify", *options)
     assert result.status == 0
-    assert result.out.count("No certificate: two classes tie") == 2
+    assert "certified radius 0" in result.out and "a tie: two classes" in result.out
     assert "nan" not in command("certify", *options, "--jsonl").out.lower()
 
 
@@ -290,7 +290,7 @@ def test_bad_read_outs_are_one_line(command, name, content, expected):
         save_file({key: torch.from_numpy(value) for key, value in content.items()}, name)
     elif content is not None:
         np.save(name, content)
-    options = ["--text", "text.txt", "--length", "6", "--read-out", name]
+    options = ["--text", "text.txt", "--length", "6", *LAYER, "--read-out", name]
     result = command("certify", BERT, *options)
     assert result.status == 2 and result.out == ""
     assert len(result.err.strip("\n").split("\n")) == 1, result.err
@@ -368,14 +368,16 @@ def test_every_source_of_theorems_has_its_page():
         (["certify", BERT, *BETWEEN[:2] * 2], ["each by its own text"]),
         (["certify", BERT, "--length", "0"], ["`length`", "whole number of at least 1"]),
         (["certify", BERT, "--out", "text.txt/x"], ["--out", "cannot be written"]),
-        (["certify", BERT, *BETWEEN, "--steps", "0"], ["steps"]),
-        (["certify", BERT, *BETWEEN, "--pool", "last"], ["mean or first"]),
-        (["certify", BERT, *BETWEEN, "--eps", "0.1"], ["its own radius", "leave them out"]),
+        (["certify", BERT, *BETWEEN, *LAYER, "--steps", "8"], ["no `--steps`", "leave it out"]),
+        (["certify", BERT, *BETWEEN, *LAYER, "--pool", "last"], ["mean or first"]),
+        (["certify", BERT, *BETWEEN, *LAYER, "--eps", "0.1"], ["no `--eps`", "leave it out"]),
+        (["certify", BERT, "--decision", *LAYER], ["`between` or a `read_out`"]),
+        (["certify", BERT, "--pool", "mean"], ["`--pool` goes with a decision"]),
         (["certify", BERT, *BETWEEN, "--read-out", "x.npy"], ["exclude each other"]),
         (["certify", BERT, *BETWEEN[:2]], ["at least two classes"]),
         (["certify", BERT, *BETWEEN[:3], " "], ["words in it"]),
         (["certify", BERT, *BETWEEN[:3], "\udcff"], ["half a character"]),
-        (["certify", GEMMA, *BETWEEN], ["No certificate: ", "scores are soft-capped"]),
+        (["certify", GEMMA, *BETWEEN, *LAYER], ["No certificate: ", "scores are soft-capped"]),
         (["certify", BERT, "--head", "3"], ["between 0 and 2"]),
         (["certify", BERT, "--random", "-1"], ["random"]),
         (["theorems", "--kind", "upward"], ["upper, lower"]),

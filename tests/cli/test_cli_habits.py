@@ -133,7 +133,7 @@ OPEN |= {"random": (20,), "ascents": (2,)}  # the command attacks its certificat
 ONLY_HERE = {"help", "force", "jsonl", "out", "text", "images", "like_text", "list", "dry_run"}
 ONLY_HERE |= {"budget", "read_out", "between", "pool", "decision"}
 # Behind one command.
-SEVERAL = {"attack": ("attack_text",), "certify": ("certify_decision", "certify_model")}
+SEVERAL = {"attack": ("attack_text",), "certify": ("certify_decision",)}
 
 
 def _defaults(name: str) -> dict[str, Any]:

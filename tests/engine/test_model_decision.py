@@ -129,14 +129,14 @@ def test_a_run_folder_keeps_radii_beside_the_margin_s_sigma(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     asked: dict[str, Any] = {"ball": "token", "tokens": [1], "out": tmp_path / "run"}
-    (found,) = ls.certify_model(Tagger(), {"input_ids": IDS[:1]}, **asked)
+    (found,) = ls.certify_decision(Tagger(), {"input_ids": IDS[:1]}, **asked)
     run = ls.read_run(tmp_path / "run")
     (row,) = run.measurements()
     assert (row.map, row.layer, row.id) == ("margin", None, found.id)
     (bound,) = run.bound_values()
     assert (bound.id, bound.value, bound.kind) == (row.id, found.radius, "radius")
     monkeypatch.setattr("lipscope.engine.model_decision.certify_network", None)
-    assert ls.certify_model(Tagger(), {"input_ids": IDS[:1]}, **asked) == (found,)
+    assert ls.certify_decision(Tagger(), {"input_ids": IDS[:1]}, **asked) == (found,)
 
 
 def test_the_next_token_has_the_name_of_its_word() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -184,17 +185,24 @@ def test_it_displays_itself() -> None:
     assert "<b>" not in page and "object at 0x" not in said
 
 
-def test_decisions_of_read_outs_are_a_verb_of_python_too(command: Any) -> None:
+def test_decisions_of_a_layer_s_read_outs_are_a_verb_of_python_too(command: Any) -> None:
+    """The verb, the command and the handle."""
     np.save("w.npy", np.random.default_rng(0).standard_normal((3, 12)))
-    token, joint = ls.certify_decision(BERT, TEXT, read_out="w.npy", layer=1, length=6)
+    where: dict[str, Any] = {"read_out": "w.npy", "at_layer": 1, "length": 6, "map": "attention"}
+    (each,) = ls.certify_decision(BERT, TEXT, ball="each", **where)
+    (joint,) = ls.certify_decision(BERT, TEXT, **where)
     options = ["--text", "text.txt", "--layer", "1", "--length", "6", "--jsonl"]
-    first, second = command("certify", BERT, *options, "--read-out", "w.npy").rows
-    assert (token.radius, joint.radius) == (first["radius"], second["radius"])
-    assert 0 < token.radius <= joint.radius <= joint.flip_radius
+    options += ["--map", "attention", "--read-out", "w.npy"]
+    for ball, found in (("each", each), ("joint", joint)):
+        (row,) = command("certify", BERT, *options, "--ball", ball).rows
+        assert (row["radius"], row["map"], row["at_layer"]) == (found.radius, "attention", 1)
+    assert 0 < each.radius <= joint.radius <= (joint.attack or math.inf)
+    at = ls.load_model(BERT).at(TEXT, layer=1, length=6, dtype="float64")
+    assert at.decision(read_out="w.npy").certify().radius == joint.radius
     with pytest.raises(ls.InputError, match="exclude each other"):
         ls.certify_decision(BERT, TEXT, read_out="w.npy", between=["a", "b"])
-    with pytest.raises(ls.InputError, match="at least two classes"):
-        ls.certify_decision(BERT, TEXT)
+    with pytest.raises(ls.InputError, match="`between` or a `read_out`"):
+        ls.certify_decision(BERT, TEXT, map="attention")
 
 
 def test_what_is_asked_of_all_heads_is_refused_for_one() -> None:

@@ -133,8 +133,8 @@ ANSWERS = {
     "attack": lambda _: ls.attack(BERT, TEXT, length=8, steps=1),
     "attack_text": lambda _: ls.attack_text(GPT2, TEXT, length=12, samples=5),
     "certify": lambda _: ls.certify(BERT, TEXT, eps=1e-3, length=8),
-    "certified_radius": lambda _: ls.certificates.decision.certified_radius(
-        *linear(), torch.eye(4).double()
+    "decision": lambda _: (
+        ls.load_model(BERT).at(TEXT, layer=0, length=4).decision(between=["a", "b"])
     ),
     "split": lambda _: ls.split(BERT, TEXT, length=8, layers="all"),
     "smooth": lambda at: ls.smooth(GPT2, target=0.5, out=at / "m", length=16, samples=1),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from jaxtyping import Float
@@ -192,6 +192,25 @@ class ModelDecision(Shown):
     def _to_words(self) -> Tensor | None:
         """Distances from each token to what other words would be there, ``(words, n)``."""
         return self._distances()
+
+    @overload
+    def certify(
+        self,
+        ball: Literal["joint", "each"] = "joint",
+        *,
+        tokens: Sequence[int] | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> DecisionCertificate: ...
+
+    @overload
+    def certify(
+        self,
+        ball: DecisionBall,
+        *,
+        token: int | None = None,
+        tokens: Sequence[int] | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> DecisionCertificate | TokenRadii: ...
 
     def certify(
         self,

@@ -91,11 +91,10 @@ def certify_decision(
     given = decides_by(between, read_out)
     asked: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
     map = argument(one_of("model", "attention"), "map", asked.pop("map", "model"))
-    loading = {name: asked.get(name) for name in _LOADING if asked.get(name) is not None}
-    ready = ready_model(model, **loading)
-    asked = {k: v for k, v in asked.items() if k not in ("tokenizer", "revision")}
     if length is None and is_text(data, asked):
-        data = whole_input(ready, data, special_tokens=asked.get("special_tokens", True))
+        model = ready_model(model, **{name: asked[name] for name in _LOADING if name in asked})
+        asked = {k: v for k, v in asked.items() if k not in ("tokenizer", "revision")}
+        data = whole_input(model, data, special_tokens=asked.get("special_tokens", True))
     own = given is None and between is None
     if own and map == "attention":
         raise InputError("A layer decides by `between` or a `read_out`. Found neither.")
@@ -104,13 +103,16 @@ def certify_decision(
     if map == "attention":
         asked["layers"] = [argument(whole_number(0, 10_000), "at_layer", at_layer)]
     tell, said = as_callback(progress), {"verb": "certify"}
-    with LocalRun(ready, data, asked, _VERB, more={"maps": (maps,)}, out=out, asked=said) as run:
+    with LocalRun(model, data, asked, _VERB, more={"maps": (maps,)}, out=out, asked=said) as run:
         check_one_input(run.jobs)
-        if map == "attention":
-            decision = _at_layer(run, given, between, pool)
-        else:
-            decision = decision_at(
-                ready,
+        about: dict[str, Any] = {"between": between, "pool": pool, "at_layer": at_layer}
+        about |= {"read_out": given and given.digests, "ball": ball}
+
+        def decide() -> ModelDecision:
+            if map == "attention":
+                return _at_layer(run, given, between, pool)
+            return decision_at(
+                run.model,
                 run.at(run.jobs[0]).item,
                 given=given,
                 between=between,
@@ -118,23 +120,27 @@ def certify_decision(
                 at_layer=at_layer,
                 special_tokens=run.spec.special_tokens,
             )
-        groups = decision.groups(ball, tokens)
-        tell(0, len(groups), None)
-        rows = run.rows(keep=False) if run.folder is not None else None
-        id = None if rows is None else rows[0].id
-        about: dict[str, Any] = {"id": id, "between": between, "pool": pool, "at_layer": at_layer}
-        about |= {"read_out": given and given.digests, "ball": ball}
-        found = []
-        for done, group in enumerate(groups, 1):
-            key = stable_id(about | {"tokens": group})
-            if key not in run.values(RADII):
-                run.keep_value(RADII, key, replace(decision.certified(ball, group), id=id))
-            found.append(_read(run.values(RADII)[key]))
-            tell(done, len(groups), None)
-        if rows is not None:
-            mine = tuple(one for one in rows.tokens if one.id == id)
-            run.keep([Finished(rows[0], mine, tuple(one.as_bound() for one in found))])
-    return tuple(found)
+
+        def find() -> dict[str, Any]:
+            decision = decide()
+            groups = decision.groups(ball, tokens)
+            tell(0, len(groups), None)
+            rows = run.rows(keep=False) if run.folder is not None else None
+            id, keys = None if rows is None else rows[0].id, []
+            for done, group in enumerate(groups, 1):
+                keys.append(stable_id(about | {"id": id, "tokens": group}))
+                if keys[-1] not in run.values(RADII):
+                    found = decision.certified(ball, group)
+                    run.keep_value(RADII, keys[-1], replace(found, id=id))
+                tell(done, len(groups), None)
+            if rows is not None:
+                mine = tuple(one for one in rows.tokens if one.id == id)
+                bounds = tuple(_read(run.values(RADII)[key]).as_bound() for key in keys)
+                run.keep([Finished(rows[0], mine, bounds)])
+            return {"keys": keys}
+
+        keys = run.once("decision", about | {"tokens": tokens and list(tokens)}, find)["keys"]
+        return tuple(_read(run.values(RADII)[key]) for key in keys)
 
 
 def _at_layer(
