@@ -181,7 +181,7 @@ def test_certify_the_decision_of_a_whole_model(command):
         result = command(*options, *wrong)
         assert result.status == 2 and f"A decision has no `{wrong[0]}`" in result.err
     result = command(*options, "--map", "heads")
-    assert result.status == 2 and "`map` should be model or attention" in result.err
+    assert result.status == 2 and "`map` should be one of model, attention" in result.err
     result = command("certify", BERT, "--tokens", "1")
     assert result.status == 2 and "`--tokens` goes with a decision" in result.err
 
