@@ -14,8 +14,8 @@ at = ls.load_model("minilm").at(text, layer=3, length=8, dtype="float64")
 decision = at.decision(between=[good, bad])
 print(f"decision: \u201c{decision.answer_name}\u201d, by a margin of {decision.margin:.3f}")
 
-several = {"every token": decision.certify("each"), "all tokens together": decision.certify()}
+several = {"every token moves": decision.certify("each"), "all move together": decision.certify()}
 for moves, found in several.items():
     # The other side: the smallest move found that changes the decision.
     assert found.attack is not None and found.radius < found.attack
-    print(f"stands while {moves} move by {found.radius:.4f}; changed at {found.attack:.4f}")
+    print(f"stands while {moves} by {found.radius:.4f}; changed at {found.attack:.4f}")

@@ -16,6 +16,6 @@ from lipscope.certificates.network_decision import (
     DecisionBound as DecisionBound,
     NetworkCertificate as NetworkCertificate,
     certify_network as certify_network,
-    check_size as check_size,
+    check_memory as check_memory,
 )
 from lipscope.certificates.read_out import read_out_radius as read_out_radius

@@ -271,7 +271,7 @@ def certify_network(
         raise InputError("`ball` is token: one token should be named.")
     if len(net.head) < 2:
         raise InputError("A decision should be between two classes at least. Found one score.")
-    check_size(net, x.shape, int(tokens.sum()), ball)
+    check_memory(net, x.shape, int(tokens.sum()), ball)
     with _few_threads(x.numel()):
         asked = _Question(net, x.double(), ball, tokens)
         radius, rival, attack, bound, note = _search(asked, progress)
@@ -293,7 +293,7 @@ def certify_network(
     )
 
 
-def check_size(net: Network, shape: tuple[int, ...], count: int, ball: DecisionBall) -> None:
+def check_memory(net: Network, shape: tuple[int, ...], count: int, ball: DecisionBall) -> None:
     """Refuse what would not fit; attention by itself always does, by moments of its rows."""
     needed, (n, d) = _bytes_needed(net, shape, count), shape
     if needed <= _MOST or attention_alone(net) is not None:

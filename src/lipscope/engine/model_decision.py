@@ -20,7 +20,7 @@ from lipscope.certificates import (
     DecisionBall,
     NetworkCertificate,
     certify_network,
-    check_size,
+    check_memory,
     in_double,
     tokens_of,
 )
@@ -253,7 +253,7 @@ class ModelDecision(Shown):
         if not chosen:
             raise InputError("`tokens` should name the tokens that may move. Found none.")
         groups = [(one,) for one in chosen] if ball == "token" else [tuple(chosen)]
-        check_size(self.network, tuple(self.x.shape), len(groups[0]), ball)
+        check_memory(self.network, tuple(self.x.shape), len(groups[0]), ball)
         return groups
 
     def certified(
