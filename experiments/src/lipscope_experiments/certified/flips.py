@@ -81,7 +81,7 @@ def least_margin(
     for k in range(40):
         _, slope = margins_with_slopes(model, x + e, label, moves)
         e = _inside(e - _sized(slope, _all(few, 0.4 * radius * 0.03 ** (k / 40), x)), radius)
-        least = min(least, float(margins(model, x + e, label).min()))
+        least = min(least, float(margins(model, x + e, label).detach().min()))
     return least, many + 40 * few
 
 
