@@ -490,12 +490,15 @@ class Segment:
         for piece, w in enumerate(self.averages(start, "hessian")):
             if w > 0:
                 b = b - w * self.reads.ball.hessian_change(bend, piece)
-        half = root(q.blocks)
-        change = self.averages(start, "jacobian") @ self.reads.ball.joint_change(
-            half, self.at.lead_together(half)
-        )
+        change = x.new_zeros(())
+        if bool(q.blocks.any()):  # nothing above attention bends where it is alone
+            half = root(q.blocks)
+            change = self.averages(start, "jacobian") @ self.reads.ball.joint_change(
+                half, self.at.lead_together(half)
+            )
+            if self.entry is not None:
+                change = change * self.entry.size(x) + self.entry.lost(x, half)
         if self.entry is not None:
-            change = change * self.entry.size(x) + self.entry.lost(x, half)
             bent = positive_part(-b)
             straight = self.entry.inner.T @ bent @ self.entry.inner
             most = top_value(bent).sqrt() * self.entry.error(x)
