@@ -634,6 +634,27 @@ def test_a_chart_is_read_with_the_arrow_keys(anew: Opened) -> None:
     assert anew.page.evaluate(unnamed) == 0
 
 
+def test_a_chart_drawn_anew_keeps_the_readers_place(anew: Opened) -> None:
+    """Choosing draws every chart again, with other elements: the next arrow goes on from there."""
+    tip = anew.page.locator("#tip")
+    anew.page.locator("#real").focus()
+    told = []
+    for key in ("Home", "ArrowRight", "ArrowRight", "ArrowRight"):
+        anew.page.keyboard.press(key)
+        told.append(tip.text_content())
+    assert len(set(told)) == 4
+    for _ in range(2):
+        anew.page.keyboard.press("ArrowLeft")
+    assert tip.text_content() == told[1]
+    anew.page.keyboard.press("Enter")
+    anew.drawn()
+    tip.wait_for()  # hidden while the page still scrolls to the chart
+    assert tip.text_content() == told[1]
+    assert anew.page.locator("#real .at").count() == 1
+    anew.page.keyboard.press("ArrowRight")
+    assert tip.text_content() == told[2]
+
+
 def test_the_print_has_the_charts_and_no_controls(anew: Opened) -> None:
     anew.page.emulate_media(media="print", color_scheme="dark")
     for controls in ("#controls", "#compare-controls", ".tools", "#theme", "nav"):

@@ -10,13 +10,20 @@ function marksOf(box) {
     .filter((e) => (e.__data__?.tooltip ?? null) !== null)
     .map((e) => { const r = e.getBoundingClientRect(); return { e, x: r.x + r.width / 2, y: r.y + r.height / 2 }; })
     .sort((a, b) => a.x - b.x || a.y - b.y);
+  const top = box.getBoundingClientRect().y;
   const seen = new Set();
-  return marks.filter(({ e: { __data__: { datum } }, y }) => {  // a mark may stand in the middle of another
+  return marks.filter((m, k) => {  // a mark may stand in the middle of another
+    const { datum } = m.e.__data__;
     const name = markOf(datum);
-    const key = name ? `${name} ${datum[name]} ${Math.round(y / 8)}` : seen.size;
-    return seen.size < seen.add(key).size;
+    m.key = name ? `${name} ${datum[name]} ${Math.round((m.y - top) / 8)}` : `${k}`;
+    return seen.size < seen.add(m.key).size;
   });
 }
+
+// Where the reader stands, by what the mark stands for: a chart drawn anew has other elements.
+let at = { box: null, key: null };
+const standing = (box, marks) => (at.box === box ? marks.find((m) => m.key === at.key) : undefined);
+const leave = () => { document.querySelectorAll(".at").forEach((e) => e.classList.remove("at")); at = { box: null, key: null }; };
 
 // Left and right reach every mark in turn; up and down the nearest one above or below.
 const STEPS = { ArrowRight: 1, ArrowLeft: -1 };
@@ -31,32 +38,32 @@ function moved(marks, now, key) {
   return beyond.sort((a, b) => far(a) - far(b))[0] ?? now;
 }
 
-const unmark = (box) => box.querySelectorAll(".at").forEach((e) => e.classList.remove("at"));
 document.addEventListener("keydown", (event) => {
   const box = event.target;
   if (!box.classList?.contains("chart") || event.ctrlKey || event.metaKey || event.altKey) return;
   const marks = marksOf(box);
-  const now = marks.find((m) => m.e.classList.contains("at"));
+  const now = standing(box, marks);
   if (event.key === "Enter" && now) clicked(now.e.__data__.datum);
-  if (event.key === "Escape") unmark(box);
+  if (event.key === "Escape") leave();
   if (!(event.key in STEPS || event.key in UPWARD || event.key === "Home" || event.key === "End")) return;
   event.preventDefault();
   const next = moved(marks, now, event.key);
-  if (!next) return;
-  unmark(box);
-  next.e.classList.add("at");
-  tell(next);
+  if (next) stand(box, next);
 });
-function tell({ e, x, y }) {
-  const item = e.__data__;
-  showTip(explain(item.datum, item.tooltip), x, y);
+function stand(box, mark) {
+  leave();
+  at = { box, key: mark.key };
+  mark.e.classList.add("at");
+  const item = mark.e.__data__;
+  showTip(explain(item.datum, item.tooltip), mark.x, mark.y);
 }
-// Scrolling hides what stands under the mouse; what the keyboard is at is told again.
-document.addEventListener("scrollend", () => {
+// Scrolling and drawing anew hide what was told; it is told again.
+function toldAgain() {
   const box = document.activeElement;
-  const now = box?.classList.contains("chart") && marksOf(box).find((m) => m.e.classList.contains("at"));
-  if (now) tell(now);
-});
+  const now = box === at.box && standing(box, marksOf(box));
+  if (now) stand(box, now);
+}
+document.addEventListener("scrollend", toldAgain);
 document.addEventListener("focusout", (event) => {
-  if (event.target.classList?.contains("chart")) { unmark(event.target); hideTip(); }
+  if (event.target.classList?.contains("chart")) { leave(); hideTip(); }
 });

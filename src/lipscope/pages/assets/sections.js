@@ -302,7 +302,9 @@ async function drawAll() {
   drawBounds();
   drawWorst();
   DRAWERS.forEach((one) => one());
-  if (mine === turn) document.documentElement.dataset.drawn = "yes";
+  if (mine !== turn) return;
+  toldAgain();
+  document.documentElement.dataset.drawn = "yes";
 }
 
 function watchContents() {
