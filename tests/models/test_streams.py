@@ -349,7 +349,7 @@ def test_cross_attention_of_mllama() -> None:
     for side, name in (("query", "hidden_states"), ("key", "cross_attention_states")):
         row = ls.measure(model, inputs, side=side, dtype="float64", tol=1e-6)[0]  # pyright: ignore
         assert (row.module, row.argument) == ("layers.1.cross_attn", name)
-        given = {**taken, "past_key_values": None}
+        given = {k: None if k in ("cache", "past_key_values") else v for k, v in taken.items()}
         x = given.pop(name).detach()
         jacobian: Any = torch.autograd.functional.jacobian(
             lambda u, given=given, name=name: site(**{**given, name: u})[0], x

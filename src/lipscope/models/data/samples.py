@@ -330,7 +330,8 @@ def later_positions(model: nn.Module, offset: int) -> Iterator[None]:
         yield
 
 
-_BEFORE = "past_key_values_length"
+# How many tokens came before, as tables of transformers call it from 5.24 on, and did before.
+_BEFORE = ("cache_length", "past_key_values_length")
 
 
 def _takes_ids(model: nn.Module) -> bool:
@@ -342,16 +343,18 @@ def _position_tables(model: nn.Module) -> list[nn.Module]:
         module
         for module in model.modules()
         if "PositionalEmbedding" in type(module).__name__
-        and _BEFORE in inspect.signature(module.forward).parameters
+        and not inspect.signature(module.forward).parameters.keys().isdisjoint(_BEFORE)
     ]
 
 
 def _later(offset: int, table: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The arguments of a table for tokens that stand later."""
-    bound = inspect.signature(table.forward).bind(*args, **kwargs)
+    signature = inspect.signature(table.forward)
+    bound = signature.bind(*args, **kwargs)
     given = bound.arguments
-    # A table that is told the positions does not count.
-    name = "position_ids" if given.get("position_ids") is not None else _BEFORE
+    name = next(one for one in _BEFORE if one in signature.parameters)
+    if given.get("position_ids") is not None:  # a table that is told the positions does not count
+        name = "position_ids"
     given[name] = given.get(name, 0) + offset
     return bound.args, bound.kwargs
 
