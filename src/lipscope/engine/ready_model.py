@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,13 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.attention import Attention, MultiheadAttention
-from lipscope.errors import InputError, memory_for
+from lipscope.errors import InputError, memory_for, remark
 from lipscope.models import (
+    LARGE,
     OF_FUNCTION,
     Choice,
     LayerMap,
     LoadedModel,
     MapEndpoints,
+    ModuleWeights,
+    ResidentWeights,
     Sample,
     Side,
     Trace,
@@ -29,6 +33,7 @@ from lipscope.models import (
     attention_sites,
     build_map,
     choices,
+    count_of_layers,
     converted,
     device_of,
     digest,
@@ -47,8 +52,10 @@ from lipscope.models import (
     with_mask,
     with_words,
     without_padding,
+    without_weights,
 )
 
+_BY_BLOCK = "its weights were read block by block, and checked by the block's own value and slope"
 _DRAWS = "the model draws random numbers in its forward pass: here the same ones each time"
 
 
@@ -70,6 +77,7 @@ class Ready:
     model: nn.Module  # the module, or a copy in the dtype and on the device of the run
     notes: tuple[str, ...] = ()  # what was changed
     own: tuple[Choice, ...] = ()  # the implementations of attention that it came with
+    resident: ResidentWeights | None = None  # which weights are in memory; None for all
 
 
 @dataclass(frozen=True)
@@ -91,10 +99,11 @@ class ReadyModel:
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
         self._ready: dict[Setting, Ready] = {}
-        self._copies: dict[tuple[torch.dtype, torch.device], nn.Module] = {}
+        self._copies: dict[tuple[torch.dtype, torch.device], nn.Module | ResidentWeights] = {}
         self._windows: WeakValueDictionary[Any, ModelAtInput] = WeakValueDictionary()
         self._layers: dict[tuple[Side, str | None], list[str]] = {}
         self._state = _write_counts(loaded.model)
+        self._whole: ReadyModel | None = None
 
     @property
     def name(self) -> str:
@@ -145,20 +154,41 @@ class ReadyModel:
         own = choices(model)
         dtype, device = getattr(torch, setting.dtype), device_of(setting.device)
         if (dtype, device) not in self._copies:
-            self._copies[dtype, device] = converted(model, dtype, device)
+            self._copies[dtype, device] = self._converted(dtype, device)
+        copy = self._copies[dtype, device]
+        resident = copy if isinstance(copy, ResidentWeights) else None
         done, notes = stack.enter_context(
             prepared(
                 model,
                 dtype=dtype,
                 device=device,
                 implementation=implementation_for(model, closed=closed),
-                own=self._copies[dtype, device],
+                own=copy.model if isinstance(copy, ResidentWeights) else copy,
             )
         )
         for one in {done, model}:
             stack.enter_context(eval_mode(one))
             stack.enter_context(later_positions(one, setting.position_offset))
-        return Ready(done, tuple(notes), tuple(own))
+        if resident is not None:
+            notes.append(_BY_BLOCK)
+        return Ready(done, tuple(notes), tuple(own), resident)
+
+    def _converted(self, dtype: torch.dtype, device: torch.device) -> nn.Module | ResidentWeights:
+        """The model in a type on a device, whole or block by block."""
+        model, stored = self.model, self.loaded.stored
+        large = self.loaded.num_parameters * dtype.itemsize > LARGE
+        if stored is None and (not large or all(p.dtype == dtype for p in model.parameters())):
+            return converted(model, dtype, device)
+        source = ModuleWeights(model) if stored is None else stored
+        return ResidentWeights(without_weights(model, dtype, device), source, dtype, device)
+
+    def in_memory(self, what: str) -> ReadyModel:
+        """The model with all its weights, which ``what`` needs at once; itself if it has them."""
+        if self.loaded.stored is None:
+            return self
+        if self._whole is None:
+            self._whole = ReadyModel(self.loaded.in_memory(what))
+        return self._whole
 
     def _check_unchanged(self) -> None:
         """Refuse a module whose weights are others than when it was opened."""
@@ -172,22 +202,43 @@ class ReadyModel:
         """The attention modules that are layers."""
         return attention_sites(model, setting.modules, side=setting.side)
 
-    def window(self, setting: Setting, sample: Sample, *, norms: bool) -> ModelAtInput:
-        """The model at an input; the same object while anybody holds it."""
+    def window(
+        self,
+        setting: Setting,
+        sample: Sample,
+        *,
+        norms: bool,
+        layers: Sequence[int] | None = None,
+        memory: int = 2**30,
+    ) -> ModelAtInput:
+        """The model at an input; the same object while anybody holds it.
+
+        ``layers``: those that will be asked for, None for all. Of a model that is read block by
+        block, the others' blocks are run once, or not at all, and let go; those of these layers
+        stay as long as they have room in ``memory`` bytes.
+        """
         key = (setting, sample.sha256, sample.kind, sample.sample, sample.start)
         found = self._windows.get(key)
         if (
             found is None
             or (norms and not found.norms)
+            or not found.reaches(layers)
             or not _same_arguments(found.sample, sample)
         ):
             self._windows[key] = found = ModelAtInput(self, setting, sample, norms)
+            found.layers, found.memory = layers, memory
         return found
 
-    def check_layers(self, setting: Setting, names: list[str]) -> None:
-        """Refuse an input on which the model calls other modules than on the one before."""
+    def check_layers(self, setting: Setting, names: list[str], *, complete: bool) -> None:
+        """Refuse an input on which the model calls other modules than on the one before.
+
+        A pass that is not ``complete`` called the first of them.
+        """
         key = (setting.side, setting.modules)
-        if self._layers.setdefault(key, names) != names:
+        held = self._layers.setdefault(key, names)
+        if len(names) > len(held) and not complete:
+            self._layers[key] = names
+        if held != names and (complete or any(map(operator.ne, held, names))):
             raise InputError(
                 "The model should call the same attention modules on every input. Found "
                 f"{len(names)} calls here and {len(self._layers[key])} on an earlier "
@@ -204,6 +255,8 @@ class ModelAtInput:
     def __init__(self, model: ReadyModel, setting: Setting, sample: Sample, norms: bool) -> None:
         self.model, self.setting, self.sample = model, setting, sample
         self.norms = norms
+        self.layers: Sequence[int] | None = None  # those that will be asked for; None for all
+        self.memory = 2**30  # bytes that their blocks may take together
         # Maps that were built before their layer was asked, and the last things that were solved.
         self.maps: dict[tuple[int | None, str], LayerMap] = {}
         self.answers: dict[Any, Any] = {}
@@ -233,21 +286,60 @@ class ModelAtInput:
         """The record of the forward pass."""
         forward = memory_for("The model's own forward pass", self.setting.dtype)
         with forward, self.ready() as ready:
-            setting, sample = self.setting, self.sample
+            setting, sample, resident = self.setting, self.sample, ready.resident
+            sites = self.model.sites(ready.model, setting)
+            layers = self.layers if count_of_layers(ready.model, sites) else None
+            if resident is not None:
+                self._prepare_blocks(resident, list(sites), layers)
             record = run_traced(
                 ready.model,
                 self.arguments,
-                self.model.sites(ready.model, setting),
+                sites,
                 norms=self.norms,
                 blocks=not setting.fused,
                 dtype=self.dtype,
                 side=setting.side,
                 asked=setting.modules,
+                resident=resident,
+                upto=max(layers) if layers else None,
             )
-            self.model.check_layers(setting, [call.name for call in record.calls])
+            names = [call.name for call in record.calls]
+            self.model.check_layers(setting, names, complete=record.complete)
             own = self.model.model
-            record.remarks = overflows(own, sample.arguments, setting.modules, setting.side)
+            if self.model.loaded.stored is None:
+                record.remarks = overflows(own, sample.arguments, setting.modules, setting.side)
         return record
+
+    @property
+    def num_layers(self) -> int:
+        """Number of attention layers, also where the pass ended before the last."""
+        return max(len(self.trace.calls), count_of_layers(self.trace.model, self._sites()) or 0)
+
+    def _sites(self) -> dict[str, nn.Module]:
+        return self.model.sites(self.trace.model, self.setting)
+
+    def reaches(self, layers: Sequence[int] | None) -> bool:
+        """Whether a pass for these layers was, or will be, made."""
+        return self.layers is None or (layers is not None and max(layers) <= max(self.layers))
+
+    def _prepare_blocks(
+        self, resident: ResidentWeights, sites: list[str], layers: Sequence[int] | None
+    ) -> None:
+        """Say which blocks are kept, and, once, what is read."""
+        inside = [resident.block_of(name) for name in sites]
+        asked = inside if layers is None else [inside[k] for k in layers if k < len(inside)]
+        resident.kept, resident.room = frozenset(filter(None, asked)), self.memory
+        if resident.blocks_read:
+            return
+        loaded, run = self.model.loaded, inside[: inside.index(asked[-1]) + 1] if asked else inside
+        needed = sum(map(resident.bytes_of, dict.fromkeys(run)))
+        disk = f", {loaded.stored.bytes / 1e9:.3g} GB on disk" if loaded.stored else ""
+        which = f"layer {', '.join(map(str, layers))} needs" if layers else "all layers need"
+        remark(
+            f"`{loaded.name}`: {loaded.num_parameters / 1e9:.2g} G parameters{disk}; {which} "
+            f"{len(dict.fromkeys(run))} of {len(resident.blocks)} blocks, one after the other, "
+            f"{needed / 1e9:.2g} GB in {self.setting.dtype}."
+        )
 
     def map(self, layer: int | None, name: str, *, memory: int, per_head: bool) -> LayerMap:
         """A map at the input, checked against the model; padding is held fixed."""
@@ -278,17 +370,27 @@ class ModelAtInput:
             own = ready.own
             weights = (*model.parameters(), *model.buffers())
             found = {t.dtype for t in weights if t.is_floating_point()}
-            if any(dtype.itemsize < 4 for dtype in found):
+            resident = ready.resident
+            if resident is not None or any(dtype.itemsize < 4 for dtype in found):
                 model, found = ready.model, {built.x.dtype}
                 arguments = to_device(arguments, self.device, built.x.dtype)
         dtype = torch.float32 if torch.float32 in found else torch.float64
         if len(found) == 1:  # as for the measurement, floats are in the dtype of the weights
             arguments = to_device(arguments, None, dtype)
         ends: MapEndpoints = built.ends
+        part = model
+        if resident is not None:
+            block = resident.block_of(ends.leaves)
+            starts = self.trace.starts.get(block, ())
+            inner = ends.within(block, starts[0]) if len(starts) == 1 else None
+            if inner is not None:
+                ends, part, arguments = inner, model.get_submodule(block), starts[0].arguments
 
         def function(x: Tensor) -> Tensor:
             with self.ready(), as_chosen(model, own):
-                return ends.function(model, arguments)(x)
+                if resident is not None:
+                    resident.fill(resident.block_of(built.ends.leaves if built.ends else ""))
+                return ends.function(part, arguments)(x)
 
         return ReferenceModel(function, dtype)
 

@@ -392,6 +392,9 @@ class Session:
             else:
                 how = {"seed": key.weights or 0, "allow_pickle": self.spec.allow_pickle}
                 found = masked(ready_model(name, **how), self.spec.causal)
+            needs = [name for name in self.spec.maps if name in ("stack", *WHOLE)]
+            if needs:
+                found = found.in_memory(f"The map `{needs[0]}`")
             if not {"logits", "margin"}.intersection(self.spec.maps):
                 return found
             return ReadyModel(replace(found.loaded, model=with_own_head(found.loaded)))
@@ -459,7 +462,7 @@ class Session:
             count = 1 + max(self.spec.layers or (0,))
             return Shape(count, (built[0].num_heads or 1,) * count if per_head else None)
         record = window.trace
-        count = len(record.calls)
+        count = window.num_layers
         layers = range(count) if self.spec.layers is None else self.spec.layers
         for layer in layers:
             if layer >= count:
@@ -477,7 +480,8 @@ class Session:
             for layer in places:
                 # The first window's own, which its jobs find there.
                 built = window.map(layer, name, memory=self.memory, per_head=per_head)
-                window.maps[layer, name] = built
+                if record.resident is None or len(layers) == 1:
+                    window.maps[layer, name] = built
                 self._check_tokens(len(built.x), len(built.output))
                 heads[layer or 0] = built.num_heads or 1
         return Shape(count, tuple(heads) if per_head else None)
@@ -507,7 +511,9 @@ class Session:
         def make() -> ModelAtInput:
             self._at.clear()
             keep_last(self._ready, (model_key, setting), enter)
-            return model.window(setting, item, norms=norms)
+            whole = spec.among or not maps.isdisjoint(("stack", *WHOLE))
+            layers = None if whole else spec.layers
+            return model.window(setting, item, norms=norms, layers=layers, memory=self.memory)
 
         return keep_last(self._window, key, make)
 
@@ -545,7 +551,7 @@ class Session:
     def _layers(self, job: Job, at: MapAtInput) -> Sequence[int | None]:
         if self.spec.layers is not None or at.model.is_layer:
             return self.spec.layers or [job.layer]
-        return range(len(at.window.trace.calls))
+        return range(at.window.num_layers)
 
     # --- answers
 

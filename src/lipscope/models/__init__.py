@@ -31,6 +31,7 @@ from lipscope.models.data.windows import (
 )
 from lipscope.models.families.affine import projected as projected
 from lipscope.models.loading import (
+    LARGE as LARGE,
     LoadedModel as LoadedModel,
     adopt_model as adopt_model,
     check_finite as check_finite,
@@ -116,6 +117,12 @@ from lipscope.models.tracing.recorder import (
     run as run,
     to_device as to_device,
 )
+from lipscope.models.tracing.resident_weights import (
+    ModuleWeights as ModuleWeights,
+    ResidentWeights as ResidentWeights,
+    WeightSource as WeightSource,
+    without_weights as without_weights,
+)
 from lipscope.models.tracing.sites import (
     OF_FUNCTION as OF_FUNCTION,
     SIDES as SIDES,
@@ -126,6 +133,7 @@ from lipscope.models.tracing.sites import (
     attention_sites as attention_sites,
     block_of as block_of,
     closed_form as closed_form,
+    count_of_layers as count_of_layers,
     family as family,
     known_families as known_families,
     reader_of as reader_of,

@@ -12,7 +12,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,11 @@ from lipscope.models.pretrained import (
     tokenizer_at,
     trained_length,
 )
+from lipscope.models.stored_weights import StoredWeights, stored_weights
+
+# Checkpoints whose weights take more bytes than this in float32 are read block by block.
+LARGE = 2**30
+_MARGIN = 0.9  # of the free memory that may be taken
 
 
 @dataclass(frozen=True)
@@ -59,12 +64,40 @@ class LoadedModel(Shown):
     revision: str | None  # commit or package version
     weights: str  # what they were stored as
     pixels: Pixels | None = None  # how it takes pictures, where its configuration does not say
+    # Where its weights are, if they are read when they are needed: ``model`` is then without them.
+    stored: StoredWeights | None = None
     trained_length: int | None = None  # tokens to which it was trained, where its files say it
 
     @property
     def about(self) -> dict[str, Any]:
         """What its rows say about it besides its name."""
         return {name: getattr(self, name) for name in ("revision", "weights", "trained_length")}
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    def in_memory(self, what: str) -> LoadedModel:
+        """The same with all its weights, for ``what`` needs them all at once.
+
+        Raises:
+            InputError: If they have no room in what is free.
+        """
+        if self.stored is None:
+            return self
+        # As stored, and in the type of the run beside that.
+        needed, free = self.stored.bytes + 4 * self.num_parameters, free_memory()
+        if needed > _MARGIN * free:
+            raise InputError(
+                f"{what} needs all of `{self.name}` in memory: {self.num_parameters / 1e9:.1f} G "
+                f"parameters, {needed / 2**30:.1f} GiB with those in float32. Found "
+                f"{free / 2**30:.1f} GiB free; maps of a layer (attention, normed, residual, "
+                "block) are read block by block."
+            )
+        model, _ = from_pretrained(self.stored.source, **self.stored.options)
+        check_finite(model)
+        return replace(self, model=model, stored=None)
 
     @property
     def config(self) -> Any:
@@ -173,7 +206,8 @@ def load_model(
         loaded = _folder_model(plain, allow_pickle)
     else:
         loaded = _hub_model(plain, revision, allow_pickle)
-    check_finite(loaded.model)
+    if loaded.stored is None:  # else each block is checked when it is read
+        check_finite(loaded.model)
     return loaded
 
 
@@ -270,12 +304,25 @@ def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
         )
     check_files(name, folder, allow_pickle)
     check_counts(name, entries_of(folder / "config.json"))
+    stored = stored_weights(str(folder), larger_than=LARGE)
+    if stored is not None:
+        revision = f"sha256:{stored.fingerprint()}"
+        tokenizer = tokenizer_at(str(folder))
+        return replace(_stored(name, stored.skeleton, tokenizer, revision), stored=stored)
     model, tokenizer = from_pretrained(str(folder), allow_pickle=allow_pickle)
     revision = f"sha256:{fingerprint(model)}"  # the folder may be written again
     return _stored(name, model, tokenizer, revision)
 
 
 def _hub_model(name: str, revision: str | None, allow_pickle: bool) -> LoadedModel:
+    options = {} if revision is None else {"revision": revision}
+    with contextlib.suppress(InputError):  # whatever it is, its loader says it below
+        stored = stored_weights(name, larger_than=LARGE, **options)
+        if stored is not None:
+            commit = getattr(stored.skeleton.config, "_commit_hash", None)
+            tokenizer = tokenizer_at(name, **options)
+            loaded = _stored(name, stored.skeleton, tokenizer, commit or revision)
+            return replace(loaded, stored=stored)
     model, tokenizer = from_pretrained(
         name, revision=revision, allow_pickle=allow_pickle, known=list(PACKAGES)
     )

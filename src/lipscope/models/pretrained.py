@@ -63,10 +63,15 @@ def from_pretrained(
                 source, trust_remote_code=False, output_loading_info=True, **options, **weights
             )
         except Exception as problem:  # every library has its own; the user gets one line
-            raise _explained(source, problem, known) from problem
+            raise explained_loading(source, problem, known) from problem
+    check_checkpoint(source, model, found)
+    return model, tokenizer_at(source, **options)
+
+
+def check_checkpoint(source: str, model: nn.Module, found: Mapping[str, Any]) -> None:
+    """Refuse weights of another family, or that leave a layer without, as loading ``found``."""
     _check_class(source, model)
     _check_keys(source, model, found)
-    return model, tokenizer_at(source, **options)
 
 
 def _check_class(source: str, model: nn.Module) -> None:
@@ -113,7 +118,9 @@ def _check_keys(source: str, model: nn.Module, found: Mapping[str, Any]) -> None
             )
 
 
-def _explained(source: str, problem: Exception, known: Collection[str]) -> InputError:
+def explained_loading(
+    source: str, problem: Exception, known: Collection[str] = ()
+) -> InputError:
     """One line for the many ways in which loading fails."""
     text = _COLOURS.sub("", " ".join(str(problem).split()))
     folder = os.path.exists(os.path.expanduser(source))

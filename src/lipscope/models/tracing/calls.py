@@ -26,6 +26,7 @@ from lipscope.models.tracing.recorder import (
     bound_arguments,
     close,
     data_address,
+    each_tensor,
     first_tensor,
     is_tokens,
     names_of,
@@ -35,6 +36,7 @@ from lipscope.models.tracing.recorder import (
     token_arguments,
     unmarked,
 )
+from lipscope.models.tracing.resident_weights import ResidentWeights
 from lipscope.models.tracing.sites import Applied, AttentionCall, Side, is_plain, with_weights
 
 # Names under which models hand the queries' tokens, and the keys' source, to an
@@ -68,6 +70,16 @@ class BlockCall:
     output: Tensor  # what it returns, its first tensor of the streams' width
     returned: int = 1  # how many tensors of the streams' shape it returns that depend on the input
     output_address: int = 0  # where its output lies in memory
+    have: Callable[[], None] = lambda: None  # as of an `AttentionCall`
+
+
+@dataclass(frozen=True)
+class BlockStart:
+    """What a block of a model without weights is given, and what came before it."""
+
+    arguments: dict[str, Any]  # all its arguments by name, copies
+    turn: int  # which of its calls it is, from 0
+    sums: int  # number of sums that the model had formed
 
 
 @dataclass
@@ -93,6 +105,10 @@ class Trace:
     # The model's output tensor (``last_hidden_state`` where it has one).
     output: Tensor | None = None
     hidden: bool = False  # whether the model says itself that this is its last hidden state
+    complete: bool = True  # whether the pass went on to the end of the model
+    # Which weights are in memory; None for all.
+    resident: ResidentWeights | None = None
+    starts: dict[str, list[BlockStart]] = field(default_factory=dict)  # of the blocks that are kept
     draws: bool = False  # whether its forward pass draws random numbers
     # What rows of a layer should say about this input, by layer.
     remarks: dict[int, str] = field(default_factory=dict)
@@ -336,6 +352,18 @@ def hook_block(recorder: Recorder, record: Trace, name: str, module: nn.Module) 
     recorder.after(module, finish)
 
 
+def hook_start(recorder: Recorder, record: Trace, name: str, module: nn.Module) -> None:
+    """Keep what a block is given at each call."""
+    started = record.starts.setdefault(name, [])
+
+    def start(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = bound_arguments(block, args, kwargs)
+        copies = each_tensor(given, lambda t: t.detach().clone())
+        started.append(BlockStart(copies, len(started), len(record.seen.sums)))
+
+    recorder.before(module, start)
+
+
 def hook_first(recorder: Recorder, record: Trace, name: str, module: nn.Module) -> None:
     """Keep the input of the first block of a list, whether or not it holds attention."""
 
@@ -370,6 +398,7 @@ def projection_by_head(call: AttentionCall) -> Tensor:
     """The output projection's columns by head, ``(h, d_out, d_v)``."""
     count, projection = count_heads(call.module), call.projection
     assert count is not None and projection is not None
+    call.have()
     if is_plain(projection):
         weight = projection.get_parameter("weight")
         weight = weight if isinstance(projection, nn.Linear) else weight.T
@@ -428,6 +457,7 @@ def called_again(
     copies = {id(value): value.clone() for value in changed.values()}
     arguments = {**call.arguments, **{name: copies[id(v)] for name, v in changed.items()}}
     args, kwargs = as_called(call.module, arguments)
+    call.have()
     with exact_maths(call.x.dtype), undisturbed(call.module):
         out = functional_call(call.module, dict(weights or {}), args, kwargs)
         return as_tokens(first_tensor(out, call.out_at), call.token_axis)
@@ -558,6 +588,7 @@ def replay_block(block: BlockCall, axis: int, moved: Streams) -> Callable[[Tenso
         still = {n: one.x.clone() for one in block.streams for n in one.names}
         arguments = {**block.arguments, **still, **moved.arguments(x)}
         args, kwargs = as_called(block.module, arguments)
+        block.have()
         with exact_maths(x.dtype), undisturbed(block.module):
             return as_tokens(first_tensor(block.module.forward(*args, **kwargs)), axis)
 

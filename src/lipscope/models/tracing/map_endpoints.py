@@ -17,6 +17,7 @@ from lipscope.errors import InputError
 from lipscope.linalg import Operator, derivatives, linearise
 from lipscope.models.tracing.calls import (
     BlockCall,
+    BlockStart,
     Stream,
     Streams,
     Trace,
@@ -28,6 +29,7 @@ from lipscope.models.tracing.recorder import (
     AtSum,
     Inputs,
     NormCall,
+    Reached,
     Recorder,
     as_called,
     as_tokens,
@@ -40,10 +42,6 @@ from lipscope.models.tracing.recorder import (
     named_arguments,
 )
 from lipscope.models.tracing.sites import AttentionCall, block_of, first_block_of
-
-
-class _Reached(BaseException):
-    """The output is there; what follows is not run. No model catches it by mistake."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,7 @@ class MapEndpoints:
             if k in found:
                 settled.add(k)
             if len(settled) == len(ends):
-                raise _Reached
+                raise Reached
 
         def at_sum(k: int, value: Tensor) -> None:
             leave(k, value)
@@ -183,7 +181,7 @@ class MapEndpoints:
             try:
                 copies = each_tensor(inputs, torch.clone)
                 recorder.run(model, copies, x.dtype, differentiable=False)
-            except _Reached:
+            except Reached:
                 pass
             finally:
                 for held, before in written:
@@ -211,10 +209,29 @@ class MapEndpoints:
         for one, part in zip(held, whole.split([len(t) for t in tokens]), strict=True):
             one.copy_(part.reshape(one.shape))
 
+    def within(self, block: str, start: BlockStart) -> MapEndpoints | None:
+        """The same ends in a run of this block alone; None where they are not both inside.
+
+        ``start`` is its only call in the pass.
+        """
+
+        def inner(path: str) -> str | None:
+            return path.removeprefix(block).removeprefix(".") if _is_inside(path, block) else None
+
+        enters, leaves, until = map(inner, (self.enters, self.leaves, self.until))
+        if enters is None or leaves is None or until is None or self.turn:
+            return None
+        total = None if self.total is None else self.total - start.sums
+        return replace(self, enters=enters, leaves=leaves, until=until, total=total)
+
     def at(self, path: str) -> MapEndpoints:
         """The same beginning, but all that a module returns is read; "" for the model."""
         whole = MapEndpoints(self.enters, self.arguments, self.turn, path, path, self.token_axis)
         return replace(whole, moved=self.moved)
+
+
+def _is_inside(path: str, block: str) -> bool:
+    return f"{path}.".startswith(f"{block}.")
 
 
 @dataclass(frozen=True)
@@ -279,6 +296,7 @@ def ends_of_attention(record: Trace, call: AttentionCall, *, heads: bool = False
         return ends
 
     def onward(product: Tensor) -> Tensor:
+        call.have()
         with torch.no_grad():
             return linear_part(projection, product)
 

@@ -173,6 +173,7 @@ def _own_heads(call: AttentionCall, core: ClosedForm | Replayed) -> Tensor:
         )
     if call.heads is not None:
         return call.heads
+    call.have()
     with torch.no_grad():
         heads = core.heads(call.x)
         agree = close(call.projection(heads), call.output)

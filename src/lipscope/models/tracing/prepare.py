@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -200,9 +200,12 @@ def _lacking(name: str, problem: Exception) -> str:
     return ", and no GPU that PyTorch can use. Install its driver, or leave `device` out."
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """A deep copy; tensors computed from weights (weight norm, a cache) are copied as constants."""
-    memo: dict[int, Any] = {
+def copied(model: nn.Module, instead: Mapping[int, Any] | None = None) -> nn.Module:
+    """A deep copy; tensors computed from weights (weight norm, a cache) are copied as constants.
+
+    ``instead``: what stands in the copy for objects of these ids.
+    """
+    memo: dict[int, Any] = dict(instead or {}) | {
         id(value): value.detach().clone()
         for module in model.modules()
         for held in vars(module).values()

@@ -28,6 +28,10 @@ _TIMES = ("mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "multipl
 _OVER = ("div", "div_", "__truediv__", "__itruediv__", "divide", "divide_", "true_divide")
 
 
+class Reached(BaseException):
+    """What was asked for is there; what follows is not run. No model catches it by mistake."""
+
+
 class Recorder(contextlib.ExitStack):
     """Hooks on modules, and runs of the model with them; on exit they are gone."""
 

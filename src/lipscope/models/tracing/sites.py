@@ -75,6 +75,8 @@ class AttentionCall:
     # Whether it was made on windows of the tokens, or on tokens of other axes.
     in_parts: bool = False
     kept: list[Any] = field(default_factory=list, repr=False)
+    # Has the weights of its block in memory, where they are read when they are needed.
+    have: Callable[[], None] = field(default=lambda: None, repr=False)
 
     @property
     def num_tokens(self) -> int:
@@ -193,6 +195,7 @@ def closed_form(call: AttentionCall) -> Attention | None:
     reader = reader_of(call.module)
     if reader is None:
         return None
+    call.have()
     try:
         return reader(call)
     except NotCoveredError:
@@ -322,6 +325,21 @@ def is_linear(module: nn.Module) -> bool:
 def linears(module: nn.Module) -> list[nn.Module]:
     """The linear maps inside a module."""
     return [m for m in module.modules() if is_linear(m)]
+
+
+def count_of_layers(model: nn.Module, sites: Collection[str]) -> int | None:
+    """The number of attention layers, where the configuration counts as many as there are sites.
+
+    None where some site may be called more than once, or not at all: only a pass can tell.
+    """
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    sides = [("encoder_layers", "num_layers"), ("decoder_layers", "num_decoder_layers")]
+    names = sides if getattr(text, "is_encoder_decoder", False) else [("num_hidden_layers",)]
+    found = [next((getattr(text, n) for n in side if hasattr(text, n)), None) for side in names]
+    counts = [n for n in found if isinstance(n, int)]
+    agree = len(counts) == len(names) and sum(counts) == len(sites)
+    return len(sites) if agree else None
 
 
 def block_of(model: nn.Module, site: str) -> str | None:

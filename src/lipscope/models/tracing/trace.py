@@ -5,6 +5,7 @@ Nothing is patched: hooks live in context managers and are undone on exit.
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -21,11 +22,13 @@ from lipscope.models.tracing.calls import (
     hook_first,
     hook_norm,
     hook_site,
+    hook_start,
     set_call_inputs,
 )
 from lipscope.models.tracing.prepare import eval_mode
 from lipscope.models.tracing.recorder import (
     Inputs,
+    Reached,
     Recorder,
     SumRecorder,
     TensorStore,
@@ -43,6 +46,7 @@ from lipscope.models.tracing.recorder import (
     to_device,
     tracked,
 )
+from lipscope.models.tracing.resident_weights import ResidentWeights
 from lipscope.models.tracing.sites import (
     Applied,
     AttentionCall,
@@ -67,19 +71,22 @@ def trace(
     dtype: torch.dtype = torch.float32,
     side: Side = "self",
     asked: str | None = None,
+    resident: ResidentWeights | None = None,
+    upto: int | None = None,
 ) -> Trace:
     """Run a `prepared` model on one sample and record its attention calls, which are the layers.
 
     ``sites`` are its attention modules by path (`attention_sites`), ``side`` is ``self`` or through
     which side the calls of cross-attention are layers, ``asked`` the path of a module that is a
     layer because it was asked for by its own name. ``norms``: record norms and sums, for the maps
-    ``normed`` and ``residual``; ``blocks``: the Transformer blocks around the sites.
+    ``normed`` and ``residual``; ``blocks``: the Transformer blocks around the sites. ``resident``:
+    the weights of a model that are in memory; the blocks after layer ``upto`` are then not run.
     """
 
     def once(marks: bool, copies: bool = False) -> Trace:
         kept = TensorStore(copies)
-        record = Trace(model, inputs, kept, SumRecorder(kept), side)
-        _fill(record, sites, norms, blocks, dtype, marks)
+        record = Trace(model, inputs, kept, SumRecorder(kept), side, resident=resident)
+        _fill(record, sites, norms, blocks, dtype, marks, upto)
         return record
 
     marks = True
@@ -114,13 +121,17 @@ def _fill(
     blocks: bool,
     dtype: torch.dtype,
     marks: bool,
+    upto: int | None,
 ) -> None:
     """Run the model and keep what the hooks see."""
     model, inputs = record.model, record.inputs
 
     def called_once(model: nn.Module, inputs: Inputs) -> Any:
         before = torch.get_rng_state()
-        output = _called_once(model, inputs)
+        try:
+            output = _called_once(model, inputs)
+        except Reached:
+            output, record.complete = None, False
         record.draws = not torch.equal(torch.get_rng_state(), before)
         return output
 
@@ -138,6 +149,8 @@ def _fill(
                 hook_block(recorder, record, name, model.get_submodule(name))
             for name in dict.fromkeys(first_block_of(block) for block in around):
                 hook_first(recorder, record, name, model.get_submodule(name))
+        if record.resident is not None:
+            _hook_blocks(recorder, record, upto)
         if marks:
             mark_embeddings(recorder, model, inputs)
         recorder.enter_context(tracked() if marks else torch.no_grad())
@@ -146,6 +159,19 @@ def _fill(
         if tensors_in(output):  # a composite model may return what its parts return, and no more
             record.output = first_tensor(output).detach()
         record.hidden = getattr(output, "last_hidden_state", None) is not None
+
+
+def _hook_blocks(recorder: Recorder, record: Trace, upto: int | None) -> None:
+    """Keep what the blocks are given that will be asked for, and end the pass after the last."""
+    resident = record.resident
+    assert resident is not None
+    for block in resident.kept:
+        hook_start(recorder, record, block, record.model.get_submodule(block))
+    recorder.enter_context(
+        resident.passing(
+            lambda: upto is not None and sum(not one.unsure for one in record.calls) > upto
+        )
+    )
 
 
 _ROOM = __name__.rpartition(".")[0]
@@ -181,6 +207,8 @@ def _is_ours(problem: Exception) -> bool:
 def resolve_calls(record: Trace, asked: str | None = None) -> None:
     """Tell layers from other calls, and find their projections, once the pass is over."""
     calls, record.calls = record.calls, []
+    for one in (*calls, *record.blocks) if record.resident is not None else ():
+        one.have = functools.partial(record.resident.fill, record.resident.block_of(one.name))
     for call in calls:
         if call.in_parts:
             record.calls.append(call)
@@ -250,35 +278,36 @@ def _find_projection(call: AttentionCall) -> None:
                 "convolution runs over its input as it is; this layout is not covered."
             )
     ends = [one for one in call.inside if same_place(one.y, out)]
-    inner = _projection_of(ends)
+    inner = _projection_of(call, ends)
     call.projection_inside = inner is not None
     if inner is not None:
         call.projection, call.heads = inner.module, as_tokens(inner.x, call.token_axis)
         return
     norm = next((one for one in ends if is_norm(one.module)), None)
     _look_behind_a_sum(call, out, norm)
-    outer = None if call.projection or call.refusal else _projection_of(call.behind)
+    outer = None if call.projection or call.refusal else _projection_of(call, call.behind)
     if outer is not None:
         call.projection, call.heads = outer.module, as_tokens(outer.x, call.token_axis)
         call.output = as_tokens(outer.y, call.token_axis)
         call.kept.append(outer.y)
 
 
-def _projection_of(applied: list[Applied]) -> Applied | None:
+def _projection_of(call: AttentionCall, applied: list[Applied]) -> Applied | None:
     """The outermost of these modules that is affine; the linear map in it that is all it does."""
-    affine = [one for one in applied if _is_affine(one)]
+    affine = [one for one in applied if _is_affine(call, one)]
     if not affine:
         return None
     last = affine[-1]  # what holds a module is done after it
     return next((one for one in affine if is_plain(one.module) and same_place(one.y, last.y)), last)
 
 
-def _is_affine(one: Applied) -> bool:
+def _is_affine(call: AttentionCall, one: Applied) -> bool:
     """Whether a module with a matrix maps its input, alone, to ``x W + b``."""
     if is_plain(one.module):
         return True
     if not has_weights(one.module, 2):
         return False
+    call.have()
     noise = torch.randn(one.x.shape, generator=start_named("what changes")).to(one.x)
     try:
         with torch.no_grad():
@@ -298,7 +327,7 @@ def _look_behind_a_sum(call: AttentionCall, out: Tensor, norm: Applied | None) -
     given = [v for v in given if isinstance(v, Tensor) and v.shape == out.shape and has_storage(v)]
     terms = [as_tokens(v, axis) for v in given]
     for one in reversed(call.inside):
-        if one.y.shape != out.shape or not _is_affine(one):
+        if one.y.shape != out.shape or not _is_affine(call, one):
             continue
         branch = as_tokens(one.y, axis)
         if any(close(total, branch + t) for t in (call.x, *terms) if t.shape == branch.shape):

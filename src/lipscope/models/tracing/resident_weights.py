@@ -1,0 +1,246 @@
+"""Which weights of a model are in memory: those of the block that runs, and of few others.
+
+A layer needs the blocks below it once, and its own: each is read when the forward pass comes to it,
+cast to the type of the run, and let go when the next one comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.errors import InputError
+from lipscope.models.tracing.prepare import copied
+from lipscope.models.tracing.recorder import Reached, Recorder
+
+# Weights of fewer entries (norms, biases) stay once they were read: theorems ask for them later.
+_SMALL = 2**17
+# From so many entries on, a table of embeddings gives only the rows of its tokens.
+_TABLE = 2**22
+
+
+class WeightSource(Protocol):
+    """Where weights are kept that are not in memory in the type of the run."""
+
+    def read(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Weights by name."""
+        ...
+
+    def rows(self, name: str, index: list[int]) -> Tensor:
+        """Some rows of a weight that `has_rows`."""
+        ...
+
+    def has_rows(self, name: str) -> bool:
+        """Whether single rows of a weight can be read."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModuleWeights:
+    """The weights of a module in memory, in another type than that of the run."""
+
+    module: nn.Module
+
+    def read(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Weights by name."""
+        return {name: self.module.get_parameter(name).detach() for name in names}
+
+    def rows(self, name: str, index: list[int]) -> Tensor:
+        """Some rows of a weight."""
+        weight = self.module.get_parameter(name).detach()
+        return weight[torch.tensor(index, device=weight.device)]
+
+    def has_rows(self, name: str) -> bool:
+        """Whether single rows of a weight can be read: always."""
+        return True
+
+
+@dataclass
+class _Weight:
+    """A parameter of the model, in all its places."""
+
+    name: str
+    places: list[tuple[nn.Module, str]]
+    empty: nn.Parameter  # on the device `meta`, in the type of the run
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no values at the moment."""
+        module, name = self.places[0]
+        held = module._parameters[name]
+        return held is not None and held.is_meta
+
+    def put(self, parameter: nn.Parameter) -> None:
+        for module, name in self.places:
+            module._parameters[name] = parameter
+
+
+class ResidentWeights:
+    """A model without weights, and those that are in it at the moment.
+
+    ``model`` gets its weights from ``source``: those of a block when it is called, or asked for by
+    `fill`. A block is let go when another one comes, unless it is one of the ``kept`` ones and
+    they have room in ``room`` bytes. What lies beside the blocks is read at once and stays, but
+    for large tables of embeddings, whose rows are read for each pass.
+    """
+
+    def __init__(
+        self, model: nn.Module, source: WeightSource, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.model, self.source, self.dtype, self.device = model, source, dtype, device
+        self.kept: frozenset[str] = frozenset()
+        self.room = 0  # bytes
+        self.blocks = _blocks(model)
+        self.blocks_read = 0
+        self.tell: Callable[[str], None] = lambda block: None  # called before a block is read
+        self._enough = _never
+        self._resident: dict[str, int] = {}  # bytes of the blocks that are in memory
+        self._weights: dict[str, list[_Weight]] = {block: [] for block in (*self.blocks, "")}
+        tables: list[_Weight] = []
+        for one in _weights(model):
+            if _is_table(one) and source.has_rows(one.name):
+                tables.append(one)
+            else:
+                self._weights[self.block_of(one.name)].append(one)
+        self._hooks = Recorder()
+        for block in self.blocks:
+            self._hooks.before(
+                model.get_submodule(block), lambda *_, block=block: self._enter(block)
+            )
+        for one in tables:
+            for module, _ in one.places:
+                self._hooks.before(module, lambda *call, one=one: self._look_up(one, *call))
+                self._hooks.after(module, lambda *_, one=one: one.put(one.empty))
+        self._read("")
+        self._read_buffers()
+
+    def block_of(self, path: str) -> str:
+        """The block that holds a module or a weight; "" for none."""
+        return next((b for b in self.blocks if f"{path}.".startswith(f"{b}.")), "")
+
+    def bytes_of(self, block: str) -> int:
+        """Size of a block in the type of the run."""
+        return sum(one.empty.numel() for one in self._weights[block]) * self.dtype.itemsize
+
+    def fill(self, block: str) -> None:
+        """Have a block in memory; others go."""
+        if block in self._resident or not block:
+            return
+        size = self.bytes_of(block)
+        for other in [*self._resident]:
+            if other not in self.kept or sum(self._resident.values()) + size > self.room:
+                self._let_go(other)
+        self.tell(block)
+        self._read(block)
+        self._resident[block] = size
+        self.blocks_read += 1
+
+    @contextlib.contextmanager
+    def passing(self, enough: Callable[[], bool]) -> Iterator[None]:
+        """A forward pass, which ends before the first block at which there is ``enough``."""
+        self._enough = enough
+        try:
+            yield
+        finally:
+            self._enough = _never
+
+    def _enter(self, block: str) -> None:
+        if self._enough():
+            raise Reached
+        self.fill(block)
+
+    def _read(self, block: str) -> None:
+        wanted = {one.name: one for one in self._weights[block] if one.is_empty}
+        tensors = self.source.read([*wanted])
+        for name in [*tensors]:
+            tensor = tensors.pop(name)  # not held after it was cast
+            if name in wanted:
+                wanted[name].put(self._parameter(name, tensor))
+
+    def _read_buffers(self) -> None:
+        names = [name for name, b in self.model.named_buffers() if b.is_meta]
+        for name, tensor in self.source.read(names).items() if names else ():
+            path, _, last = name.rpartition(".")
+            floats = tensor.is_floating_point()
+            own = tensor.to(self.device, self.dtype if floats else tensor.dtype)
+            self.model.get_submodule(path)._buffers[last] = own
+
+    def _parameter(self, name: str, tensor: Tensor) -> nn.Parameter:
+        floats = tensor.is_floating_point()
+        own = tensor.to(self.device, self.dtype if floats else tensor.dtype)
+        if floats and not bool(own.sum().isfinite()) and not bool(own.isfinite().all()):
+            bad = int((~own.isfinite()).sum())
+            raise InputError(
+                f"The weights should be finite. Found {bad} NaN or Inf in `{name}`; the "
+                "checkpoint is damaged or training diverged."
+            )
+        return nn.Parameter(own, requires_grad=False)
+
+    def _let_go(self, block: str) -> None:
+        for one in self._weights[block]:
+            if one.empty.numel() > _SMALL:
+                one.put(one.empty)
+        del self._resident[block]
+
+    def _look_up(self, one: _Weight, module: Any, args: Any, kwargs: Any) -> None:
+        """Read the rows of the tokens; the others take no memory, and have no values."""
+        ids = args[0] if args else next(iter(kwargs.values()))
+        table = torch.empty(one.empty.shape, dtype=self.dtype, device=self.device)
+        index = ids.unique()
+        index = index[(index >= 0) & (index < len(table))]  # of others the module says it
+        table[index] = self._parameter(one.name, self.source.rows(one.name, index.tolist()))
+        one.put(nn.Parameter(table, requires_grad=False))
+
+
+def _never() -> bool:
+    return False
+
+
+def _blocks(model: nn.Module) -> tuple[str, ...]:
+    """Paths of the elements of the outermost module lists, with weights."""
+    found: list[str] = []
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or path.startswith(tuple(f"{b}." for b in found)):
+            continue
+        found += [f"{path}.{k}" for k, one in enumerate(module) if [*one.parameters()]]
+    return tuple(found)
+
+
+def _weights(model: nn.Module) -> Iterator[_Weight]:
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(parameter, []).append((module, name))
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            yield _Weight(name, places[parameter], parameter)
+
+
+def _is_table(one: _Weight) -> bool:
+    """Whether a weight is a table that is read by row and in no other way."""
+    return one.empty.numel() > _TABLE and all(
+        type(module).forward is nn.Embedding.forward
+        or type(module).__name__.endswith("ScaledWordEmbedding")
+        for module, _ in one.places
+    )
+
+
+def without_weights(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A copy whose parameters have a shape and a type, and no values; its buffers have theirs."""
+    empty = {id(p): nn.Parameter(_empty(p, dtype), requires_grad=False) for p in model.parameters()}
+    made = copied(model, empty)
+    return made._apply(lambda t: t if t.is_meta else _in(t, dtype, device))
+
+
+def _empty(p: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(p, dtype=dtype if p.is_floating_point() else p.dtype, device="meta")
+
+
+def _in(t: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return t.to(device, dtype) if t.is_floating_point() else t.to(device)
