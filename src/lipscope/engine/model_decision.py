@@ -370,6 +370,7 @@ def decision_at(
     _check_pool(pool)
     if isinstance(model.model, Attention):
         return _of_bare_layer(model, item, given, between, pool)
+    model = model.in_memory("A decision of a model")
     with eval_mode(model.model):
         deciding = _deciding(model, given, between, pool, special_tokens)
         network, x = read_network(

@@ -13,11 +13,11 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from lipscope.attention import Attention, MultiheadAttention
 from lipscope.errors import InputError, memory_for, remark
 from lipscope.models import (
-    LARGE,
     OF_FUNCTION,
     Choice,
     LayerMap,
@@ -33,8 +33,8 @@ from lipscope.models import (
     attention_sites,
     build_map,
     choices,
-    count_of_layers,
     converted,
+    count_of_layers,
     device_of,
     digest,
     eval_mode,
@@ -101,7 +101,8 @@ class ReadyModel:
         self._ready: dict[Setting, Ready] = {}
         self._copies: dict[tuple[torch.dtype, torch.device], nn.Module | ResidentWeights] = {}
         self._windows: WeakValueDictionary[Any, ModelAtInput] = WeakValueDictionary()
-        self._layers: dict[tuple[Side, str | None], list[str]] = {}
+        # Names of the calls of each kind of layer, and whether they are all that there are.
+        self._layers: dict[tuple[Side, str | None], tuple[list[str], bool]] = {}
         self._state = _write_counts(loaded.model)
         self._whole: ReadyModel | None = None
 
@@ -176,8 +177,8 @@ class ReadyModel:
     def _converted(self, dtype: torch.dtype, device: torch.device) -> nn.Module | ResidentWeights:
         """The model in a type on a device, whole or block by block."""
         model, stored = self.model, self.loaded.stored
-        large = self.loaded.num_parameters * dtype.itemsize > LARGE
-        if stored is None and (not large or all(p.dtype == dtype for p in model.parameters())):
+        as_it_is = stored is None and all(p.dtype == dtype for p in model.parameters())
+        if as_it_is or (stored is None and not self.loaded.is_large(dtype)):
             return converted(model, dtype, device)
         source = ModuleWeights(model) if stored is None else stored
         return ResidentWeights(without_weights(model, dtype, device), source, dtype, device)
@@ -235,15 +236,16 @@ class ReadyModel:
         A pass that is not ``complete`` called the first of them.
         """
         key = (setting.side, setting.modules)
-        held = self._layers.setdefault(key, names)
-        if len(names) > len(held) and not complete:
-            self._layers[key] = names
-        if held != names and (complete or any(map(operator.ne, held, names))):
+        held, all_held = self._layers.setdefault(key, (names, complete))
+        counts = len(held), len(names)
+        same = all(map(operator.eq, held, names))
+        if not same or (complete and all_held and counts[0] != counts[1]):
             raise InputError(
                 "The model should call the same attention modules on every input. Found "
-                f"{len(names)} calls here and {len(self._layers[key])} on an earlier "
-                "input, or other modules."
+                f"{counts[1]} calls here and {counts[0]} on an earlier input, or other modules."
             )
+        if counts[1] >= counts[0]:
+            self._layers[key] = names, complete or all_held
 
 
 AnyModel = str | Path | nn.Module | LoadedModel | ReadyModel
@@ -289,20 +291,19 @@ class ModelAtInput:
             setting, sample, resident = self.setting, self.sample, ready.resident
             sites = self.model.sites(ready.model, setting)
             layers = self.layers if count_of_layers(ready.model, sites) else None
-            if resident is not None:
-                self._prepare_blocks(resident, list(sites), layers)
-            record = run_traced(
-                ready.model,
-                self.arguments,
-                sites,
-                norms=self.norms,
-                blocks=not setting.fused,
-                dtype=self.dtype,
-                side=setting.side,
-                asked=setting.modules,
-                resident=resident,
-                upto=max(layers) if layers else None,
-            )
+            with self._reading(resident, list(sites), layers):
+                record = run_traced(
+                    ready.model,
+                    self.arguments,
+                    sites,
+                    norms=self.norms,
+                    blocks=not setting.fused,
+                    dtype=self.dtype,
+                    side=setting.side,
+                    asked=setting.modules,
+                    resident=resident,
+                    upto=max(layers) if layers else None,
+                )
             names = [call.name for call in record.calls]
             self.model.check_layers(setting, names, complete=record.complete)
             own = self.model.model
@@ -322,24 +323,31 @@ class ModelAtInput:
         """Whether a pass for these layers was, or will be, made."""
         return self.layers is None or (layers is not None and max(layers) <= max(self.layers))
 
-    def _prepare_blocks(
-        self, resident: ResidentWeights, sites: list[str], layers: Sequence[int] | None
-    ) -> None:
-        """Say which blocks are kept, and, once, what is read."""
+    @contextlib.contextmanager
+    def _reading(
+        self, resident: ResidentWeights | None, sites: list[str], layers: Sequence[int] | None
+    ) -> Iterator[None]:
+        """A pass that reads blocks: which are kept, what is read, and a bar where one is seen."""
+        if resident is None:
+            yield
+            return
         inside = [resident.block_of(name) for name in sites]
         asked = inside if layers is None else [inside[k] for k in layers if k < len(inside)]
         resident.kept, resident.room = frozenset(filter(None, asked)), self.memory
-        if resident.blocks_read:
-            return
-        loaded, run = self.model.loaded, inside[: inside.index(asked[-1]) + 1] if asked else inside
-        needed = sum(map(resident.bytes_of, dict.fromkeys(run)))
-        disk = f", {loaded.stored.bytes / 1e9:.3g} GB on disk" if loaded.stored else ""
-        which = f"layer {', '.join(map(str, layers))} needs" if layers else "all layers need"
-        remark(
-            f"`{loaded.name}`: {loaded.num_parameters / 1e9:.2g} G parameters{disk}; {which} "
-            f"{len(dict.fromkeys(run))} of {len(resident.blocks)} blocks, one after the other, "
-            f"{needed / 1e9:.2g} GB in {self.setting.dtype}."
-        )
+        run = list(dict.fromkeys(filter(None, inside)))
+        run = run[: 1 + max((run.index(one) for one in asked if one), default=-1)] or run
+        if not resident.blocks_read:
+            loaded, needed = self.model.loaded, sum(map(resident.bytes_of, run))
+            disk = f", {loaded.stored.bytes / 1e9:.3g} GB on disk" if loaded.stored else ""
+            which = f"layer {', '.join(map(str, layers))} needs" if layers else "all layers need"
+            remark(
+                f"`{loaded.name}`: {loaded.num_parameters / 1e9:.2g} G parameters{disk}; {which} "
+                f"{len(run)} of {len(resident.blocks)} blocks, one after the other, "
+                f"{needed / 1e9:.2g} GB in {self.setting.dtype}."
+            )
+        bar: Any = tqdm(total=len(run), desc="blocks", leave=False, disable=None)
+        with bar, resident.told(lambda _: bar.update()):
+            yield
 
     def map(self, layer: int | None, name: str, *, memory: int, per_head: bool) -> LayerMap:
         """A map at the input, checked against the model; padding is held fixed."""
@@ -358,7 +366,12 @@ class ModelAtInput:
         return [*said, _DRAWS] if drawn else said
 
     def with_head(self, ready: Ready) -> nn.Module | None:
-        """The prepared model with the head that its checkpoint holds, if it was loaded without."""
+        """The prepared model with the head that its checkpoint holds, if it was loaded without.
+
+        None where the weights are read block by block.
+        """
+        if ready.resident is not None:
+            return None
         return with_words(split_revision(self.model.name)[0], ready.model)
 
     def reference(self, built: LayerMap) -> ReferenceModel:
@@ -381,7 +394,7 @@ class ModelAtInput:
         part = model
         if resident is not None:
             block = resident.block_of(ends.leaves)
-            starts = self.trace.starts.get(block, ())
+            starts = self.trace.starts.get(block, [])
             inner = ends.within(block, starts[0]) if len(starts) == 1 else None
             if inner is not None:
                 ends, part, arguments = inner, model.get_submodule(block), starts[0].arguments
@@ -434,7 +447,9 @@ def loaded_model(model: AnyModel, *, tokenizer: Any = None, **how: Any) -> Loade
 
 def masked(model: ReadyModel, causal: bool | None) -> ReadyModel:
     """The model with a causal mask in every layer, or in none; as it is for None."""
-    return model if causal is None else ReadyModel(with_mask(model.loaded, causal))
+    if causal is None:
+        return model
+    return ReadyModel(with_mask(model.in_memory("`causal`").loaded, causal))
 
 
 def _write_counts(model: nn.Module) -> list[tuple[int, int]]:

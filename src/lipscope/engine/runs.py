@@ -107,14 +107,13 @@ class LocalRun:
         self.data = data
         # A name, which is loaded when a job needs it.
         self._named = isinstance(model, str) and loading["tokenizer"] is None
-        self._load = functools.cache(
-            lambda: masked(
-                ready_model(
-                    model, seed=self.spec.seeds[0], allow_pickle=self.spec.allow_pickle, **loading
-                ),
-                self.spec.causal,
-            )
-        )
+        how = {"seed": self.spec.seeds[0], "allow_pickle": self.spec.allow_pickle, **loading}
+
+        def load() -> ReadyModel:
+            found = masked(ready_model(model, **how), self.spec.causal)
+            return found.in_memory(verb.whole) if verb.whole else found
+
+        self._load = functools.cache(load)
         revision = loading["revision"]
         if isinstance(model, str):
             revision = split_revision(model, revision)[1]

@@ -234,6 +234,7 @@ class Verb(NamedTuple):
     without: Collection[str] = ()  # options that make no sense for it
     dtype: str = "float32"  # floating type if none is asked for
     norms: bool = False  # whether it asks for the norms that feed layers
+    whole: str = ""  # what needs all weights of the model at once; empty if nothing does
 
 
 def options_of(group: str) -> tuple[str, ...]:

@@ -31,7 +31,6 @@ from lipscope.models.data.windows import (
 )
 from lipscope.models.families.affine import projected as projected
 from lipscope.models.loading import (
-    LARGE as LARGE,
     LoadedModel as LoadedModel,
     adopt_model as adopt_model,
     check_finite as check_finite,

@@ -39,6 +39,7 @@ from lipscope.models.stored_weights import StoredWeights, stored_weights
 
 # Checkpoints whose weights take more bytes than this in float32 are read block by block.
 LARGE = 2**30
+_WEIGHTS = (".safetensors", ".bin")
 _MARGIN = 0.9  # of the free memory that may be taken
 
 
@@ -68,6 +69,10 @@ class LoadedModel(Shown):
     stored: StoredWeights | None = None
     trained_length: int | None = None  # tokens to which it was trained, where its files say it
 
+    def __post_init__(self) -> None:
+        if self.stored is not None and self.model is not self.stored.skeleton:
+            object.__setattr__(self, "stored", None)  # the model was replaced by another one
+
     @property
     def about(self) -> dict[str, Any]:
         """What its rows say about it besides its name."""
@@ -77,6 +82,10 @@ class LoadedModel(Shown):
     def num_parameters(self) -> int:
         """Number of parameters."""
         return sum(p.numel() for p in self.model.parameters())
+
+    def is_large(self, dtype: torch.dtype) -> bool:
+        """Whether its weights are to be cast to a type block by block."""
+        return self.num_parameters * dtype.itemsize > LARGE
 
     def in_memory(self, what: str) -> LoadedModel:
         """The same with all its weights, for ``what`` needs them all at once.
@@ -309,6 +318,12 @@ def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
         revision = f"sha256:{stored.fingerprint()}"
         tokenizer = tokenizer_at(str(folder))
         return replace(_stored(name, stored.skeleton, tokenizer, revision), stored=stored)
+    size = sum(file.stat().st_size for end in _WEIGHTS for file in folder.glob(f"*{end}"))
+    if size > _MARGIN * free_memory():
+        raise InputError(
+            f"`{name}` holds {size / 1e9:.3g} GB of weights that are read as a whole. Found "
+            f"{free_memory() / 1e9:.3g} GB free; plain safetensors are read block by block."
+        )
     model, tokenizer = from_pretrained(str(folder), allow_pickle=allow_pickle)
     revision = f"sha256:{fingerprint(model)}"  # the folder may be written again
     return _stored(name, model, tokenizer, revision)

@@ -50,7 +50,7 @@ def as_decoder(loaded: LoadedModel) -> LoadedModel:
 
 def _masked(loaded: LoadedModel, key: str, causal: bool) -> LoadedModel:
     """A copy whose configuration, under this key, and layers say whether they are causal."""
-    model: Any = copied(loaded.model)
+    model: Any = copied(loaded.in_memory("Another mask").model)
     setattr(model.config, key, causal)
     site: Any
     for site in attention_sites(model).values():
@@ -125,7 +125,7 @@ def quantised(loaded: LoadedModel) -> LoadedModel:
     Each 32 weights of a row share a scale and an offset in half precision,
     ``w -> m + round((w - m) / s) s`` with ``m = min w`` and ``s = (max w - min w) / 15``.
     """
-    model = copied(loaded.model)
+    model = copied(loaded.in_memory("A change of all weights").model)
     for _, weight in _rows_of_linears(model):
         weight.copy_(_q4_1(weight.contiguous()))
     return replace(loaded, name=f"{loaded.name}, Q4_1", model=model, weights="rounded to Q4_1")
@@ -217,7 +217,7 @@ def scrambled(
     Raises:
         InputError: If no such matrix is there, as in a model with one matrix for Q, K and V.
     """
-    model = copied(loaded.model)
+    model = copied(loaded.in_memory("A change of all weights").model)
     place = re.compile(r"\.\d+\." if layer is None else rf"\.{layer}\.")
     draw, found = torch.Generator().manual_seed(seed), 0
     for name, module in model.named_modules():

@@ -118,9 +118,7 @@ def _check_keys(source: str, model: nn.Module, found: Mapping[str, Any]) -> None
             )
 
 
-def explained_loading(
-    source: str, problem: Exception, known: Collection[str] = ()
-) -> InputError:
+def explained_loading(source: str, problem: Exception, known: Collection[str] = ()) -> InputError:
     """One line for the many ways in which loading fails."""
     text = _COLOURS.sub("", " ".join(str(problem).split()))
     folder = os.path.exists(os.path.expanduser(source))

@@ -266,7 +266,7 @@ def lens_of(record: Trace, whole: nn.Module | None = None) -> Lens | None:
     checkpoint holds, where it was loaded without.
     """
     table, output = _unembedding(record.model if whole is None else whole), record.output
-    if table is None or output is None:
+    if table is None or output is None or table.weight.is_meta:  # read block by block: not there
         return None
     call = record.calls[0]
     first = next((k for k, part in enumerate(call.name.split(".")) if part.isdigit()), 0)

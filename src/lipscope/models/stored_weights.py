@@ -83,7 +83,7 @@ class StoredWeights:
         from safetensors import safe_open
 
         with contextlib.ExitStack() as stack:
-            files = {file: None for file in dict.fromkeys(self._file_of[key] for key in keys)}
+            files = dict.fromkeys(dict.fromkeys(self._file_of[key] for key in keys))
             opened: dict[Path, Any] = {f: stack.enter_context(safe_open(f, "pt")) for f in files}
             yield {key: opened[self._file_of[key]].get_slice(key) for key in keys}
 

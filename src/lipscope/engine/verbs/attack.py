@@ -49,7 +49,7 @@ from lipscope.records import (
 _WORST = "worst.npz"
 _WITHOUT = ("map", "per_head", "metric", "move", "read", "side", "inputs", "ascent_steps", "radius")
 _ATTACK = Verb("attack", _WITHOUT, "float64")
-_ATTACK_TEXT = Verb("attack", _WITHOUT)
+_ATTACK_TEXT = Verb("attack", _WITHOUT, whole="An attack on a text")
 _LENGTH, _SAMPLES = 64, 10
 _OWN = "the model's own scores"
 _READ_OUT = "the read-out given, on the mean output of the model"

@@ -180,7 +180,7 @@ def _new_folder(folder: Path, force: bool) -> Path:
 def _loaded(model: Any, seed: int, allow_pickle: bool) -> LoadedModel:
     """The model with weights of its own, in float32 at least."""
     name = str(model) if isinstance(model, Path) else model
-    loaded = loaded_model(name, seed=seed, allow_pickle=allow_pickle)
+    loaded = loaded_model(name, seed=seed, allow_pickle=allow_pickle).in_memory("`smooth`")
     if not hasattr(loaded.model, "save_pretrained") or isinstance(loaded.model, Attention):
         raise InputError(
             "`model` should be one of transformers, which can be saved in its format. Found "

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ _SMALL = 2**17
 _TABLE = 2**22
 
 
+@runtime_checkable
 class WeightSource(Protocol):
     """Where weights are kept that are not in memory in the type of the run."""
 
@@ -97,7 +99,7 @@ class ResidentWeights:
         self.room = 0  # bytes
         self.blocks = _blocks(model)
         self.blocks_read = 0
-        self.tell: Callable[[str], None] = lambda block: None  # called before a block is read
+        self._tell: Callable[[str], Any] = _never
         self._enough = _never
         self._resident: dict[str, int] = {}  # bytes of the blocks that are in memory
         self._weights: dict[str, list[_Weight]] = {block: [] for block in (*self.blocks, "")}
@@ -107,6 +109,7 @@ class ResidentWeights:
                 tables.append(one)
             else:
                 self._weights[self.block_of(one.name)].append(one)
+        self._worker = ThreadPoolExecutor(1)
         self._hooks = Recorder()
         for block in self.blocks:
             self._hooks.before(
@@ -114,10 +117,15 @@ class ResidentWeights:
             )
         for one in tables:
             for module, _ in one.places:
-                self._hooks.before(module, lambda *call, one=one: self._look_up(one, *call))
+                self._hooks.before(
+                    module,
+                    lambda _, args, kwargs, one=one: self._in_order(
+                        lambda: self._look_up(one, (*args, *kwargs.values())[0])
+                    ),
+                )
                 self._hooks.after(module, lambda *_, one=one: one.put(one.empty))
-        self._read("")
-        self._read_buffers()
+        self._in_order(lambda: self._read(""))
+        self._in_order(self._read_buffers)
 
     def block_of(self, path: str) -> str:
         """The block that holds a module or a weight; "" for none."""
@@ -135,8 +143,8 @@ class ResidentWeights:
         for other in [*self._resident]:
             if other not in self.kept or sum(self._resident.values()) + size > self.room:
                 self._let_go(other)
-        self.tell(block)
-        self._read(block)
+        self._tell(block)
+        self._in_order(lambda: self._read(block))
         self._resident[block] = size
         self.blocks_read += 1
 
@@ -148,6 +156,15 @@ class ResidentWeights:
             yield
         finally:
             self._enough = _never
+
+    @contextlib.contextmanager
+    def told(self, tell: Callable[[str], Any]) -> Iterator[None]:
+        """Tell of every block before it is read."""
+        self._tell = tell
+        try:
+            yield
+        finally:
+            self._tell = _never
 
     def _enter(self, block: str) -> None:
         if self._enough():
@@ -187,9 +204,12 @@ class ResidentWeights:
                 one.put(one.empty)
         del self._resident[block]
 
-    def _look_up(self, one: _Weight, module: Any, args: Any, kwargs: Any) -> None:
+    def _in_order(self, work: Callable[[], Any]) -> Any:
+        """Work in a thread of its own: a pass sees, and changes, what is computed in its thread."""
+        return self._worker.submit(work).result()
+
+    def _look_up(self, one: _Weight, ids: Tensor) -> None:
         """Read the rows of the tokens; the others take no memory, and have no values."""
-        ids = args[0] if args else next(iter(kwargs.values()))
         table = torch.empty(one.empty.shape, dtype=self.dtype, device=self.device)
         index = ids.unique()
         index = index[(index >= 0) & (index < len(table))]  # of others the module says it
@@ -197,7 +217,7 @@ class ResidentWeights:
         one.put(nn.Parameter(table, requires_grad=False))
 
 
-def _never() -> bool:
+def _never(*_: Any) -> bool:
     return False
 
 

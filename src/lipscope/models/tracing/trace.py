@@ -207,8 +207,10 @@ def _is_ours(problem: Exception) -> bool:
 def resolve_calls(record: Trace, asked: str | None = None) -> None:
     """Tell layers from other calls, and find their projections, once the pass is over."""
     calls, record.calls = record.calls, []
-    for one in (*calls, *record.blocks) if record.resident is not None else ():
-        one.have = functools.partial(record.resident.fill, record.resident.block_of(one.name))
+    if record.resident is not None:
+        resident = record.resident
+        for one in (*calls, *record.blocks):
+            one.have = functools.partial(resident.fill, resident.block_of(one.name))
     for call in calls:
         if call.in_parts:
             record.calls.append(call)

@@ -1,0 +1,289 @@
+"""Models whose weights are read block by block: the same numbers, and no more is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModel
+
+import lipscope as ls
+from lipscope import InputError
+from lipscope.models import loading, stored_weights
+from lipscope.models.stored_weights import StoredWeights
+from lipscope.models.tracing import resident_weights
+
+IDS = torch.randint(3, 200, (1, 10), generator=torch.Generator().manual_seed(0))
+_SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+_SIZES |= {"intermediate_size": 48, "vocab_size": 300}
+_GROUPED = {**_SIZES, "num_key_value_heads": 2}
+_T5 = {"d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 2, "d_ff": 48, "vocab_size": 300}
+_BART = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4}
+_BART |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "vocab_size": 300}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "albert": {**_SIZES, "embedding_size": 16},  # one block, called three times
+    "bart": {**_BART, "max_position_embeddings": 64},
+    "bert": _SIZES,
+    "bloom": {"hidden_size": 32, "n_layer": 3, "n_head": 4, "vocab_size": 300},
+    "deberta-v2": _SIZES,
+    "gemma3_text": {**_GROUPED, "head_dim": 8},  # scaled embeddings
+    "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 300},
+    "llama": _GROUPED,
+    "mixtral": {**_GROUPED, "num_local_experts": 4},  # experts that are stacked on loading
+    "opt": {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "qwen2_moe": {**_GROUPED, "num_experts": 4, "moe_intermediate_size": 16},
+    "t5": {**_T5, "num_decoder_layers": 2},  # tied tables
+    "vit": {**_SIZES, "image_size": 16, "patch_size": 4},
+}
+FAMILIES["opt"] |= {"word_embed_proj_dim": 32, "vocab_size": 300}
+FAMILIES["vit"].pop("vocab_size")
+
+
+def model_of(family: str, **sizes: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = CONFIG_MAPPING[family](**{**FAMILIES[family], **sizes})
+        model = AutoModel.from_config(config).eval()
+        for weight in model.parameters():
+            weight.data += 0.2 * torch.randn_like(weight)  # so that attention is not flat
+    return model.to(torch.bfloat16 if family != "vit" else torch.float32)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    held: dict[str, str] = {}
+
+    class Folders(dict[str, str]):
+        def __missing__(self, family: str) -> str:
+            path = tmp_path_factory.mktemp(family)
+            model_of(family).save_pretrained(path, max_shard_size="20KB")
+            return self.setdefault(family, str(path))
+
+    return Folders(held)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model is large, every table is one."""
+    monkeypatch.setattr(loading, "LARGE", 0)
+    monkeypatch.setattr(resident_weights, "_TABLE", 100)
+    monkeypatch.setattr(resident_weights, "_SMALL", 100)
+
+
+def given(family: str) -> dict[str, Tensor]:
+    if family == "vit":
+        draw = torch.Generator().manual_seed(0)
+        return {"pixel_values": torch.randn(1, 3, 16, 16, generator=draw)}
+    return {"input_ids": IDS} | ({"decoder_input_ids": IDS[:, :6]} if family in _SIDES else {})
+
+
+_SIDES = ("t5", "bart")
+
+
+def asked(model: Any, family: str, **options: Any) -> Any:
+    return ls.measure(model, given(family), dtype="float64", tol=1e-8, **options)
+
+
+@pytest.fixture(scope="module")
+def whole(folders: dict[str, str]) -> dict[tuple[str, str], list[float]]:
+    """Sigmas of all layers of a family in a map, with the whole model in memory."""
+
+    class Sigmas(dict[tuple[str, str], list[float]]):
+        def __missing__(self, key: tuple[str, str]) -> list[float]:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(loading, "LARGE", 2**40)
+                rows = asked(folders[key[0]], key[0], map=key[1])
+            return self.setdefault(key, [row.sigma for row in rows])
+
+    return Sigmas()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("map", ["attention", "block"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sigma_is_that_of_the_whole_model(
+    family: str, map: str, folders: dict[str, str], whole: Any
+) -> None:
+    expected = whole[family, map]
+    model = ls.load_model(folders[family])
+    assert model.loaded.stored is not None
+    assert all(p.is_meta or family == "vit" for p in model.model.parameters())
+    rows = asked(model, family, map=map)
+    assert [row.sigma for row in rows] == pytest.approx(expected, rel=1e-6)
+    (one,) = asked(model, family, map=map, layers=[1])
+    assert one.sigma == pytest.approx(expected[1], rel=1e-6)
+    assert "read block by block" in (one.note or "")
+
+
+def read_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    names: list[str] = []
+    read = StoredWeights.read
+
+    def noted(self: StoredWeights, some: Any) -> Any:
+        names.extend(some)
+        return read(self, some)
+
+    monkeypatch.setattr(StoredWeights, "read", noted)
+    return names
+
+
+@pytest.mark.usefixtures("small")
+def test_blocks_above_are_not_read(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = read_names(monkeypatch)
+    rows: list[list[int]] = []
+    some = StoredWeights.rows
+
+    def noted(self: StoredWeights, name: str, index: list[int]) -> Tensor:
+        rows.append(index)
+        return some(self, name, index)
+
+    monkeypatch.setattr(StoredWeights, "rows", noted)
+    asked(folders["llama"], "llama", layers=[1])
+    assert {name.split(".")[1] for name in names if name.startswith("layers.")} == {"0", "1"}
+    assert "embed_tokens.weight" not in names
+    assert {index for one in rows for index in one} == set(IDS.flatten().tolist())
+    (said,) = [one.message for one in caplog.records]
+    assert "on disk; layer 1 needs 2 of 3 blocks, one after the other" in said
+
+
+@pytest.mark.usefixtures("small")
+def test_damage_is_found_where_it_is_read(tmp_path: Path) -> None:
+    model_of("llama").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    weights["layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(weights, file, metadata={"format": "pt"})
+    (row,) = asked(str(tmp_path), "llama", layers=[0])
+    assert row.sigma is not None
+    with pytest.raises(InputError, match=r"finite. Found 1 NaN or Inf in `layers.1.mlp.up_proj"):
+        asked(str(tmp_path), "llama", layers=[2])
+
+
+@pytest.mark.usefixtures("small")
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    model_of("llama").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    del weights["layers.1.mlp.up_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match="are not in the file and would be random"):
+        ls.load_model(tmp_path)
+
+
+@pytest.mark.usefixtures("small")
+def test_prefixes_of_wrappers_are_taken_off(tmp_path: Path, whole: Any) -> None:
+    model_of("llama").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = {f"_orig_mod.module.{name}": one for name, one in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    rows = asked(str(tmp_path), "llama")
+    assert [row.sigma for row in rows] == pytest.approx(whole["llama", "attention"], rel=1e-6)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The most entries of weights in the run's type at a time, told at the end of each pass."""
+    most = [0]
+    fill = resident_weights.ResidentWeights.fill
+
+    def filled(self: Any, block: str) -> None:
+        fill(self, block)
+        most[0] = max(most[0], sum(p.numel() for p in self.model.parameters() if not p.is_meta))
+
+    monkeypatch.setattr(resident_weights.ResidentWeights, "fill", filled)
+    return most
+
+
+@pytest.mark.usefixtures("small")
+def test_a_module_in_half_precision_is_not_copied_as_a_whole(
+    held: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("llama")
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "LARGE", 2**40)
+        expected = [row.sigma for row in asked(model, "llama")]
+    assert held == [0]
+    before = {name: (p.data_ptr(), p.dtype) for name, p in model.named_parameters()}
+    rows = asked(model, "llama", memory="1MiB")
+    assert [row.sigma for row in rows] == pytest.approx(expected, rel=1e-6)
+    block = sum(p.numel() for p in model.layers[0].parameters())
+    table = model.embed_tokens.weight.numel()
+    assert {name: (p.data_ptr(), p.dtype) for name, p in model.named_parameters()} == before
+    assert 0 < held[0] <= table + 3 * block  # all blocks have room in 1 MiB; the table is virtual
+
+
+@pytest.mark.usefixtures("small")
+def test_a_block_goes_when_the_next_one_comes(held: list[int], folders: dict[str, str]) -> None:
+    asked(folders["llama"], "llama", layers=[2])
+    model = model_of("llama")
+    block = sum(p.numel() for p in model.layers[0].parameters())
+    small = sum(p.numel() for p in model.parameters() if p.numel() <= 100)
+    assert held[0] <= model.embed_tokens.weight.numel() + block + small
+
+
+@pytest.mark.usefixtures("small")
+def test_what_needs_all_weights_has_them_or_says_so(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, whole: Any
+) -> None:
+    model = ls.load_model(folders["llama"])
+    rows = asked(model, "llama", map="stack", layers=[1])
+    assert rows[0].sigma == pytest.approx(whole["llama", "stack"][1], rel=1e-6)
+    monkeypatch.setattr(loading, "free_memory", lambda: 100)
+    for map in ("stack", "model"):
+        with pytest.raises(InputError, match=f"The map `{map}` needs all of .* in memory: 0.0 G"):
+            asked(folders["llama"], "llama", map=map)
+    with pytest.raises(InputError, match="`causal` needs all of"):
+        asked(folders["bert"], "bert", causal=True)
+    with pytest.raises(InputError, match="A decision of a model needs all of"):
+        ls.load_model(folders["bert"]).decision(given("bert"))
+
+
+@pytest.mark.usefixtures("small")
+def test_a_layer_answers_everything(folders: dict[str, str], whole: Any) -> None:
+    model = ls.load_model(folders["llama"])
+    at = model.at(given("llama"), layer=1, dtype="float64", tol=1e-8)
+    assert at.sigma == pytest.approx(whole["llama", "attention"][1], rel=1e-6)
+    assert at.norm is not None and not any(p.is_meta for p in at.norm.parameters())
+    assert all(t.is_floating_point() and not t.is_meta for t in at.attention.parameters())
+    other = model.at(given("llama"), layer=2, map="block", dtype="float64")
+    assert torch.allclose(at(at.x), at.output) and torch.allclose(other(other.x), other.output)
+    assert at.certify(eps=1e-6).value >= at.sigma * (1 - 1e-9)
+    assert len(at.bounds()) == 1 and len(at.directions()) > 0
+
+
+def test_a_changed_checkpoint_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_of("llama").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+
+    def now() -> str:
+        stored = stored_weights.stored_weights(str(tmp_path), larger_than=0)
+        assert stored is not None
+        return stored.fingerprint()
+
+    first = now()
+    weights = load_file(file)
+    save_file(weights, file, metadata={"format": "pt"})
+    assert now() == first
+    weights["norm.weight"][3] += 1
+    save_file(weights, file, metadata={"format": "pt"})
+    assert now() != first
+    monkeypatch.setattr(stored_weights, "HASHED", 0)
+    later = now()
+    save_file(weights, file, metadata={"format": "pt"})
+    assert now() != later  # its time is another
+
+
+def test_a_model_of_ones_own_is_not_a_stored_one(folders: dict[str, str], small: None) -> None:
+    from dataclasses import replace
+
+    loaded = ls.load_model(folders["llama"]).loaded
+    assert loaded.stored is not None and replace(loaded, name="other").stored is not None
+    assert replace(loaded, model=nn.Linear(2, 2)).stored is None
