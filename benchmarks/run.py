@@ -37,6 +37,7 @@ def sections(threads: Sequence[int] = (1, 2)) -> dict[str, Pair]:
     import counts
     import flows
     import functional
+    import large_models
     import memory
     import products
     import report
@@ -60,6 +61,7 @@ def sections(threads: Sequence[int] = (1, 2)) -> dict[str, Pair]:
         "functional": (functional.measure, functional.render),
         "flows": (flows.measure, flows.render),
         "job": (memory.measure_job, memory.render_job),
+        "large": (large_models.measure, large_models.render),
         "stopping": (stopping.measure, stopping.render),
         "certificates": (certificates.measure, certificates.render),
         "sweeps": (scale.measure, scale.render),
