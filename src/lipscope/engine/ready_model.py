@@ -314,14 +314,20 @@ class ModelAtInput:
     @property
     def num_layers(self) -> int:
         """Number of attention layers, also where the pass ended before the last."""
-        return max(len(self.trace.calls), count_of_layers(self.trace.model, self._sites()) or 0)
-
-    def _sites(self) -> dict[str, nn.Module]:
-        return self.model.sites(self.trace.model, self.setting)
+        record = self.trace
+        return (
+            len(record.calls)
+            if record.complete
+            else len(self.model.sites(record.model, self.setting))
+        )
 
     def reaches(self, layers: Sequence[int] | None) -> bool:
-        """Whether a pass for these layers was, or will be, made."""
-        return self.layers is None or (layers is not None and max(layers) <= max(self.layers))
+        """Whether these layers were in the pass, or will be in it."""
+        if "trace" in vars(self) and not self.trace.complete:
+            return layers is not None and max(layers) < len(self.trace.calls)
+        wanted = self.layers, layers
+        self.layers = None if None in wanted else sorted({k for one in wanted for k in one or ()})
+        return True
 
     @contextlib.contextmanager
     def _reading(
