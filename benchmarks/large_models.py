@@ -22,8 +22,8 @@ from tables import Raw, Section, Target, say, table
 
 TOKENS = 64
 # Width, layers, width of the MLP, heads, heads of keys and values, vocabulary: 0.72 G parameters
-# (1.45 GB) and 8 G (16 GB), shaped as Llama's.
-SMALL = (2048, 16, 4864, 32, 32, 32_000)
+# (1.45 GB) and 8 G (16 GB), shaped as Llama's, with an untied head, which is not read.
+SMALL = (2048, 16, 3584, 32, 32, 32_000)
 LARGE = (4096, 32, 14_336, 32, 8, 128_256)
 TINY = (64, 4, 128, 4, 2, 1000)  # of a quick run
 SEVENTY = (8192, 80, 28_672, 64, 8, 128_256)
@@ -43,7 +43,7 @@ def blocks_of(sizes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 def count(sizes: tuple[int, ...]) -> int:
     """Number of parameters."""
     d, layers, *_, words = sizes
-    return layers * block_count(sizes) + words * d + d
+    return layers * block_count(sizes) + 2 * words * d + d
 
 
 def block_count(sizes: tuple[int, ...]) -> int:
@@ -58,17 +58,17 @@ def write_folder(folder: Path, sizes: tuple[int, ...]) -> None:
 
     d, layers, wide, heads, keys, words = sizes
     folder.mkdir()
-    config = {"model_type": "llama", "architectures": ["LlamaModel"], "dtype": "bfloat16"}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     config |= {"hidden_size": d, "num_hidden_layers": layers, "intermediate_size": wide}
     config |= {"num_attention_heads": heads, "num_key_value_heads": keys, "vocab_size": words}
     config |= {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0}
     (folder / "config.json").write_text(json.dumps(config))
-    shards = [{"embed_tokens.weight": (words, d)}]
+    shards = [{"model.embed_tokens.weight": (words, d)}]
     shards += [
-        {f"layers.{k}.{name}": shape for name, shape in blocks_of(sizes).items()}
+        {f"model.layers.{k}.{name}": shape for name, shape in blocks_of(sizes).items()}
         for k in range(layers)
     ]
-    shards.append({"norm.weight": (d,)})
+    shards.append({"model.norm.weight": (d,), "lm_head.weight": (words, d)})
     draw, where = torch.Generator().manual_seed(0), {}
     for k, shard in enumerate(shards):
         name = f"model-{k + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -101,7 +101,8 @@ def ask(folder: str, layer: int) -> dict[str, Any]:
     _, at_input = at.x, time.perf_counter()
     answer = {"sigma": at.sigma, "upper": at.upper}
     ended = time.perf_counter()
-    return answer | {"open": opened - began, "at": at_input - opened, "solve": ended - at_input}
+    times = {"open": opened - began, "at": at_input - opened, "solve": ended - at_input}
+    return answer | times | {"all": ended - opened}
 
 
 def read(folder: str, layer: int) -> dict[str, Any]:
@@ -183,28 +184,31 @@ float32, all threads. *Peak*: largest anonymous memory of a fresh process, watch
 the files are mapped and count as the system's cache. *Read*: the blocks up to the layer read as
 tensors and cast, in another process. Files are dropped from the system's cache before both.
 *Open*: headers and, for checkpoints up to 2 GiB, a digest of their contents, and the import of
-transformers; *to the layer*: the pass through the blocks below; *solve*: sigma and its interval."""
+transformers; *to the layer*: the pass through the blocks below; *solve*: sigma, its interval and
+the checks."""
     )
     rows = []
     for one in raw:
         size, layer = count(tuple(one["sizes"])), one["layer"]
         name = [f"{size / 1e9:.2g} G", f"{2 * size / 1e9:.3g}", layer]
         if "problem" in one:
-            rows.append([*name, one["problem"], *[""] * 5])
+            rows.append([*name, one["problem"], *[""] * 6])
             continue
-        ratio = one["at"] / one["read"]
-        times = [f"{one[key]:.1f}" for key in ("read", "at")]
-        more = [f"{one[key]:.1f}" for key in ("open", "solve")]
-        rows.append([*name, f"{one['peak'] / 1e9:.2f}", *times, f"{ratio:.2f}", *more])
+        ratio, all_of_it = (one[key] / one["read"] for key in ("at", "all"))
+        times = [f"{one[key]:.1f}" for key in ("read", "at", "solve", "open")]
+        ratios = [f"{ratio:.2f}", f"{all_of_it:.2f}"]
+        rows.append([*name, f"{one['peak'] / 1e9:.2f}", *times, *ratios])
         most = 1.0 if size < 2e9 else 4.0
         about = f"{size / 1e9:.2g} G parameters, layer {layer}"
         good = one["peak"] <= most * 1e9
         out.targets += [
             Target(f"{about}: peak at most {most:.0f} GB", f"{one['peak'] / 1e9:.2f} GB", good),
-            Target(f"{about}: at most twice reading and casting", f"{ratio:.2f}", ratio <= 2),
+            Target(f"{about}: to the layer in at most twice read", f"{ratio:.2f}", ratio <= 2),
+            Target(f"{about}: sigma in at most twice read", f"{all_of_it:.2f}", all_of_it <= 2),
         ]
     headers = ["parameters", "on disk, GB", "layer", "peak, GB", "read, s", "to the layer, s"]
-    out.add(table([*headers, "ratio", "open, s", "solve, s"], rows))
+    headers += ["solve, s", "open, s", "to the layer / read", "with solve / read"]
+    out.add(table(headers, rows))
     largest = max((o for o in raw if "problem" not in o), key=lambda o: count(tuple(o["sizes"])))
     out.add(_on_paper(largest))
     return out

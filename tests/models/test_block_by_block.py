@@ -190,13 +190,13 @@ def test_prefixes_of_wrappers_are_taken_off(tmp_path: Path, whole: Any) -> None:
 def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The most entries of weights in the run's type at a time, told at the end of each pass."""
     most = [0]
-    fill = resident_weights.ResidentWeights.fill
+    fill = resident_weights.ResidentWeights._fill
 
     def filled(self: Any, block: str) -> None:
         fill(self, block)
         most[0] = max(most[0], sum(p.numel() for p in self.model.parameters() if not p.is_meta))
 
-    monkeypatch.setattr(resident_weights.ResidentWeights, "fill", filled)
+    monkeypatch.setattr(resident_weights.ResidentWeights, "_fill", filled)
     return most
 
 
@@ -255,6 +255,20 @@ def test_a_layer_answers_everything(folders: dict[str, str], whole: Any) -> None
     assert torch.allclose(at(at.x), at.output) and torch.allclose(other(other.x), other.output)
     assert at.certify(eps=1e-6).value >= at.sigma * (1 - 1e-9)
     assert len(at.bounds()) == 1 and len(at.directions()) > 0
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("map", ["attention", "block"])
+def test_a_layer_keeps_its_weights_while_others_pass(map: str, folders: dict[str, str]) -> None:
+    """The memory of a block that went is the next one's, unless somebody holds it."""
+    model = ls.load_model(folders["llama"])
+    about: Any = {"map": map, "dtype": "float64", "memory": "1MiB"}
+    first = model.at(given("llama"), layer=0, **about)
+    before = first(first.x)
+    for layer in (2, 1):
+        at = model.at({"input_ids": IDS + layer}, layer=layer, **about)
+        assert torch.allclose(at(at.x), at.output, rtol=1e-10)
+        assert torch.equal(first(first.x), before)
 
 
 def test_a_changed_checkpoint_is_another_one(

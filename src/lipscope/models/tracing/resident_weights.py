@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -71,11 +71,10 @@ class _Weight:
     empty: nn.Parameter  # on the device `meta`, in the type of the run
 
     @property
-    def is_empty(self) -> bool:
-        """Whether it has no values at the moment."""
+    def value(self) -> nn.Parameter:
+        """What stands in its places at the moment."""
         module, name = self.places[0]
-        held = module._parameters[name]
-        return held is not None and held.is_meta
+        return cast(nn.Parameter, module._parameters[name])
 
     def put(self, parameter: nn.Parameter) -> None:
         for module, name in self.places:
@@ -102,6 +101,10 @@ class ResidentWeights:
         self._tell: Callable[[str], Any] = _never
         self._enough = _never
         self._resident: dict[str, int] = {}  # bytes of the blocks that are in memory
+        # Blocks whose weights others may hold, and the memory of those that went and that nobody
+        # holds: the next block takes it, which spares the system to clear new memory.
+        self._lent: set[str] = set()
+        self._free: dict[tuple[int, ...], list[Tensor]] = {}
         self._weights: dict[str, list[_Weight]] = {block: [] for block in (*self.blocks, "")}
         tables: list[_Weight] = []
         for one in _weights(model):
@@ -136,7 +139,11 @@ class ResidentWeights:
         return sum(one.empty.numel() for one in self._weights[block]) * self.dtype.itemsize
 
     def fill(self, block: str) -> None:
-        """Have a block in memory; others go."""
+        """Have a block in memory for somebody who may hold its weights; others go."""
+        self._lent.add(block)
+        self._fill(block)
+
+    def _fill(self, block: str) -> None:
         if block in self._resident or not block:
             return
         size = self.bytes_of(block)
@@ -169,10 +176,10 @@ class ResidentWeights:
     def _enter(self, block: str) -> None:
         if self._enough():
             raise Reached
-        self.fill(block)
+        self._fill(block)
 
     def _read(self, block: str) -> None:
-        wanted = {one.name: one for one in self._weights[block] if one.is_empty}
+        wanted = {one.name: one for one in self._weights[block] if one.value.is_meta}
         tensors = self.source.read([*wanted])
         for name in [*tensors]:
             tensor = tensors.pop(name)  # not held after it was cast
@@ -189,7 +196,11 @@ class ResidentWeights:
 
     def _parameter(self, name: str, tensor: Tensor) -> nn.Parameter:
         floats = tensor.is_floating_point()
-        own = tensor.to(self.device, self.dtype if floats else tensor.dtype)
+        free = self._free.get(tuple(tensor.shape)) if floats else None
+        if free:
+            own = free.pop().copy_(tensor)
+        else:
+            own = tensor.to(self.device, self.dtype if floats else tensor.dtype, copy=True)
         if floats and not bool(own.sum().isfinite()) and not bool(own.isfinite().all()):
             bad = int((~own.isfinite()).sum())
             raise InputError(
@@ -199,9 +210,13 @@ class ResidentWeights:
         return nn.Parameter(own, requires_grad=False)
 
     def _let_go(self, block: str) -> None:
+        held = block in self._lent
         for one in self._weights[block]:
             if one.empty.numel() > _SMALL:
+                if not held and one.empty.is_floating_point():
+                    self._free.setdefault(tuple(one.empty.shape), []).append(one.value.data)
                 one.put(one.empty)
+        self._lent.discard(block)
         del self._resident[block]
 
     def _in_order(self, work: Callable[[], Any]) -> Any:
