@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -92,15 +93,42 @@ def integrate(
     if not bool(velocity(0.0, start).isfinite().all()):  # what it refuses here is the caller's
         raise InputError("`x` should have a finite velocity. Found NaN or Inf; scale it down.")
     overflow = Event("overflow", lambda _, x: limit - float(x.abs().max()))
-    run = _FlowRecord(at, start, (*events_of(events), overflow))
+    watched, happened = [*events_of(events), overflow], list[Happened]()
+    found = [(0.0, event) for event in watched if not event.margin(0.0, start) > 0]
+    kept: list[tuple[float, Tensor]] = []
+    status: Status | None = None
+    note: str | None = None
+    steps, path = 0, lambda _: start.clone()
     with np.errstate(all="ignore"):  # what is not finite is refused, not warned of
         solver = DOP853(asked, 0.0, start.numpy().ravel(), at[-1] or 1.0, rtol=rtol, atol=atol)
-        while run.status is None:
+        while True:
+            end = solver.t
+            for time, event in sorted(found, key=lambda one: one[0]):
+                if status is not None and time > end:
+                    break
+                watched.remove(event)
+                happened.append(Happened(event.name, time))
+                if event.terminal and status is None:
+                    end, status, note = time, "event", event.name
+            kept += [(t, path(t)) for t in at[len(kept) : bisect.bisect_right(at, end)]]
+            last = (end, path(end))
+            if status is None and (solver.status == "finished" or at[-1] == 0):
+                status = "done"
+            elif status is None and asked.count >= max_evaluations:
+                status, note = "evaluations", f"more than {max_evaluations:,} evaluations"
+            if status is not None:
+                break
             solver.step()
-            run.take(solver, asked.said)
-            if run.status is None and asked.count >= max_evaluations:
-                run.stop("evaluations", f"more than {max_evaluations:,} evaluations")
-    return run.solution(asked.count)
+            if solver.status == "failed":
+                status, note = "stuck", asked.said or "no step is small enough"
+                break
+            steps, path = steps + 1, _within_step(solver, start.shape)
+            found = list(_crossings(watched, path, end, solver.t))
+    if not kept or kept[-1][0] < last[0]:  # the end, where it was not asked for
+        kept.append(last)
+    reached = torch.tensor([t for t, _ in kept], dtype=torch.float64)
+    states = torch.stack([state for _, state in kept])
+    return Solution(reached, states, tuple(happened), status, note, steps, asked.count)
 
 
 def times_of(times: Sequence[float] | Tensor) -> list[float]:
@@ -154,97 +182,27 @@ class _Asked:
         return out
 
 
-class _Path:
+def _within_step(solver: Any, shape: torch.Size) -> Callable[[float], Tensor]:
     """The state within the last step, interpolated when it is first asked for."""
+    dense = functools.cache(solver.dense_output)
 
-    def __init__(self, solver: Any, shape: torch.Size) -> None:
-        self.solver, self.shape, self.dense = solver, shape, None
+    def at(t: float) -> Tensor:
+        y = solver.y.copy() if t == solver.t else dense()(t)
+        return torch.from_numpy(y).reshape(shape)
 
-    def __call__(self, t: float) -> Tensor:
-        if t == self.solver.t:
-            y = self.solver.y.copy()
+    return at
+
+
+def _crossings(
+    watched: Sequence[Event], path: Callable[[float], Tensor], old: float, new: float
+) -> Iterator[tuple[float, Event]]:
+    """Events whose margin falls to zero within a step, with the time."""
+    bracket: dict[str, Any] = {"bracket": (old, new), "xtol": 1e-300, "rtol": _TIME}
+    for event in watched:
+        if event.margin(new, path(new)) > 0:
+            continue
+        if event.margin(old, path(old)) > 0:  # but for rounding, it is
+            fall = root_scalar(lambda t, e=event: e.margin(t, path(t)), method="brentq", **bracket)
+            yield float(fall.root), event
         else:
-            self.dense = self.dense or self.solver.dense_output()
-            y = self.dense(t)
-        return torch.from_numpy(y).reshape(self.shape)
-
-
-class _FlowRecord:
-    """A flow on its way: states so far, what has happened, what is still looked for."""
-
-    def __init__(self, at: list[float], start: Tensor, events: Sequence[Event]) -> None:
-        self.at, self.times, self.states = at, list[float](), list[Tensor]()
-        self.last, self.steps = (0.0, start.clone()), 0
-        self.happened: list[Happened] = []
-        self.watched: list[Event] = []
-        self.status: Status | None = None
-        self.note: str | None = None
-        if at[0] == 0:
-            self._keep(*self.last)
-        for event in events:
-            if event.margin(0.0, start) > 0:
-                self.watched.append(event)
-            else:
-                self._meet(event, 0.0)
-        if self.status is None and at[-1] == 0:
-            self.stop("done", None)
-
-    def take(self, solver: Any, said: str) -> None:
-        """What a step has brought; ``said``, why it could not be made."""
-        if solver.status == "failed":
-            self.stop("stuck", said or "no step is small enough")
-            return
-        self.steps += 1
-        path = _Path(solver, self.last[1].shape)
-        end = solver.t
-        for time, event in sorted(self._crossed(path), key=lambda one: one[0]):
-            self.watched.remove(event)
-            self._meet(event, time)
-            if self.status is not None:
-                end = time
-                break
-        for t in self.at[len(self.times) : bisect.bisect_right(self.at, end)]:
-            self._keep(t, path(t))
-        self.last = (end, path(end))
-        if self.status is None and solver.status == "finished":
-            self.stop("done", None)
-
-    def stop(self, status: Status, note: str | None) -> None:
-        """The flow ends."""
-        self.status, self.note = status, note
-
-    def solution(self, evaluations: int) -> Solution:
-        """All of it as a record, closed with the end where that was not asked for."""
-        if not self.times or self.times[-1] < self.last[0]:
-            self._keep(*self.last)
-        assert self.status is not None
-        return Solution(
-            torch.tensor(self.times, dtype=torch.float64),
-            torch.stack(self.states),
-            tuple(self.happened),
-            self.status,
-            self.note,
-            self.steps,
-            evaluations,
-        )
-
-    def _keep(self, time: float, state: Tensor) -> None:
-        self.times.append(time)
-        self.states.append(state)
-
-    def _meet(self, event: Event, time: float) -> None:
-        self.happened.append(Happened(event.name, time))
-        if event.terminal and self.status is None:
-            self.stop("event", event.name)
-
-    def _crossed(self, path: _Path) -> Iterator[tuple[float, Event]]:
-        old, new = path.solver.t_old, path.solver.t
-        for event in self.watched:
-            if not event.margin(new, path(new)) > 0:
-                began = event.margin(old, path(old)) > 0  # but for rounding, it is
-                yield (_zero_time(event, path, old, new) if began else old), event
-
-
-def _zero_time(event: Event, path: _Path, old: float, new: float) -> float:
-    options = {"bracket": (old, new), "xtol": 1e-300, "rtol": _TIME}
-    return float(root_scalar(lambda t: event.margin(t, path(t)), method="brentq", **options).root)
+            yield old, event
