@@ -11,22 +11,10 @@ from typing import Any
 import pytest
 import vl_convert
 
-from lipscope import TokenShare
+from lipscope import Rows, TokenShare
 from lipscope.charts.curves import Panel, Series, curves_chart
-from lipscope.charts.growth import growth_chart
 from lipscope.charts.look import Chart, save_each
-from lipscope.charts.marks import (
-    MAX_POINTS,
-    curve_means,
-    lay_out,
-    palette,
-    point_of,
-    readable,
-    share_no_text,
-    side_by_side,
-    tick_values,
-    training_end,
-)
+from lipscope.charts.marks import lay_out, palette, readable, tick_values, training_end
 from lipscope.charts.tokens import shaded_text
 from lipscope.errors import InputError
 from rows import curve, row, tokens_of
@@ -68,7 +56,7 @@ class Tags(HTMLParser):
 
 
 def test_svg_says_what_is_shown(tmp_path: Path):
-    text = words(save(growth_chart(grown(model="my model")), tmp_path / "a.svg"))
+    text = words(save(Rows(grown(model="my model")).plot(), tmp_path / "a.svg"))
     for part in (
         "Growth of sigma with the number of tokens: my model",
         "map attention, metric frobenius, move all, read all",
@@ -77,8 +65,8 @@ def test_svg_says_what_is_shown(tmp_path: Path):
         "number of tokens n",
         "sigma: norm of output change per norm of input change",
         "all tokens may move",
-        "~ n^(1/4)",
-        "~ n^(1/2)",
+        "Dashed: like n^(1/4) and n^(1/2).",
+        "0: n^0.25",
         "256",
     ):
         assert part in text
@@ -86,7 +74,7 @@ def test_svg_says_what_is_shown(tmp_path: Path):
 
 
 def test_png_is_drawn_at_twice_the_size(tmp_path: Path):
-    data = save(growth_chart(grown(), width=300, height=200), tmp_path / "a.png").read_bytes()
+    data = save(Rows(grown()).plot(width=300, height=200), tmp_path / "a.png").read_bytes()
     assert data.startswith(b"\x89PNG")
     wide, high = (int.from_bytes(data[i : i + 4]) for i in (16, 20))
     assert wide > 2 * 300 and high > 2 * 200
@@ -95,7 +83,7 @@ def test_png_is_drawn_at_twice_the_size(tmp_path: Path):
 def test_page_fetches_nothing_and_keeps_text_as_text(tmp_path: Path):
     rows = grown(1, model=NASTY)
     tokens = [t for r in rows for t in tokens_of(r, [NASTY, "b"])]
-    page = save(growth_chart(rows, tokens), tmp_path / "a.html").read_text()
+    page = save(Rows(rows, tokens).plot(), tmp_path / "a.html").read_text()
     tags = Tags(page).found
     assert not [a for _, attrs in tags for a in attrs if a in ("src", "href", "srcset", "data")]
     assert [tag for tag, _ in tags].count("script") == page.count("</script>") == 2
@@ -116,83 +104,40 @@ def test_svg_keeps_text_as_text(tmp_path: Path):
     assert NASTY in words(path)
 
 
-@pytest.mark.parametrize("rest", [False, True])
-def test_the_legend_can_be_clicked(rest: bool):
-    """Vega-Lite compiles a clickable legend only where legend and parameter share a view."""
-    rows = grown() + grown(map="heads")
-    rows = [row(**(vars(r) | {"sigma_rest": 1.0})) for r in rows] if rest else rows
-    vega = json.dumps(vl_convert.vegalite_to_vega(growth_chart(rows).to_dict()))
-    assert vega.count('"name": "layer_legend_symbols"') == 1
-    assert vega.count('"markname": "layer_legend_symbols"') == 1
+def test_a_menu_brings_a_layer_forward() -> None:
+    """One menu for all panels, and one axis: two of a name end the compilation."""
+    rows = [replace(r, sigma_rest=1.0) for r in grown() + grown(map="heads")]
+    vega = vl_convert.vegalite_to_vega(Rows(rows).plot().to_dict())
+    (menu,) = (one for one in vega["signals"] if one["name"] == "layer")
+    assert menu["bind"]["options"] == [None, "0", "1", "2"]
 
 
 def test_sigma_without_the_top_token_has_its_own_panel(tmp_path: Path):
     rows = grown(1, sigma_rest=0.5)
-    chart = growth_chart(rows)
+    chart = Rows(rows).plot()
     assert "top token held fixed" in words(save(chart, tmp_path / "a.svg"))
-    spec = chart.to_dict()
-    domains = [panel["layer"][-1]["encoding"]["y"]["scale"]["domain"] for panel in spec["hconcat"]]
-    assert domains[0] == domains[1]
-    assert domains[0][0] < 0.5 and domains[0][1] > 5 * 4
+    (axes,) = (one["value"] for one in chart.to_dict()["params"] if one["name"] == "axes")
+    assert axes["y"][0] < 0.5 and axes["y"][1] > 5 * 4
 
 
 def test_rows_that_cannot_be_drawn_are_counted(tmp_path: Path):
     lost = [row(layer=7, sample=k, sigma=s) for k, s in enumerate((None, 0.0, math.nan))]
-    text = words(save(growth_chart(grown(1) + lost), tmp_path / "a.svg"))
+    text = words(save(Rows(grown(1) + lost).plot(), tmp_path / "a.svg"))
     assert "Not drawn: 3 of 28 rows, without a finite, positive sigma." in text
     with pytest.raises(InputError, match="Found none among 3 rows"):
-        growth_chart(lost)
+        Rows(lost).plot()
 
 
 def test_one_length_draws_points_and_claims_no_growth(tmp_path: Path):
     rows = curve(lambda n, s: 1.0 + s, [64])
-    text = words(save(growth_chart(rows), tmp_path / "a.svg"))
+    text = words(save(Rows(rows).plot(), tmp_path / "a.svg"))
     assert "Sigma: minilm" in text
     assert "Growth" not in text and "~ n" not in text and "Lines" not in text
 
 
-def test_many_rows_are_drawn_by_their_means(tmp_path: Path):
-    rows = curve(lambda n, s: 1.0 + s, [16, 32], MAX_POINTS // 2 + 1)
-    path = save(growth_chart(rows), tmp_path / "a.svg")
-    assert "only their geometric means are drawn" in words(path)
-    assert path.stat().st_size < 100_000
-
-
-def test_null_values_are_drawn_without_a_word_of_null(tmp_path: Path):
+def test_null_values_are_drawn(tmp_path: Path):
     rows = curve(lambda n, s: 2.0, upper=None, relative=None, top_token=None, top_share=None)
-    point = point_of(rows[0], 2.0, {})
-    assert {point[k] for k in ("interval", "relative", "top token", "its share")} == {"–"}
-    assert save(growth_chart(rows), tmp_path / "a.svg").stat().st_size > 1000
-
-
-def test_lines_run_through_the_geometric_mean():
-    rows = [row(sample=k, sigma=s) for k, s in enumerate((1.0, 10.0, 100.0))]
-    means = curve_means([point_of(r, r.sigma or 0.0, {}) for r in rows])
-    assert [m["value"] for m in means] == pytest.approx([10.0])
-
-
-def test_bars_are_the_interval_of_the_geometric_mean_of_samples_that_share_no_text():
-    rows = [row(sample=k, sigma=s, start=100 * k) for k, s in enumerate((1.0, 10.0, 100.0))]
-    (mean,) = curve_means([point_of(r, r.sigma or 0.0, {}) for r in rows], independent=True)
-    # Student's quantile with two degrees of freedom is 4.3027; logs are -1, 0, 1 times ln 10.
-    half = 4.3027 * math.log(10) / math.sqrt(3)
-    ends = [math.exp(math.log(10) - half), 10.0, math.exp(math.log(10) + half)]
-    assert [mean[end] for end in ("low", "value", "high")] == pytest.approx(ends, rel=1e-4)
-    assert share_no_text(rows) and not share_no_text([replace(r, start=r.sample) for r in rows])
-
-
-def test_points_stand_side_by_side_and_nearest_to_their_own_length():
-    points = [
-        point_of(r, 1.0, {})
-        for layer in (0, 1)
-        for r in curve(lambda n, s: 1.0, [16, 32, 128], 3, layer=layer)
-    ]
-    places = side_by_side(points, ["0", "1"], [16, 32, 128])
-    assert len({p["at"] for p in places}) == len(points)
-    for p in places:
-        assert abs(math.log2(p["at"] / p["n"])) < 0.25
-    alone = side_by_side(points[:1], ["0"], [16])
-    assert alone[0]["at"] == 16
+    assert save(Rows(rows).plot(), tmp_path / "a.svg").stat().st_size > 1000
 
 
 def test_palette_has_as_many_colours_as_layers_all_dark_enough_for_white_paper():
@@ -236,7 +181,7 @@ def test_the_legend_of_a_dashed_line_is_dashed(tmp_path: Path):
 
 def test_other_endings_are_refused(tmp_path: Path):
     with pytest.raises(InputError, match=r"should end in .svg, .png or .html. Found `a.pdf`"):
-        save(growth_chart(grown(1)), tmp_path / "a.pdf")
+        save(Rows(grown(1)).plot(), tmp_path / "a.pdf")
 
 
 # --- text -----------------------------------------------------------------------------------
@@ -313,13 +258,13 @@ def test_text_without_shares_is_refused(share: float | None):
 
 def test_the_end_of_training_is_marked_where_inputs_are_longer(tmp_path):
     rows = [replace(r, trained_length=128) for r in grown(lengths=[32, 128, 512])]
-    svg = words(save(growth_chart(rows), tmp_path / "a.svg"))
+    svg = words(save(Rows(rows).plot(), tmp_path / "a.svg"))
     assert "trained to 128" in svg
     assert training_end(rows) == 128  # the mark stands at what it names
     short = [r for r in rows if r.num_tokens <= 128]
-    assert "trained to" not in words(save(growth_chart(short), tmp_path / "b.svg"))
+    assert "trained to" not in words(save(Rows(short).plot(), tmp_path / "b.svg"))
     fresh = [replace(r, weights="random, seed 0") for r in rows]
-    assert "trained to" not in words(save(growth_chart(fresh), tmp_path / "c.svg"))
+    assert "trained to" not in words(save(Rows(fresh).plot(), tmp_path / "c.svg"))
 
 
 def test_panels_mark_the_end_of_training(tmp_path):

@@ -13,7 +13,6 @@ from rich.console import Console
 import lipscope as ls
 from command import TEXT
 from lipscope import Bound, Measurement, read_run
-from lipscope.charts.bounds import sandwich_chart
 from lipscope.charts.marks import spread
 from lipscope.records.comparison import best_of, by_row, comparisons, given, looseness
 from lipscope.theorems import bounds_at
@@ -278,9 +277,9 @@ def test_labels_keep_their_distance_and_order():
 
 def test_nothing_to_draw():
     with pytest.raises(ls.InputError, match="positive sigma"):
-        sandwich_chart([row()], [])
+        ls.Rows([row()]).plot_bounds()
     with pytest.raises(ls.InputError, match="positive sigma"):
-        sandwich_chart([row(sigma=0.0)], [bound(row())])
+        ls.Rows([row(sigma=0.0)], bounds=[bound(row())]).plot_bounds()
 
 
 def test_the_sharpest_bounds_come_by_themselves_where_they_take_seconds(tmp_path):

@@ -8,6 +8,7 @@ import math
 import re
 import resource
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from heapq import nlargest
 from pathlib import Path
 from statistics import fmean
@@ -322,6 +323,19 @@ def test_checkpoints_of_a_model_stand_side_by_side(tmp_path: Path) -> None:
     assert name.startswith("training-org-lm-step--attention-frobenius-")
     said = words(save_each(chart, [tmp_path / "training.svg"])[0]).split("\n")
     assert {"training step", "sigma", "layer", "10", "1,000"} <= set(said)
+
+
+def test_means_are_geometric_with_the_interval_of_windows_that_share_no_text() -> None:
+    values = enumerate((1.0, 10.0, 100.0))
+    rows = [row(sample=k, sigma=s, upper=s, sigma_rest=s, start=100 * k) for k, s in values]
+    (mean,) = ls.Rows(rows)._content().points.means
+    # Student's quantile with two degrees of freedom is 4.3027; logs are -1, 0, 1 times ln 10.
+    half = 4.3027 * math.log(10) / math.sqrt(3)
+    ends = [math.exp(math.log(10) - half), 10.0, math.exp(math.log(10) + half)]
+    for names in (("low", "sigma", "high"), ("rest_low", "rest", "rest_high")):
+        assert [mean[name] for name in names] == pytest.approx(ends, rel=1e-4)
+    (shared,) = ls.Rows([replace(r, start=r.sample) for r in rows])._content().points.means
+    assert mean["apart"] and not shared["apart"]
 
 
 def test_one_window_has_the_interval_of_the_solver_and_far_steps_a_logarithmic_axis(

@@ -8,7 +8,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from lipscope.charts import LineKind, Series
 from lipscope.pages import number
@@ -26,6 +26,7 @@ from lipscope.records import (
 Record = dict[str, Any]
 """What was computed for a key, with the key."""
 Value = str | Callable[..., Any]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,16 @@ def curve(name: str, items: Iterable[Any], x: Value, y: Value, kind: LineKind = 
     return Series(name, tuple(one for one in points if one[1] is not None), kind)
 
 
+def line(name: str, x: Iterable[float], y: Iterable[float], kind: LineKind = "line") -> Series:
+    """A curve through numbers side by side."""
+    return Series(name, list(zip(x, y, strict=True)), kind)
+
+
+def level(name: str, y: float, x: Iterable[float]) -> Series:
+    """A dashed line across, between these places."""
+    return Series(name, [(at, y) for at in x], "dashes")
+
+
 def findings_page(
     findings: Findings,
     *,
@@ -178,13 +189,13 @@ def mean_of(what: Value) -> Callable[..., str]:
     return lambda _, records: average([value_of(r, what) for r in records])
 
 
-def chosen(records: Iterable[Record], **wanted: Any) -> list[Record]:
-    """The records that have these values.
+def chosen(records: Iterable[Item], **wanted: Any) -> list[Item]:
+    """The records, or rows, that have these values.
 
     >>> chosen([{"n": 1, "d": 2}, {"n": 3, "d": 2}], n=3)
     [{'n': 3, 'd': 2}]
     """
-    return [r for r in records if all(r[name] == value for name, value in wanted.items())]
+    return [r for r in records if all(value_of(r, name) == v for name, v in wanted.items())]
 
 
 def grouped(records: Sequence[Record], *names: str) -> Iterator[tuple[Any, list[Record]]]:

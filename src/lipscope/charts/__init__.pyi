@@ -1,7 +1,7 @@
 # The front door: what other rooms may use.
-from .bounds import bounds_chart, push_chart, sandwich_chart
+from .bounds import bounds_chart, push_chart
 from .curves import LineKind, Panel, Point, Series, curves_chart, power_law
-from .growth import focus_chart, growth_chart, layers_chart, radius_chart
+from .growth import Grown, focus_chart, layers_chart, radius_chart
 from .layers import (
     MAPS,
     SIDES,
@@ -15,7 +15,7 @@ from .layers import (
     sides_chart,
     slopes_chart,
 )
-from .look import Chart, Frame, as_svg, in_the_page, save_each
+from .look import Chart, Frame, as_svg, in_lines, in_the_page, save_each
 from .marks import (
     CERTIFIED,
     PROMISE,
@@ -42,6 +42,7 @@ __all__ = [
     "WAYS",
     "Chart",
     "Frame",
+    "Grown",
     "LineKind",
     "Panel",
     "Point",
@@ -56,8 +57,8 @@ __all__ = [
     "exponents_chart",
     "focus_chart",
     "gains_chart",
-    "growth_chart",
     "heads_chart",
+    "in_lines",
     "in_the_page",
     "kind_of",
     "layer_labels",
@@ -69,7 +70,6 @@ __all__ = [
     "radius_chart",
     "ratios_chart",
     "readable",
-    "sandwich_chart",
     "save_each",
     "shaded_text",
     "shifts_chart",

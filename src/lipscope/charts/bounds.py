@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import altair as alt
 
-from lipscope.charts import marks
 from lipscope.charts.look import (
     BLUE,
     DASHES,
@@ -21,29 +19,17 @@ from lipscope.charts.look import (
     across,
     as_long,
     base,
-    between,
-    dressed,
-    inline,
     tooltip,
     up,
 )
 from lipscope.charts.marks import CERTIFIED, INK, PROMISE
-from lipscope.errors import InputError
 from lipscope.records import (
     ADVERSARIAL,
     CERTIFICATE,
     MEASURED,
-    Bound,
-    Comparison,
-    Measurement,
-    comparisons,
-    usable,
 )
 
 COLOURS = {MEASURED: BLUE, ADVERSARIAL: ORANGE, CERTIFICATE: GREEN, "bound": QUIET}
-_LABEL_PIXELS = 13
-_HEIGHT = 340  # of a chart, in pixels
-_SIGMA = "sigma and its bounds"
 
 # Each curve, its colour and its dashes: what happens is solid, but for the second of two signs.
 _CURVES = {
@@ -59,80 +45,31 @@ _CURVES = {
 }
 
 
-def sandwich_chart(
-    rows: Iterable[Measurement], bounds: Iterable[Bound]
-) -> alt.VConcatChart | alt.LayerChart:
-    """Real sigma, adversarial sigma, the best bound at the input and bounds on all inputs.
-
-    Both axes are logarithmic, one chart for each layer; only rows of one map and metric, those of
-    the first one. Bounds that would flatten the others are named under the title instead.
-
-    Raises:
-        InputError: If there is no measured, positive value with bounds.
-    """
-    found = [one for one in comparisons(rows, bounds) if any(usable(row.sigma) for row in one.real)]
-    if not found:
-        raise InputError(
-            "`rows` should hold a measured, positive sigma with bounds to draw. Found none."
-        )
-    first = found[0]
-    kept = [one for one in found if (one.map, one.metric) == (first.map, first.metric)]
-    charts = [_layer_chart(one).properties(width=420, height=_HEIGHT) for one in kept]
-    if len(charts) == 1:
-        return dressed(charts[0])
-    title = f"Bounds of sigma: {first.model}, {len(charts)} layers or heads"
-    return dressed(alt.vconcat(*charts, spacing=30).properties(title=alt.TitleParams(title)))
-
-
 def bounds_chart(
     frame: Frame, lines: Data | None = None, names: Data | None = None
 ) -> alt.LayerChart:
-    """The lines of one layer in one metric, with their names beside them."""
-    x, y = across(), up("value:Q", _SIGMA)
-    return frame.around(_sandwich(base("lines", lines), base("names", names), x, y), frame.ends)
+    """Measured sigma and its bounds of one layer in one metric, with their names beside them.
 
-
-def _sandwich(lines: alt.Chart, names: alt.Chart, x: alt.X, y: alt.Y) -> list[alt.Chart]:
-    """Lines, bars up to `upper`, points, and the names of the lines."""
-    domain = [*COLOURS]
+    Lines, bars up to `upper`, points; bounds on all inputs are dashed.
+    """
+    drawn, domain = base("lines", lines), [*COLOURS]
     inks = alt.Scale(domain=domain, range=[*COLOURS.values()])
-    place: dict[str, Any] = {"x": x, "y": y, "color": alt.Color("group:N", legend=None, scale=inks)}
+    place: dict[str, Any] = {
+        "x": across(),
+        "y": up("value:Q", "sigma and its bounds"),
+        "color": alt.Color("group:N", legend=None, scale=inks),
+    }
     dashes = alt.Scale(domain=domain, range=[[1, 0], [1, 0], [1, 0], DASHES])
     dash = alt.StrokeDash("group:N", legend=None, scale=dashes)
-    dots = lines.mark_circle(size=34, opacity=1)
-    return [
-        lines.mark_line(strokeWidth=2).encode(**place, detail="name:N", strokeDash=dash),
-        lines.mark_rule(strokeWidth=1.5).encode(**place, y2="upper:Q"),
+    dots = drawn.mark_circle(size=34, opacity=1)
+    words = base("names", names).mark_text(align="left", dx=8, fontSize=11)
+    parts = [
+        drawn.mark_line(strokeWidth=2).encode(**place, detail="name:N", strokeDash=dash),
+        drawn.mark_rule(strokeWidth=1.5).encode(**place, y2="upper:Q"),
         dots.encode(**place, tooltip=tooltip("name", "n", "value")),
-        names.mark_text(align="left", dx=8, fontSize=11).encode(**place, text="name:N"),
+        words.encode(**place, text="name:N"),
     ]
-
-
-def _layer_chart(of: Comparison) -> alt.LayerChart:
-    lines, left_out = of.curves()
-    lengths = sorted({n for line in lines for n, *_ in line.points})
-    every = [v for line in lines for _, *values in line.points for v in values]
-    low, high = min(every) / 1.3, max(every) * 1.3
-    reach = max(lengths[-1] / lengths[0], 2.0)
-    right = lengths[-1] * reach**0.85  # room for the names
-    span = between(lengths[0] / 1.1, right, lengths, format="d", labelOverlap=True)
-    form = ",~g" if high < 1e6 else "~e"
-    x = alt.X("n:Q", title="number of tokens n", **span)
-    y = alt.Y(
-        "value:Q", title=_SIGMA, **between(low, high, marks.tick_values(low, high), format=form)
-    )
-    gap = (high / low) ** (_LABEL_PIXELS / _HEIGHT)
-    places = marks.spread([line.points[-1][1] for line in lines], gap)
-    words = [
-        {"name": line.name, "group": line.group, "n": lengths[-1], "value": place}
-        for line, place in zip(lines, places, strict=True)
-    ]
-    head = "" if of.head is None else f", head {of.head}"
-    said = [f"map {of.map}, metric {of.metric}; bounds on all inputs (dashed): {of.allowed}"]
-    said += [f"Off the scale: {', '.join(left_out)}."] if left_out else []
-    title = f"Bounds of sigma: {of.model}, layer {of.layer}{head}"
-    layers = _sandwich(inline(marks.curve_points(lines)), inline(words), x, y)
-    return alt.LayerChart(layer=layers).properties(title=alt.TitleParams(title, subtitle=said))
+    return frame.around(parts, frame.ends)
 
 
 # --- pushes -----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ class Series:
     """One curve or scatter."""
 
     name: str  # what the legend says; series of one name have one colour in all panels
-    points: tuple[Point, ...]  # pairs ``(x, y)``; those that cannot stand on the axes are left out
+    points: Sequence[Point]  # pairs ``(x, y)``; those that cannot stand on the axes are left out
     kind: LineKind = "line"  # with its points if they are few; dashes: a reference
 
 
@@ -32,7 +32,7 @@ class Panel:
     """One pair of axes."""
 
     title: str  # above the panel
-    series: tuple[Series, ...]  # what is drawn
+    series: Sequence[Series]  # what is drawn
     x: str = "number of tokens n"  # title of the horizontal axis
     y: str = "sigma"  # title of the vertical axis
     log_x: bool = True  # whether the horizontal axis is logarithmic

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import html
 import importlib.resources
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import altair as alt
 import vl_convert
@@ -35,7 +36,7 @@ FONT, MONO = "Helvetica, Arial, sans-serif", "DejaVu Sans Mono, Menlo, Consolas,
 WIDTH, HEIGHT = 460, 320
 QUANTITY = "quantity"  # title of an axis that a page names by a signal of this name
 FRONT = "layer === null || datum.layer === layer"
-HERE = "datum.head === head"
+HERE = "(head === 'every' || datum.head === head)"
 # A browser without these fonts takes a wider one: it writes over what was measured for them.
 _ROOM = 32
 _NAMED = 24  # pixels beside names of lines, whose width is an estimate
@@ -153,12 +154,7 @@ def _as_vega(chart: Any, names: Mapping[str, str]) -> dict[str, Any]:
 
 def tooltip(*names: str) -> list[alt.Tooltip]:
     """Tooltip lines of fields that are already words, or short numbers."""
-    return [
-        alt.Tooltip("value:Q", title="sigma", format=".4g")
-        if name == "sigma"
-        else alt.Tooltip(f"{name}:N", title=name)
-        for name in names
-    ]
+    return [alt.Tooltip(f"{name}:N", title=name) for name in names]
 
 
 class _Drawn:
@@ -209,9 +205,7 @@ def dressed(chart: Any) -> Any:
 
 def base(name: str, values: Data | None) -> alt.Chart:
     """A chart of values that are part of it, or of what a page puts in under a name."""
-    if values is None:
-        return alt.Chart(alt.NamedData(name=name))
-    return alt.Chart(alt.InlineData(list(values), name=name))
+    return alt.Chart(alt.NamedData(name=name)) if values is None else inline(values)
 
 
 def inline(values: Sequence[Mapping[str, Any]]) -> alt.Chart:
@@ -226,15 +220,21 @@ class Frame:
     axes: Mapping[str, Any] | None = None  # domains and ticks, see `lipscope.pages.points.axes`
     layers: Sequence[str] = ()  # all layers in their order
     layer: str | None = None  # the layer in front; None: all alike
-    head: int | None = None  # the head; None for all together
+    head: int | Literal["every"] | None = None  # the head; None for all together
     legend: bool = False  # whether the chart has a legend of its own
+    # what a point under the mouse says of its row; a page puts its place into words
+    said: Sequence[str] = ("i",)
     width: int | str = WIDTH  # pixels, or "container"
     height: int | None = None  # pixels; that of the kind of chart if None
 
     @property
     def chosen(self) -> list[alt.Parameter]:
         """The layer that stands in front and the head that is shown."""
-        return [alt.param(name=name, value=getattr(self, name)) for name in ("layer", "head")]
+        layer = alt.param(name="layer", value=self.layer)
+        if len(self.said) > 1:  # nobody else lets a reader choose
+            menu = alt.binding_select(options=[None, *self.layers], name="layer ")
+            layer = alt.param(name="layer", value=self.layer, bind=menu)
+        return [layer, alt.param(name="head", value=self.head)]
 
     @property
     def ends(self) -> alt.Parameter:
@@ -262,6 +262,15 @@ class Frame:
         # The offset is room for the names of the guides.
         colour = self.colours("layer:N", inks, title="layer", symbolLimit=0, offset=40, **stroke)
         return colour.sort(list(self.layers))
+
+
+def in_lines(lines: Sequence[Sequence[Any]], title: str, said: Sequence[str]) -> Any:
+    """Charts in lines, one under the other, with one title and a few words for all of them."""
+    for chart in itertools.chain(*lines):
+        chart.config = alt.Undefined  # that of the whole is enough
+    joined = [alt.hconcat(*some, spacing=18).resolve_legend(color="independent") for some in lines]
+    whole = joined[0] if len(joined) == 1 else alt.vconcat(*joined, spacing=30)
+    return dressed(whole.properties(title=alt.TitleParams(title, subtitle=list(said))))
 
 
 def in_front(strong: float, faint: float, front: str = FRONT) -> Any:
@@ -335,7 +344,7 @@ def end_of_training(end: int | None, x: alt.X) -> list[alt.Chart]:
     return [] if end is None else _named_line(inline([at]), x)
 
 
-def guides(means: alt.Chart, x: alt.X, y: alt.Y) -> list[alt.Chart]:
+def guides(means: alt.Chart, x: alt.X, y: alt.Y, *, named: bool = True) -> list[alt.Chart]:
     """Dashed lines like ``n^(1/4)`` and ``n^(1/2)``, from the middle of the first length."""
     laws = "[{law: '~ n^(1/4)', p: 0.25}, {law: '~ n^(1/2)', p: 0.5}]"
     lines = (
@@ -371,5 +380,5 @@ def guides(means: alt.Chart, x: alt.X, y: alt.Y) -> list[alt.Chart]:
         )
         for p, dy in ((0.25, 7), (0.5, -6))
     ]
-    named = [word.encode(**place, text="name:N") for word in words]
-    return [dashes.encode(**place, detail="name:N"), *named]
+    names = [word.encode(**place, text="name:N") for word in words] if named else []
+    return [dashes.encode(**place, detail="name:N"), *names]

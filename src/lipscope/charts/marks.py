@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
-from operator import itemgetter
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from rich.cells import cell_len
@@ -20,10 +18,6 @@ from lipscope.records import (
     Curve,
     Measurement,
     TokenShare,
-    grouped,
-    mean_interval,
-    share_text,
-    usable,
 )
 
 OPENING, CLOSING = set("([{"), set(".,;:!?)]}%'")
@@ -165,22 +159,10 @@ PLASMA = ["#0d0887", "#4c02a1", "#7e03a8", "#a92395", "#cc4778", "#e56b5d", "#f0
 INK = "#222222"
 PROMISE, CERTIFIED = "sigma · size", "certificate, any move"  # curves of a push
 
-MAX_POINTS = 5000
-"""Above this number of rows only the lines are drawn: more points cannot be told apart."""
-
 CELL, LINE = 8.4, 22
 """Pixels between characters, and between lines, of shaded text at 14 pixels."""
 
-
-UNITS = {
-    "frobenius": "norm of output change per norm of input change",
-    "token-relative": "output change per token-relative input change",
-}
-
-HINT = (
-    "Click a layer in the legend to bring it forward (shift-click for more, click on empty"
-    " space for all); a point under the mouse tells its row."
-)
+HINT = "The menu brings a layer forward; a point under the mouse tells its row."
 
 
 def layer_labels(rows: Iterable[Measurement]) -> list[str]:
@@ -188,16 +170,6 @@ def layer_labels(rows: Iterable[Measurement]) -> list[str]:
     layers = {row.layer for row in rows}
     whole = ["model"] if None in layers else []
     return [str(layer) for layer in sorted(x for x in layers if x is not None)] + whole
-
-
-def setting_prefix(setting: tuple[str, ...], settings: Sequence[tuple[str, ...]]) -> str:
-    """What tells one setting from the others, as the beginning of a title.
-
-    >>> setting_prefix(("m", "heads", "all"), [("m", "heads", "all"), ("m", "block", "all")])
-    'heads: '
-    """
-    varied = [word for k, word in enumerate(setting) if len({s[k] for s in settings}) > 1]
-    return ", ".join(varied) + ": " * bool(varied)
 
 
 def palette(count: int, along: Sequence[str] = PLASMA) -> list[str]:
@@ -212,48 +184,6 @@ def palette(count: int, along: Sequence[str] = PLASMA) -> list[str]:
     return colours
 
 
-def point_of(
-    row: Measurement, value: float, names: Mapping[tuple[str, int], str]
-) -> dict[str, Any]:
-    """One row as the chart reads it: numbers for the marks, words for the tooltip."""
-    layer = "model" if row.layer is None else str(row.layer)
-    # The interval belongs to sigma; sigma_rest has none.
-    upper = row.upper if value == row.sigma and usable(row.upper) else None
-    token = "–"
-    if row.top_token is not None:
-        name = names.get((row.id, row.top_token))
-        token = f"{row.top_token}" if name is None else f"'{readable(name)}' ({row.top_token})"
-    return {
-        "layer": layer,
-        "curve": f"{layer}/{row.head}",
-        "head": "all" if row.head is None else str(row.head),
-        "n": row.num_tokens,
-        "sample": row.sample,
-        "value": value,
-        "interval": f"[{value:.4g}, {upper:.4g}]" if upper else "–",
-        "relative": "–" if row.relative is None else f"{row.relative:.3g}",
-        "top token": token,
-        "its share": "–" if row.top_share is None else f"{row.top_share:.1%}",
-    }
-
-
-def curve_means(
-    points: Sequence[dict[str, Any]], *, independent: bool = False
-) -> list[dict[str, Any]]:
-    """Geometric mean of every curve at each length.
-
-    Of three independent samples and more also ``low`` and ``high``, the ends of its 95 % Student
-    interval.
-    """
-    means = []
-    for (layer, curve, n), some in grouped(points, itemgetter("layer", "curve", "n")).items():
-        y = [math.log(p["value"]) for p in some]
-        names = ("value", "low", "high") if independent and len(y) > 2 else ("value",)
-        ends = map(math.exp, mean_interval(y)[: len(names)])
-        means.append({"layer": layer, "curve": curve, "n": n} | dict(zip(names, ends, strict=True)))
-    return means
-
-
 def training_end(rows: Iterable[Measurement]) -> int | None:
     """The length to which the model was trained.
 
@@ -266,14 +196,6 @@ def training_end(rows: Iterable[Measurement]) -> int | None:
     return most if any(row.num_tokens > most for row in rows) else None
 
 
-def share_no_text(rows: Iterable[Measurement]) -> bool:
-    """Whether no two windows of one length share text, so that they are independent samples."""
-    lengths: dict[int, dict[int, Measurement]] = {}
-    for row in rows:
-        lengths.setdefault(row.num_tokens, {})[row.sample] = row
-    return not any(share_text([*some.values()], paired=False) for some in lengths.values())
-
-
 def curve_points(lines: Iterable[Curve]) -> list[dict[str, Any]]:
     """Every point of some lines, with the line's name and group."""
     return [
@@ -281,32 +203,6 @@ def curve_points(lines: Iterable[Curve]) -> list[dict[str, Any]]:
         for line in lines
         for n, value, upper in line.points
     ]
-
-
-def narrowest(lengths: Sequence[int]) -> float:
-    """Smallest ratio of neighbouring lengths, at most 2.5: the room of a length on its axis."""
-    return min([2.5, *(b / a for a, b in pairwise(lengths))])
-
-
-def side_by_side(
-    points: Iterable[dict[str, Any]], labels: Sequence[str], lengths: Sequence[int]
-) -> list[dict[str, Any]]:
-    """Points with the place ``at`` near their length, where they do not hide each other.
-
-    A third of the room between lengths is shared out among the layers, and a layer's part
-    among its samples; points without a sample stand in the middle of their layer.
-    """
-    points = list(points)
-    room = narrowest(lengths) ** (1 / 3)
-    samples = sorted({p["sample"] for p in points if "sample" in p})
-    places = []
-    for p in points:
-        place = (labels.index(p["layer"]) + 0.5) / len(labels) - 0.5
-        if "sample" in p:
-            within = (samples.index(p["sample"]) + 0.5) / len(samples) - 0.5
-            place += 0.8 * within / len(labels)
-        places.append(p | {"at": round(p["n"] * room**place, 4)})
-    return places
 
 
 def tick_values(low: float, high: float, *, most: int = 25) -> list[float]:
@@ -345,40 +241,6 @@ def _even(low: float, high: float) -> list[float]:
     counts = ((step, range(math.ceil(low / step), math.floor(high / step) + 1)) for step in steps)
     step, found = next((step, found) for step, found in counts if len(found) >= 3)
     return [float(f"{i * step:.12g}") for i in found]
-
-
-def growth_heading(
-    rows: Sequence[Measurement], drawn: Sequence[Measurement], settings: list[tuple[str, ...]]
-) -> tuple[str, list[str]]:
-    """What is shown and how to read it, in a heading and a few plain lines under it."""
-    models = ", ".join(dict.fromkeys(_shortened(setting[0]) for setting in settings))
-    kinds = [
-        f"map {what}, metric {metric}, move {move}, read {read}"
-        for _, what, metric, move, read in settings
-    ]
-    grows = len({row.num_tokens for row in drawn}) > 1
-    samples = len({row.sample for row in drawn})
-    independent = share_no_text(drawn)
-    what = "windows of text" if drawn[0].input == "text" else "entries of the batch"
-    asides: list[str] = []
-    marks = f"Points: single {what}."
-    if len(drawn) > MAX_POINTS:
-        marks = f"{len(drawn)} rows: only their geometric means are drawn."
-    elif grows:
-        marks += f" Lines: geometric mean of {samples} sample{'s' * (samples > 1)}"
-        marks += f"{', bars: its 95 % interval' * (samples > 2)}." if independent else "."
-    if len(drawn) <= MAX_POINTS and len({(row.layer, row.sample) for row in drawn}) > 1:
-        asides.append("Points of one length stand side by side, by layer and sample.")
-    lines = [*dict.fromkeys(kinds), marks, *asides]
-    if len(rows) > len(drawn):
-        lost = len(rows) - len(drawn)
-        lines.append(f"Not drawn: {lost} of {len(rows)} rows, without a finite, positive sigma.")
-    what = "Growth of sigma with the number of tokens" if grows else "Sigma"
-    return f"{what}: {models}", lines
-
-
-def _shortened(name: str, limit: int = 60) -> str:
-    return name if len(name) <= limit else f"{name[: limit // 2]}…{name[-limit // 2 + 1 :]}"
 
 
 def share_of(token: TokenShare) -> float:

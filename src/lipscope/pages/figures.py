@@ -6,8 +6,8 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ from lipscope.charts import (
     WAYS,
     Chart,
     Frame,
+    Grown,
     bounds_chart,
     depth_chart,
     exponents_chart,
     focus_chart,
     gains_chart,
     heads_chart,
+    in_lines,
     layers_chart,
     product_chart,
     push_chart,
@@ -34,13 +36,17 @@ from lipscope.charts import (
     sides_chart,
     signals_chart,
     slopes_chart,
+    spread,
     training_chart,
 )
+from lipscope.errors import InputError
 from lipscope.pages.content import Content
-from lipscope.pages.items import REAL
+from lipscope.pages.items import REAL, SETTING
+from lipscope.pages.points import axes, axis
 from lipscope.pages.pushed import Push
+from lipscope.pages.sections import bounds_of
 from lipscope.pages.windows import SCALE
-from lipscope.records import TokenShare
+from lipscope.records import Bound, Measurement, TokenShare, comparisons, usable
 
 Records = list[dict[str, Any]]
 Drawn = Iterator[tuple[str, Chart]]  # name of a file without ending, and its chart
@@ -93,6 +99,87 @@ def write_figures(content: Content, folders: Mapping[str, Path]) -> list[Path]:
     return [path for each in written for path in each]
 
 
+# --- figures of rows in memory -----------------------------------------------------------------
+
+_UNITS = {
+    "frobenius": "norm of output change per norm of input change",
+    "token-relative": "output change per token-relative input change",
+}
+_HEIGHT = 340  # of a chart of bounds, in pixels
+_NAMED, _LINE = 8, 13  # lines whose names have room at their ends; pixels between two names
+_SAID = ("layer", "head", "n", "sample", "sigma", "upper", "relative", "top token", "share")
+
+
+def growth_figure(content: Content, *, width: int = 380, height: int | None = None) -> Chart:
+    """Sigma against the number of tokens, and sigma with the top token held fixed, as one figure.
+
+    A line of panels for each model, map, metric, move and read, all on one axis. Points are single
+    rows, lines run through the geometric mean over the samples at each length, with its 95 %
+    interval for the sampling of text: of three samples and more that share no text. At the end of a
+    line stands its exponent, unless no power law fits. In HTML a menu brings a layer forward, and a
+    point under the mouse tells its row.
+    """
+    settings, rows = content.points.settings, [item.row for item in content.items]
+    drawn = [row for row in rows if usable(row.sigma)]
+    height = height or (340 if len(content.layers) <= 12 else 460)
+    frame = Frame(axes(drawn), content.layers, head="every", said=_SAID, width=width, height=height)
+    lines = [_View(content, s, None).growth(frame) for s in range(len(settings))]
+    grows, samples = (len({getattr(r, k) for r in drawn}) for k in ("num_tokens", "sample"))
+    marks = f"Points: single {'windows of text' if drawn[0].input == 'text' else 'inputs'}."
+    if grows > 1:
+        marks += f" Lines: geometric mean of {samples} sample{'s' * (samples > 1)}"
+        bars = any(mean["apart"] for mean in content.points.means)
+        marks += f"{', bars: its 95 % interval' * bars}. Dashed: like n^(1/4) and n^(1/2)."
+    said = [
+        *dict.fromkeys(
+            f"map {s['map']}, metric {s['metric']}, move {s['move']}, read {s['read']}; sigma: "
+            + _UNITS.get(s["metric"], "output change per input change")
+            for s in settings
+        ),
+        *(marks, *content.points.remarks),
+    ]
+    if lost := len(rows) - len(drawn):
+        said.append(f"Not drawn: {lost} of {len(rows)} rows, without a finite, positive sigma.")
+    what = "Growth of sigma with the number of tokens" if grows > 1 else "Sigma"
+    return in_lines(lines, f"{what}: {content.title}", said)
+
+
+def sandwich_figure(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> Chart:
+    """Real sigma, adversarial sigma, the best bound at the input and bounds on all inputs.
+
+    A chart for each layer, on one logarithmic pair of axes; only rows of one map and metric, those
+    of the first one. Bounds that would flatten the others are named under the title instead.
+
+    Raises:
+        InputError: If there is no measured, positive value with bounds.
+    """
+    found = [one for one in comparisons(rows, bounds) if any(usable(row.sigma) for row in one.real)]
+    if not found:
+        raise InputError(
+            "`rows` should hold a measured, positive sigma with bounds to draw. Found none."
+        )
+    first = found[0]
+    kept = [bounds_of(c) for c in found if (c.map, c.metric) == (first.map, first.metric)]
+    ends = [record["axes"]["y"] for record in kept]
+    low, high = min(low for low, _ in ends), max(high for _, high in ends)
+    frame = Frame(kept[0]["axes"] | axis(low, high), width=420, height=_HEIGHT)
+    gap = (high / low) ** (_LINE / _HEIGHT)
+    lines = []
+    for record in kept:
+        head = "" if record["head"] is None else f", head {record['head']}"
+        said = [f"map {first.map}, metric {first.metric}"]
+        said[0] += f"; bounds on all inputs (dashed): {record['allowed']}"
+        said += [f"Off the scale: {', '.join(record['out'])}."] if record["out"] else []
+        title = f"Bounds of sigma: {first.model}, layer {record['layer']}{head}"
+        places = spread([one["value"] for one in record["names"]], gap)
+        names = [one | {"value": at} for one, at in zip(record["names"], places, strict=True)]
+        chart = bounds_chart(frame, record["lines"], names)
+        lines.append([chart.properties(title={"text": title, "subtitle": said})])
+    if len(lines) == 1:
+        return lines[0][0]
+    return in_lines(lines, f"Bounds of sigma: {first.model}, {len(lines)} layers or heads", [])
+
+
 # --- one setting ------------------------------------------------------------------------------
 
 
@@ -127,6 +214,34 @@ class _View:
         """Records of this setting, folder and head; only those of one kind of input."""
         some = [r for r in records if self.here(r) and r["head"] == self.head]
         return [r for r in some if kind is None or r["kind"] == kind]
+
+    def growth(self, frame: Frame) -> list[Chart]:
+        """Sigma, and sigma with the top token held fixed, of all heads that there are."""
+        points, means, fits = (
+            [one for one in some if self.here(one)]
+            for some in (self._worded(), self.content.points.means, self.content.points.fits)
+        )
+        settings, moves = self.content.points.settings, self.setting["move"]
+        varied = [self.setting[k] for k in SETTING if len({one[k] for one in settings}) > 1]
+        first = "all tokens may move" if moves == "all" else f"tokens that move: {moves}"
+        grown: tuple[Grown, ...] = (
+            ("sigma", "rest") if any(m["rest"] for m in means) else ("sigma",)
+        )
+        charts = []
+        for name in grown:
+            names, legend = _line_names(frame, means, fits, name), name == grown[-1]
+            framed = replace(frame, legend=legend)
+            chart = layers_chart(framed, points, means, grown=name, names=names)
+            title = first if name == "sigma" else "top token held fixed"
+            heading = {"text": ", ".join([*varied, title]), "fontSize": 12, "anchor": "middle"}
+            charts.append(chart.properties(title=heading))
+        return charts
+
+    def _worded(self) -> Records:
+        """Points with the text of their top token."""
+        of = self.content.points
+        tops = (self.content.windows.tops.get(item.row.id) for item in of.items)
+        return [p | {"top token": word} for p, word in zip(of.points, tops, strict=True)]
 
     def charts(self) -> Drawn:
         """The charts of the setting, as the page shows them first."""
@@ -185,6 +300,29 @@ class _View:
             )
             for i, (text, share, out, norm) in enumerate(zip(*columns, strict=True))
         ]
+
+
+def _line_names(frame: Frame, means: Records, fits: Records, of: Grown) -> Records:
+    """Names at the ends of lines: layers, with their exponents where a power law fits."""
+    lengths = sorted({m["n"] for m in means})
+    ends = [m for m in means if m["n"] == lengths[-1] and m[of]]
+    if len(lengths) < 3 or len({m["layer"] for m in ends}) < len(ends) or len(ends) > _NAMED:
+        return []  # heads, or too many to be told apart; two lengths show no law
+    kinds = {m["kind"] for m in ends} if of == "sigma" else {of}
+    known = {f["layer"]: f["slope"] for f in fits if f["kind"] in kinds and f["fits"] is not False}
+    low, high = (frame.axes or {})["y"]
+    gap = (high / low) ** (_LINE / (frame.height or 1))
+    return [
+        {
+            "layer": m["layer"],
+            "n": m["n"],
+            "sigma": place,
+            "name": f"{m['layer']}: n^{known[m['layer']]:.2f}"
+            if m["layer"] in known
+            else m["layer"],
+        }
+        for m, place in zip(ends, spread([m[of] for m in ends], gap), strict=True)
+    ]
 
 
 def _slopes(fit: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -250,7 +388,7 @@ def _of_bounds(content: Content) -> Drawn:
         words += [record["head"]] if record["head"] is not None else []
         words += [text[id(record)]] if len({*text.values()}) > 1 else []
         words += [record["folder"]] if len(folders) > 1 else []
-        frame = Frame(record["axes"], height=340)
+        frame = Frame(record["axes"], height=_HEIGHT)
         name = _file_name("-".join(map(str, words)))
         yield f"bounds-{name}", bounds_chart(frame, record["lines"], record["names"])
 

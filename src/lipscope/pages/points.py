@@ -23,6 +23,7 @@ from lipscope.records import (
     group_of,
     grouped,
     growth,
+    share_text,
     usable,
 )
 
@@ -230,22 +231,30 @@ def _point_record(item: Item) -> dict[str, Any]:
     }
 
 
+_REST_ENDS = (("sigma", ""), ("low", "_low"), ("high", "_high"))
+
+
 def _mean_records(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
     """One record for each length of a curve."""
     first = items[0]
     rows = (item.row for item in items if usable(item.row.sigma))
     for n, some in sorted(grouped(rows, lambda row: row.num_tokens).items()):
         shares = [row.top_share for row in some if row.top_share is not None]
+        rests = [math.log(row.sigma_rest or 1.0) for row in some if usable(row.sigma_rest)]
+        rest = mean_of((log, log) for log in rests) if rests else {}
+        trained = first.kind == REAL and not some[0].weights.startswith("random")
         yield {
             **_curve_fields(first),
             "n": n,
             **mean_of(map(log_ends, some)),
-            "rest": short(geometric_mean(row.sigma_rest for row in some)),
+            # Whether the interval is that of a mean of independent windows
+            "apart": len(some) > 2 and not share_text(some, paired=False),
+            **{f"rest{end}": rest.get(of) for of, end in _REST_ENDS},
             "relative": short(geometric_mean(row.relative for row in some)),
             "radius": short(geometric_mean(row.radius_max for row in some)),
             "rank": short(geometric_mean(map(stable_rank, some))),
             "share": short(math.fsum(shares) / len(shares)) if shares else None,
-            "trained": some[0].trained_length if first.kind == REAL else None,
+            "trained": some[0].trained_length if trained else None,
         }
 
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     import polars
 
     from lipscope.charts import Chart
+    from lipscope.pages.content import Content
 
 
 class Rows(Sequence[Measurement], Shown):
@@ -127,25 +128,30 @@ class Rows(Sequence[Measurement], Shown):
         """One line for each part of a direction; `id` says which measurement it belongs to."""
         return typed_frame(Direction, (vars(part) for part in self.directions))
 
-    def plot(self) -> Chart:
-        """The growth chart, see `lipscope.charts.growth_chart`.
+    def plot(self, **size: int) -> Chart:
+        """Sigma against the number of tokens; ``width`` and ``height`` of a panel in pixels.
 
         Raises:
             InputError: If no row has a finite, positive sigma.
         """
-        from lipscope.charts import growth_chart
+        from lipscope.pages.figures import growth_figure
 
-        return growth_chart(self._rows, self.tokens)
+        if not any(usable(row.sigma) for row in self._rows):
+            raise InputError(
+                "`rows` should hold a finite, positive sigma to draw. Found none among "
+                f"{len(self)} rows; their `status` and `note` say why."
+            )
+        return growth_figure(self._content(), **size)
 
     def plot_bounds(self) -> Chart:
-        """Sigma between its bounds, see `lipscope.charts.sandwich_chart`.
+        """Sigma between its bounds, a chart for each layer.
 
         Raises:
             InputError: If no row with bounds has a finite, positive sigma.
         """
-        from lipscope.charts import sandwich_chart
+        from lipscope.pages.figures import sandwich_figure
 
-        return sandwich_chart(self._rows, self.bounds)
+        return sandwich_figure(self._rows, self.bounds)
 
     def bounds_table(self) -> Sheet:
         """Every theorem with its value and looseness; for single heads, the best ones of each."""
@@ -230,12 +236,9 @@ class Rows(Sequence[Measurement], Shown):
         Raises:
             InputError: If no row has a finite, positive sigma.
         """
-        from lipscope.pages.content import Content
         from lipscope.pages.html_page import page
 
-        held = (self._rows, self.tokens, self.bounds, self.directions)
-        manifest = empty({"windows": self.windows}, provenance())
-        content = Content([_InMemory(Path("rows in memory"), manifest, held)])
+        content = self._content()
         return Page(page(content), content.title)
 
     def save(self, folder: str | Path) -> list[Path]:
@@ -258,6 +261,14 @@ class Rows(Sequence[Measurement], Shown):
                 f"`out` should be a folder that can be written. Found `{folder}`: "
                 f"{problem.strerror}."
             ) from None
+
+    def _content(self) -> Content:
+        """What a page, or a figure, is made of."""
+        from lipscope.pages.content import Content
+
+        held = (self._rows, self.tokens, self.bounds, self.directions)
+        manifest = empty({"windows": self.windows}, provenance())
+        return Content([_InMemory(Path("rows in memory"), manifest, held)])
 
     def _blocks(self) -> list[list[Line]]:
         return blocks(self._rows, self.tokens, self.growth())

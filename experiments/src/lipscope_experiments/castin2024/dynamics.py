@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from lipscope import (
     SigmoidAttention,
     SinkhornAttention as Sinkhorn,
 )
-from lipscope.charts import Panel, Scene, Series
+from lipscope.charts import Panel, Scene
 from lipscope.dynamics import (
     Trajectory,
     clusters,
@@ -41,6 +40,7 @@ from lipscope_experiments.findings import (
     chosen,
     geometric,
     grouped,
+    line,
     mean_of,
     share,
 )
@@ -53,6 +53,9 @@ _STEP = 0.1  # of Euler's method in public code
 _END, _LONG = 10.0, 100.0
 _SHOWN = 6  # the cloud of the figures, one that Euler's steps divide otherwise
 _DEPTHS = (8, 16, 32, 64, 128)
+_BETAS = ((1.0, 3), (1.0, 8), (4.0, 3), (9.0, 3))
+_TIMES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)
+_LENGTH = 32
 
 
 @experiment(
@@ -62,18 +65,17 @@ _DEPTHS = (8, 16, 32, 64, 128)
 )
 def dynamics(study: Study) -> None:
     """Adaptive flows beside fixed steps; variants; spheres; products of layers."""
-    order = study.values("order", grid(seed=range(study.pick(3, 20))), _order_of_euler)
-    found = study.values("clusters", grid(seed=range(study.pick(8, 100))), _clusters_at_the_end)
+    pick = study.pick
+    order = study.values("order", grid(seed=range(pick(3, 20))), _order_of_euler)
+    found = study.values("clusters", grid(seed=range(pick(8, 100))), _clusters_at_the_end)
     kinds = study.values(
-        "variants", grid(kind=_KINDS, seed=range(study.pick(2, 12))), _clusters_over_time
+        "variants", grid(kind=_KINDS, seed=range(pick(2, 12))), _clusters_over_time
     )
-    seeds = range(study.pick(2, 30))
-    keys = [{"beta": beta, "d": d, "seed": seed} for beta, d in _BETAS for seed in seeds]
+    keys = [{"beta": b, "d": d, "seed": s} for b, d in _BETAS for s in range(pick(2, 30))]
     sphere = study.values("sphere", keys, _sphere)
-    flows = study.values("depth", grid(kind=_FLOWS, seed=range(study.pick(2, 6))), _sigma_of_flow)
+    flows = study.values("depth", grid(kind=_FLOWS, seed=range(pick(2, 6))), _sigma_of_flow)
     models = [r for place in study.places() for r in _sigmas_of_blocks(study, *place)]
-    _draw_flow(study)
-    _draw_counts(study, kinds, sphere)
+    _draw_clusters(study, kinds, sphere)
     _draw_depth(study, flows, models)
     remarks = _animations(study)
     study.claim(
@@ -82,12 +84,9 @@ def dynamics(study: Study) -> None:
         average([r["slope"] for r in order]),
     )
     _of_clusters(study, found)
+    _kinds_table(study, kinds)
     _of_spheres(study, sphere)
     _of_depth(study, flows, models)
-    _kinds_table(study, kinds)
-    _phases_table(study, sphere)
-    _flow_table(study, flows)
-    _block_table(study, models)
     study.remark(
         f"Clusters: connected components of pairs of tokens nearer than {_RADIUS} (renormalised; "
         f"standard normal starts, 40 tokens in the plane) or {_NEAR} (unit sphere, 32 tokens). "
@@ -98,6 +97,9 @@ def dynamics(study: Study) -> None:
         "Adaptive: order 8, relative tolerance 1e-6. Euler: fixed steps of the same flow.",
         *remarks,
     )
+
+
+# --- clusters of renormalised tokens
 
 
 def _plane(seed: int) -> Tensor:
@@ -122,9 +124,8 @@ def _clusters_at_the_end(seed: int) -> Record:
     plain = residual(layer, x, step=_STEP, layers=count).end * math.exp(-_END)
     fine = residual(layer, x, step=_STEP / 8, layers=8 * count, renormalise=True)
     weights = flow.attention(-1)
-    ends = {"flow": flow.end, "steps": steps.end, "plain": plain, "fine": fine.end}
+    ends = {"start": x, "flow": flow.end, "steps": steps.end, "plain": plain, "fine": fine.end}
     return {
-        "start": clusters(x, _RADIUS).count,
         "leaders": len(leaders(weights)),
         "largest": float(weights.amax(-1).mean()),
         "evaluations": flow.evaluations,
@@ -136,12 +137,12 @@ def _of_clusters(study: Study, found: Sequence[Record]) -> None:
     def wrong(name: str) -> str:
         return share(sum(r[name] != r["flow"] for r in found), len(found))
 
-    led = sum(r["leaders"] == r["flow"] for r in found)
     study.claim(
         f"V = A = I, renormalised: clusters of 40 tokens at t = {_END:g}",
         "vertices of a convex polytope ([geshkovski2023])",
         f"{average([r['start'] for r in found])} become {average([r['flow'] for r in found])}",
     )
+    led = sum(r["leaders"] == r["flow"] for r in found)
     study.claim(
         "each cluster has one leader, which takes all weight",
         "leaders (slides)",
@@ -180,21 +181,19 @@ def _clusters_over_time(kind: str, seed: int) -> Record:
     times = [0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0]
     if kind.startswith("Sinkhorn"):  # scores grow like e^(2t), and its iteration ends before
         times = times[:7]
-    x = _plane(seed)
     plain = kind == "V = -I"  # contracts: what is renormalised would run away
-    flow = evolve(_KINDS[kind](), x, times, renormalise=not plain, rtol=1e-5)
+    flow = evolve(_KINDS[kind](), _plane(seed), times, renormalise=not plain, rtol=1e-5)
     states = flow.states / flow.states[0].norm(dim=-1).mean()
-    spread = [diameter(s) / diameter(states[0]) for s in states]
     return {
         "times": flow.times.tolist(),
         "counts": [clusters(s, _RADIUS).count for s in states],
-        "spread": spread[-1],
+        "spread": diameter(states[-1]) / diameter(states[0]),
         "note": flow.note,
     }
 
 
 def _kinds_table(study: Study, found: Sequence[Record]) -> None:
-    def early(mine: list[Record]) -> str:
+    def early(_: str, mine: list[Record]) -> str:
         ended = [f"{r['note']} from t = {r['times'][-1]:.2f}" for r in mine if r["note"]]
         return f"{len(ended)} of {len(mine)}: {min(ended)}" if ended else "–"
 
@@ -207,12 +206,12 @@ def _kinds_table(study: Study, found: Sequence[Record]) -> None:
             "clusters at 0": mean_of(lambda r: r["counts"][0]),
             "at the end": mean_of(lambda r: r["counts"][-1]),
             "diameter / that at 0": mean_of("spread"),
-            "ended early": lambda _, mine: early(mine),
+            "ended early": early,
         },
     )
 
 
-_BETAS = ((1.0, 3), (1.0, 8), (4.0, 3), (9.0, 3))
+# --- spheres
 
 
 def _on_sphere(seed: int, d: int) -> Tensor:
@@ -251,9 +250,6 @@ def _of_spheres(study: Study, found: Sequence[Record]) -> None:
             + f"; {average([r['counts'][-1] for r in mine])} clusters in the mean; Euler's "
             f"steps of 1 give another number for {share(other, len(mine))}",
         )
-
-
-def _phases_table(study: Study, found: Sequence[Record]) -> None:
     study.table(
         "The longest phase of 2 to 15 clusters of every start",
         grouped([r for r in found if r["phase"]], "beta", "d"),
@@ -267,23 +263,35 @@ def _phases_table(study: Study, found: Sequence[Record]) -> None:
     )
 
 
-def _draw_flow(study: Study) -> None:
-    def counts(name: str, one: Trajectory) -> Series:
-        found = [clusters(s, _RADIUS).count for s in one.states]
-        return Series(name, tuple(zip(one.times.tolist(), found, strict=True)))
+# --- figures
 
-    flow, steps, x = *_shown_flow(121), _plane(_SHOWN)
+
+def _draw_clusters(study: Study, kinds: list[Record], sphere: list[Record]) -> None:
+    (flow, steps), x = _shown_flow(121), _plane(_SHOWN)
     places = (
         dots("on the way", flow.states[::3].reshape(-1, 2)),
         dots("start", x),
         dots("leaders", flow.end[list(leaders(flow.attention(-1)))]),
     )
-    over = counts("flow", flow), counts(f"Euler, steps of {_STEP:g}", steps)
+    over = [
+        line(name, one.times.tolist(), [clusters(s, _RADIUS).count for s in one.states])
+        for name, one in (("flow", flow), (f"Euler, steps of {_STEP:g}", steps))
+    ]
     panels = [
         Panel("40 tokens, V = A = I", places, "y₁", "y₂", log_x=False, log_y=False),
         Panel("the same: clusters", over, "t", "clusters", log_x=False),
     ]
     study.draw("clusters", "Tokens cluster once renormalised", panels)
+    balls = [
+        line(f"β = {r['beta']:g}, d = {r['d']}", r["times"], r["counts"])
+        for r in chosen(sphere, seed=0)
+    ]
+    panel = Panel("V = I", balls, "t", "clusters")
+    study.draw("sphere", "On spheres: consensus, and phases", [panel])
+    first = [chosen(kinds, kind=kind, seed=0)[0] for kind in _DRAWN]
+    drawn = [line(r["kind"], r["times"], r["counts"]) for r in first]
+    panel = Panel("one start, renormalised", drawn, "t", "clusters", log_x=False)
+    study.draw("variants", "Clusters over time, variants of attention", [panel])
 
 
 def _shown_flow(times: int) -> tuple[Trajectory, Trajectory]:
@@ -293,30 +301,17 @@ def _shown_flow(times: int) -> tuple[Trajectory, Trajectory]:
     return flow, residual(layer, x, step=_STEP, layers=60, renormalise=True)
 
 
-def _draw_counts(study: Study, kinds: list[Record], sphere: list[Record]) -> None:
-    def course(name: str, r: Record) -> Series:
-        return Series(name, tuple(zip(r["times"], r["counts"], strict=True)))
-
-    balls = (course(f"β = {r['beta']:g}, d = {r['d']}", r) for r in chosen(sphere, seed=0))
-    panel = Panel("V = I", tuple(balls), "t", "clusters")
-    study.draw("sphere", "On spheres: consensus, and phases", [panel])
-    drawn = (course(kind, chosen(kinds, kind=kind, seed=0)[0]) for kind in _DRAWN)
-    panel = Panel("one start, renormalised", tuple(drawn), "t", "clusters", log_x=False)
-    study.draw("variants", "Clusters over time, variants of attention", [panel])
-
-
 def _animations(study: Study) -> list[str]:
-    names = "adaptive steps", "Euler, steps of 0.1"
     scenes = [
         _tokens_scene(f"{name}: {clusters(one.end, _RADIUS).count} clusters", one, _RADIUS)
-        for name, one in zip(names, _shown_flow(61), strict=True)
+        for name, one in zip(
+            ("adaptive steps", "Euler, steps of 0.1"), _shown_flow(61), strict=True
+        )
     ]
     remarks = study.animate("clusters", "Renormalised tokens, V = A = I", scenes)
-    start = _on_sphere(0, 3)
-    times = torch.tensor([0.0, *np.geomspace(0.1, _LONG, 50).tolist()])
-    scenes = []
+    times, scenes = torch.tensor([0.0, *np.geomspace(0.1, _LONG, 50).tolist()]), []
     for beta in (1.0, 9.0):
-        flow = evolve(multiple(beta, 3), start, times, norm="rms", rtol=1e-6)
+        flow = evolve(multiple(beta, 3), _on_sphere(0, 3), times, norm="rms", rtol=1e-6)
         scenes.append(_tokens_scene(f"A = {beta:g} I", flow, _NEAR, circle=True))
     return remarks + study.animate("sphere", "Tokens on the unit sphere", scenes)
 
@@ -333,43 +328,7 @@ def _tokens_scene(title: str, flow: Trajectory, radius: float, circle: bool = Fa
     return Scene(title, states[..., :2].numpy(), groups, said, outline)
 
 
-_TIMES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)
-_LENGTH = 32
-
-
-def _of_depth(study: Study, flows: Sequence[Record], models: Sequence[Record]) -> None:
-    study.claim(
-        "flow, V = A = I, t = 2: product of infinitely thin layers / sigma of all together",
-        "at least 1 (derived here)",
-        average(_over_sigma(chosen(flows, kind="A = +I"))),
-    )
-    for (name, text), mine in grouped(models, "model", "text"):
-        study.claim(
-            f"{name}, {text}: product of the blocks' sigmas / sigma of all blocks together",
-            "at least 1",
-            geometric(_over_sigma(mine)),
-        )
-
-
-def _over_sigma(records: Sequence[Record], key: str = "product", at: int = -1) -> list[float]:
-    return [r[key][at] / r["sigma"][at] for r in records]
-
-
-def _draw_depth(study: Study, flows: Sequence[Record], models: Sequence[Record]) -> None:
-    shown = [(kind, chosen(flows, kind=kind)[0], "t") for kind in ("A = +I", "A = -I")]
-    for name, mine in grouped(models, "model"):
-        shown.append((f"{name}, {_LENGTH} tokens", mine[0], "block"))
-    named = {"sigma": "all together", "product": "product", "norms": "exp ∫ ‖J‖"}
-    panels = []
-    for title, r, x in shown:
-        series = (
-            Series(name, tuple(zip(r["times"], r[key], strict=True)))
-            for key, name in named.items()
-            if key in r
-        )
-        panels.append(Panel(title, tuple(series), x, "sigma", log_x=False))
-    study.draw("depth", "Sigma of all layers together, and the product of them", panels)
-
+# --- sigma along depth
 
 _FLOWS = {
     "A = +I": lambda d: multiple(1.0, d),
@@ -388,7 +347,47 @@ def _sigma_of_flow(kind: str, seed: int) -> Record:
     return {name: getattr(found, name).tolist() for name in names}
 
 
-def _flow_table(study: Study, flows: Sequence[Record]) -> None:
+def _sigmas_of_blocks(study: Study, loaded: LoadedModel, text: Text) -> list[Record]:
+    count = study.pick(1, 4)
+    return study.values(
+        "blocks",
+        grid(model=[loaded.name], text=[text.name], window=range(count), length=[_LENGTH]),
+        lambda window, **_: _blocks(loaded, text.content[window * len(text.content) // count :]),
+    )
+
+
+def _blocks(loaded: LoadedModel, text: str) -> Record:
+    asked = {"layers": "all", "lengths": [_LENGTH], "samples": 1, "dtype": "float32"}
+    maps = layers_of(loaded, text, map="block", **asked)
+    found = [(built.x, built.output, built.linearise()) for built in maps]
+    if not all(
+        torch.allclose(y, x, rtol=1e-4, atol=1e-4 * float(x.abs().max()))
+        for (_, y, _), (x, _, _) in pairwise(found)
+    ):
+        raise InputError("A block should read what the one before it gives. Found another model.")
+    last = len(found)
+    ends = sorted({1, 2, 3, max(1, last // 2), last} & {*range(1, last + 1)})
+    whole = sigma_of_blocks([op for _, _, op in found], depths=ends, tol=0.05)
+    names = ("times", "sigma", "upper", "product")
+    return {name: getattr(whole, name).tolist() for name in names}
+
+
+def _over_sigma(records: Sequence[Record], key: str = "product", at: int = -1) -> list[float]:
+    return [r[key][at] / r["sigma"][at] for r in records]
+
+
+def _of_depth(study: Study, flows: Sequence[Record], models: Sequence[Record]) -> None:
+    study.claim(
+        "flow, V = A = I, t = 2: product of infinitely thin layers / sigma of all together",
+        "at least 1 (derived here)",
+        average(_over_sigma(chosen(flows, kind="A = +I"))),
+    )
+    for (name, text), mine in grouped(models, "model", "text"):
+        study.claim(
+            f"{name}, {text}: product of the blocks' sigmas / sigma of all blocks together",
+            "at least 1",
+            geometric(_over_sigma(mine)),
+        )
     study.table(
         "Flows to t = 2, ten standard normal tokens in the plane",
         grouped(flows, "kind"),
@@ -399,46 +398,36 @@ def _flow_table(study: Study, flows: Sequence[Record]) -> None:
             "exp ∫ ‖J‖ / sigma": lambda _, mine: average(_over_sigma(mine, "norms")),
         },
     )
-
-
-def _sigmas_of_blocks(study: Study, loaded: LoadedModel, text: Text) -> list[Record]:
-    count = study.pick(1, 4)
-    return study.values(
-        "blocks",
-        grid(model=[loaded.name], text=[text.name], window=range(count), length=[_LENGTH]),
-        lambda window, **_: _blocks(loaded, text.content[window * len(text.content) // count :]),
+    study.table(
+        f"From the entrance of the first block to the end of another, {_LENGTH} tokens",
+        [
+            (place, mine, at)
+            for place, mine in grouped(models, "model", "text")
+            for at in range(1, len(mine[0]["times"]))
+        ],
+        {
+            "model": lambda place, _, __: place[0],
+            "text": lambda place, _, __: place[1],
+            "blocks": lambda _, mine, at: f"{mine[0]['times'][at]:g}",
+            "sigma together": lambda _, mine, at: geometric([r["sigma"][at] for r in mine]),
+            "product": lambda _, mine, at: geometric([r["product"][at] for r in mine]),
+            "product / sigma": lambda _, mine, at: geometric(_over_sigma(mine, at=at)),
+        },
     )
 
 
-def _blocks(loaded: LoadedModel, text: str) -> dict[str, Any]:
-    maps = layers_of(
-        loaded, text, layers="all", lengths=[_LENGTH], samples=1, map="block", dtype="float32"
-    )
-    found = [(built.x, built.output, built.linearise()) for built in maps]
-    together = all(
-        bool(torch.allclose(y, x, rtol=1e-4, atol=1e-4 * float(x.abs().max())))
-        for (_, y, _), (x, _, _) in pairwise(found)
-    )
-    if not together:
-        raise InputError("A block should read what the one before it gives. Found another model.")
-    last = len(found)
-    ends = sorted({1, 2, 3, max(1, last // 2), last} & {*range(1, last + 1)})
-    whole = sigma_of_blocks([op for _, _, op in found], depths=ends, tol=0.05)
-    names = ("times", "sigma", "upper", "product")
-    return {name: getattr(whole, name).tolist() for name in names}
-
-
-def _block_table(study: Study, models: Sequence[Record]) -> None:
-    lines = [
-        (
-            *place,
-            f"{depth:g}",
-            *(geometric([r[key][i] for r in mine]) for key in ("sigma", "product")),
-            geometric(_over_sigma(mine, at=i)),
+def _draw_depth(study: Study, flows: Sequence[Record], models: Sequence[Record]) -> None:
+    shown = [(kind, chosen(flows, kind=kind)[0], "t") for kind in ("A = +I", "A = -I")]
+    for name, mine in grouped(models, "model"):
+        shown.append((f"{name}, {_LENGTH} tokens", mine[0], "block"))
+    named = {"sigma": "all together", "product": "product", "norms": "exp ∫ ‖J‖"}
+    panels = [
+        Panel(
+            title,
+            [line(name, r["times"], r[key]) for key, name in named.items() if key in r],
+            x,
+            log_x=False,
         )
-        for place, mine in grouped(models, "model", "text")
-        for i, depth in enumerate(mine[0]["times"][1:], 1)
+        for title, r, x in shown
     ]
-    columns = ("model", "text", "blocks", "sigma together", "product", "product / sigma")
-    title = f"From the entrance of the first block to the end of another, {_LENGTH} tokens"
-    study.table(title, lines, columns)
+    study.draw("depth", "Sigma of all layers together, and the product of them", panels)
