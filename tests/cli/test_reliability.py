@@ -377,16 +377,14 @@ def test_a_finished_run_grows_by_samples(tmp_path):
 # --- two processes, other file systems
 
 
-def test_without_locks_a_second_process_is_refused(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_will_do(tmp_path, monkeypatch):
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("lipscope.records.folder._lock", unsupported)
     with RunFolder(tmp_path, SPEC) as folder:
         folder.append(row())
-        with pytest.raises(InputError, match=r"in use by another process.*delete `\.owner`"):
-            RunFolder(tmp_path, SPEC)
-        assert len(read_run(tmp_path).rows) == 1  # a reader hides nothing
+        assert len(read_run(tmp_path).rows) == 1
     with RunFolder(tmp_path, SPEC) as folder:
         assert len(folder.done) == 1
 

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SURVEY = "survey"
 """The part of the values that says what models were found to have."""
-LOCK, OWNER = ".lock", ".owner"
+LOCK = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -148,7 +148,7 @@ class RunFolder:
                 for table in tables(self.path):
                     for path in (table.lines, table.parquet, table.damaged):
                         refuse_links(path)
-                for name in (MANIFEST, LOCK, OWNER):
+                for name in (MANIFEST, LOCK):
                     refuse_links(self.path / name)
             held = load_manifest(self.path / MANIFEST)
             if held is not None and not self._replaces:
@@ -173,11 +173,6 @@ class RunFolder:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
                 return _taken(self.path)
-            except FileExistsError:
-                raise InputError(
-                    f"`--out {self.path}` is in use by another process; wait until it has ended, "
-                    f"or delete `{OWNER}` in it if that process was killed."
-                ) from None
             except BlockingIOError:
                 raise InputError(
                     f"`--out {self.path}` is in use by another process; wait until that one has "
@@ -311,7 +306,7 @@ class RunFolder:
     def _take_away(self) -> None:
         """Remove what opening made, and the folders that were not there before."""
         with contextlib.suppress(OSError):
-            for name in (MANIFEST, LOCK, OWNER, *_files_of(self._tables)):
+            for name in (MANIFEST, LOCK, *_files_of(self._tables)):
                 (self.path / name).unlink(missing_ok=True)
             for path in self._made:
                 path.rmdir()
@@ -439,7 +434,7 @@ class RunFolder:
 
 def _may_be_left(path: Path) -> bool:
     """Whether a kill before the first row can have left this file."""
-    names = (MANIFEST, "manifest.damaged", LOCK, OWNER)
+    names = (MANIFEST, "manifest.damaged", LOCK)
     ours = path.name in _files_of(tables(path.parent))
     bare = ours and path.is_file() and not path.stat().st_size
     return path.suffix == PART or path.name in names or bare
@@ -453,8 +448,7 @@ def _taken(path: Path) -> Callable[[], object]:
     """Lock a folder for this process; the system gives it free however the process ends.
 
     The lock is on a file of its own, since some network file systems give a lock back as soon
-    as any handle of the locked file is closed. Where the file system has no locks, a file that
-    only one process can make says that the folder is in use.
+    as any handle of the locked file is closed. Where there are no locks, nothing is locked.
     """
     refuse_links(path / LOCK)
     handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -464,11 +458,9 @@ def _taken(path: Path) -> Callable[[], object]:
         os.close(handle)
         raise BlockingIOError from None
     except OSError as problem:
-        os.close(handle)
         if problem.errno not in _NO_LOCKS:
+            os.close(handle)
             raise
-        os.close(os.open(path / OWNER, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-        return lambda: (path / OWNER).unlink(missing_ok=True)
     return lambda: os.close(handle)
 
 
