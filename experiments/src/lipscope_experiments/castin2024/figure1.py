@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lipscope import Measurement, Rows
+from lipscope import Rows
 from lipscope.charts import Panel, Series, power_law
 from lipscope.models import LoadedModel, as_decoder
 from lipscope.records import Growth, growth, slope_of, steps, top_held_fixed
@@ -23,7 +23,15 @@ from lipscope_experiments.castin2024.protocol import (
     is_deep,
 )
 from lipscope_experiments.experiment import Study, experiment
-from lipscope_experiments.findings import counted, curve, exponent, law, middle, plain_exponent
+from lipscope_experiments.findings import (
+    chosen,
+    counted,
+    curve,
+    exponent,
+    law,
+    middle,
+    plain_exponent,
+)
 from lipscope_experiments.texts import AG_NEWS_TITLE, Text
 
 
@@ -130,10 +138,6 @@ def _figure_column(study: Study, loaded: LoadedModel, text: Text) -> FigureColum
     )
 
 
-def _rows_of(rows: Rows, layer: int) -> list[Measurement]:
-    return [row for row in rows if row.layer == layer]
-
-
 @functools.lru_cache(maxsize=64)
 def _fits(rows: Rows) -> dict[int, Growth | None]:
     return {key.layer or 0: fit for key, fit in rows.growth().items()}
@@ -153,7 +157,8 @@ _HOW = "Points: single windows (disjoint, as in the paper); both axes logarithmi
 
 
 def _real_panel(case: FigureColumn, layer: int) -> Panel:
-    sigma = curve("sigma of attention", _rows_of(case.real, layer), "num_tokens", "sigma", "points")
+    rows = chosen(case.real, layer=layer)
+    sigma = curve("sigma of attention", rows, "num_tokens", "sigma", "points")
     return Panel(
         f"{case.loaded.name}, layer {layer}: sigma {law(_fits(case.real)[layer])}",
         (
@@ -236,7 +241,7 @@ def _prefixes(cases: Sequence[FigureColumn]) -> str:
 
 def _exponent_table(study: Study, cases: Sequence[FigureColumn]) -> None:
     def rest(case: FigureColumn, layer: int) -> Growth | None:
-        return growth(top_held_fixed(_rows_of(case.paired, layer)), paired=True)
+        return growth(top_held_fixed(chosen(case.paired, layer=layer)), paired=True)
 
     study.table(
         "Exponents of sigma in n (interval over the sampling of text, 95 % unless named; off by: "

@@ -6,11 +6,11 @@ import math
 import statistics
 
 from lipscope import DotProduct, InputError, LayerAtInput
-from lipscope.charts import Panel, Series
+from lipscope.charts import Panel
 from lipscope.models import LoadedModel
 from lipscope.theorems import eigen_directions, heads_of, star_direction
 from lipscope_experiments.experiment import Study, experiment, layers_of
-from lipscope_experiments.findings import Record, curve, grouped, middle
+from lipscope_experiments.findings import Record, curve, grouped, level, middle
 from lipscope_experiments.texts import Text
 
 _LENGTHS = (128, 512, 4096)
@@ -51,7 +51,6 @@ def _over_texts(found: list[Record]) -> list[Record]:
 
 def _of_factors(study: Study, model: str, heads: list[Record]) -> None:
     positive = [r["factor"] for r in heads if r["factor"] is not None]
-    shares = ", ".join(f"{_holding(heads, n):.1%} at n = {n:,}" for n in _LENGTHS)
     study.claim(
         f"{model}: γR² of a head",
         "of the order of 10² to 10³ (authors' slides, January 2025; the paper's own numbers were "
@@ -68,7 +67,7 @@ def _of_factors(study: Study, model: str, heads: list[Record]) -> None:
     study.claim(
         f"{model}: heads for which n - 1 ≤ e^(2γR²)",
         "always satisfied in practice (Section 3.2)",
-        shares,
+        ", ".join(f"{_holding(heads, n):.1%} at n = {n:,}" for n in _LENGTHS),
     )
 
 
@@ -116,12 +115,11 @@ def _holding(found: list[Record], n: int) -> float:
 def _draw_heads(study: Study, found: list[Record]) -> None:
     panels = []
     for (model, text), mine in grouped(found, "model", "text"):
-        last = max(r["layer"] for r in mine)
+        ends = 0, max(r["layer"] for r in mine)
         heads = curve("γR², one point for each head", mine, "layer", "factor", "points")
         levels = {f"n - 1 = e^(2γR²) at n = {n:,}": math.log(n - 1) / 2 for n in _LENGTHS}
-        edges = (Series(name, ((0, y), (last, y)), "dashes") for name, y in levels.items())
-        title = f"{model}, {text}"
-        panels.append(Panel(title, (heads, *edges), x="layer", y="γ R²", log_x=False))
+        edges = (level(name, y, ends) for name, y in levels.items())
+        panels.append(Panel(f"{model}, {text}", (heads, *edges), "layer", "γ R²", log_x=False))
     study.draw("figure2", "Figure 2: the scaling factor", panels, columns=2)
 
 

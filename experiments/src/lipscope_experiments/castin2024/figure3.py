@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from lipscope import DotProduct
 from lipscope.attacks import quadratic
-from lipscope.charts import Panel, Series
+from lipscope.charts import Panel
 from lipscope.pages import number
 from lipscope.records import slope_of
 from lipscope_experiments.experiment import Study, experiment, grid
-from lipscope_experiments.findings import Record, curve, grouped
+from lipscope_experiments.findings import Record, curve, grouped, level
 from lipscope_experiments.simple_layers import eye, top
 
 
@@ -24,17 +24,14 @@ def figure3(study: Study) -> None:
     found = study.values("figure3", grid(n=sizes, radius=radii), _sigma_at)
     by_size = dict(grouped(found, "n"))
     series = [curve(f"n = {n}", by_size[n][1:], "radius", "share") for n in sizes if n % 2]
-    one = Series("σ = R²", ((radii[1], 1.0), (radii[-1], 1.0)), "dashes")
+    one = level("σ = R²", 1.0, (radii[1], radii[-1]))
     panel = Panel("A = V = 1, d = 1", (*series, one), x="radius R", y="sigma / R²", log_y=False)
     study.draw("figure3", "A token at the origin, the others at ± R", [panel])
     slopes = [slope_of((r["radius"], r["sigma"]) for r in mine[-4:]) for mine in by_size.values()]
     odd = {n: mine[-1]["share"] for n, mine in by_size.items() if n % 2}
     error = max(abs(share * n / (n - 1) - 1) for n, share in odd.items())
-    study.claim(
-        "exponent of sigma in R, R from 5 on",
-        "2 (Appendix C.7)",
-        f"{min(slopes):.4f} to {max(slopes):.4f}",
-    )
+    found_slopes = f"{min(slopes):.4f} to {max(slopes):.4f}"
+    study.claim("exponent of sigma in R, R from 5 on", "2 (Appendix C.7)", found_slopes)
     study.claim(
         "sigma / R² at R = 30, odd n",
         "tends to (n-1)/n, “a constant factor that is close to 1”",

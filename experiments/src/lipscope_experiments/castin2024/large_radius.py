@@ -9,10 +9,10 @@ from torch import Tensor
 
 from lipscope import DotProduct, InputError
 from lipscope.certificates import in_double
-from lipscope.charts import Panel, Series
+from lipscope.charts import Panel
 from lipscope.theorems import HeadAt, NotApplicableError, castin_thm_3_7_limit, heads_of
 from lipscope_experiments.experiment import Study, experiment, layers_of
-from lipscope_experiments.findings import Record, chosen, curve, grouped, middle
+from lipscope_experiments.findings import Record, chosen, curve, grouped, level, middle
 from lipscope_experiments.simple_layers import normal, top
 
 
@@ -36,9 +36,8 @@ def large_radius(study: Study) -> None:
     groups = dict(grouped(chosen(known, scale=scales[-1]), "group"))
     few = scales[:: max(1, len(scales) // 4)]
     tied = sum(r["limit"] is None and r["scale"] == 1.0 for r in found)
-    far = [
-        r["share"] for r in known if r["scale"] == 1.0 and not r["group"].startswith("random head")
-    ]
+    own = chosen(known, scale=1.0)
+    far = [r["share"] for r in own if not r["group"].startswith("random head")]
     for group, mine in groups.items():
         study.claim(
             f"sigma(sX) / limit at s = {scales[-1]:g}, {group}",
@@ -118,7 +117,6 @@ def _draw_limits(study: Study, found: list[Record]) -> None:
     for group, mine in grouped(found, "group"):
         heads = [rows for _, rows in grouped(mine, "which")][:6]
         series = [curve(f"head {k}", rows, "scale", "share") for k, rows in enumerate(heads, 1)]
-        ends = (min(r["scale"] for r in mine), max(r["scale"] for r in mine))
-        one = Series("limit", tuple((s, 1.0) for s in ends), "dashes")
+        one = level("limit", 1.0, (of(r["scale"] for r in mine) for of in (min, max)))
         panels.append(Panel(group, (*series, one), x="scale s", y="sigma(sX) / limit"))
     study.draw("large-radius", "Theorem 3.7: large radii", panels, columns=2)

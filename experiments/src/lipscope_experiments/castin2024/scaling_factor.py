@@ -7,12 +7,12 @@ import math
 from lipscope import DotProduct
 from lipscope.attacks import two_cluster, weighted_two_atoms
 from lipscope.certificates import in_double
-from lipscope.charts import Panel, Series
+from lipscope.charts import Panel
 from lipscope.pages import number
 from lipscope.records import off_line, percent_off, slope_of
 from lipscope.theorems import castin_thm_e_3, eigen_directions, heads_of
 from lipscope_experiments.experiment import Study, experiment, grid, layers_of
-from lipscope_experiments.findings import Record, curve, grouped
+from lipscope_experiments.findings import Record, curve, grouped, level
 from lipscope_experiments.simple_layers import multiple, top
 
 _FACTORS = (0.1, 0.3, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 10.0)
@@ -130,7 +130,7 @@ def _largest_n(layer: DotProduct, t: float, lengths: list[int]) -> Record:
 
 def _draw_factors(study: Study, found: list[Record], peaks: list[Record]) -> None:
     slopes = [curve(name, mine, "t", "slope") for name, mine in grouped(found, "layer")]
-    half = Series("1/2", ((_FACTORS[0], 0.5), (_FACTORS[-1], 0.5)), "dashes")
+    half = level("1/2", 0.5, (_FACTORS[0], _FACTORS[-1]))
     left = Panel("exponent over n = 10 to 100", (*slopes, half), "γ R²", "exponent", log_y=False)
     right = Panel(
         f"n of the largest sigma, {_IDEAL}",

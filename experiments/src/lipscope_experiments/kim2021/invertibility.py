@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 from torch import Tensor, nn
 
 from lipscope import DotProduct, L2Attention, linearise, top_singular
-from lipscope.charts import Panel, Series
+from lipscope.charts import Panel
 from lipscope.control import ContractiveAttention, solve
 from lipscope.pages import number
 from lipscope_experiments.experiment import Study, experiment, grid
-from lipscope_experiments.findings import Record, chosen, grouped
+from lipscope_experiments.findings import Record, chosen, grouped, line
 from lipscope_experiments.simple_layers import normal
 
 _CONSTANTS = (0.5, 0.7, 0.9)
@@ -58,29 +59,26 @@ def _inverse_errors(
         # Folding c into the values leaves one function to invert.
         return DotProduct(weight(), weight(), c * weight(), weight(), heads=heads)
 
+    def error(steps: int, *, mixed: bool) -> float:
+        """The largest entry of what is found less ``x``, each block inverted in so many steps."""
+        found = y
+        for g in reversed(blocks):
+            found = solve(g, found, tol=0.0, max_steps=steps, accelerate=mixed).x
+        return float((found - x).abs().max())
+
     x, steps = normal(gen, study.pick(2, 4), n, d), study.pick(_FEW_STEPS, _STEPS)
     with torch.no_grad():
         blocks, y, slopes = [block() for _ in range(depth)], x, []
         for g in blocks:
             slopes.append(top_singular(linearise(g, y[0])).sigma)
             y = y + g(y)
-        plain, mixed = (
-            [_inverse_error(blocks, y, x, k, mixed=mixed) for k in steps] for mixed in (False, True)
-        )
+        plain, mixed = ([error(k, mixed=how) for k in steps] for how in (False, True))
     return {"steps": list(steps), "error": plain, "mixed": mixed, "sigma": max(slopes)}
 
 
-def _inverse_error(
-    blocks: list[nn.Module], y: Tensor, x: Tensor, steps: int, *, mixed: bool
-) -> float:
-    """The largest entry of ``x`` found less ``x``, each block inverted in so many steps."""
-    for g in reversed(blocks):
-        y = solve(g, y, tol=0.0, max_steps=steps, accelerate=mixed).x
-    return float((y - x).abs().max())
-
-
-def _largest_error(rows: list[Record], key: str, at: int = -1) -> float:
-    return max(r[key][at] for r in rows)
+def _largest_errors(rows: list[Record], key: str = "error") -> list[float]:
+    """By number of steps."""
+    return [max(some) for some in zip(*(r[key] for r in rows), strict=True)]
 
 
 def _draw_errors(study: Study, found: list[Record]) -> None:
@@ -88,56 +86,39 @@ def _draw_errors(study: Study, found: list[Record]) -> None:
     panels = []
     for c in _CONSTANTS:
         series = []
-        for kind, name in _KINDS.items():
-            for depth in (depths[0], depths[-1]):
-                rows = chosen(found, kind=kind, c=c, depth=depth)
-                points = tuple(
-                    (k, _largest_error(rows, "error", at)) for at, k in enumerate(rows[0]["steps"])
-                )
-                blocks = "1 block" if depth == 1 else f"{depth} blocks"
-                series.append(Series(f"{name}, {blocks}", points))
-        panels.append(
-            Panel(f"c = {c}", tuple(series), x="steps per block", y="largest error of an entry")
-        )
+        for kind, depth in itertools.product(_KINDS, (depths[0], depths[-1])):
+            rows = chosen(found, kind=kind, c=c, depth=depth)
+            name = f"{_KINDS[kind]}, {'1 block' if depth == 1 else f'{depth} blocks'}"
+            series.append(line(name, rows[0]["steps"], _largest_errors(rows)))
+        panels.append(Panel(f"c = {c}", series, "steps per block", "largest error of an entry"))
     study.draw("invertibility", "Error of the inverse against its steps", panels)
 
 
 def _of_inverses(study: Study, found: list[Record]) -> None:
+    steps, keys = found[0]["steps"][-1], ("error", "mixed")
     lines = [
         (
-            _KINDS[kind],
-            str(c),
-            str(depth),
-            number(max(r["sigma"] for r in rows)),
-            *(_enough_steps(rows, key) for key in ("error", "mixed")),
-            *(f"{_largest_error(rows, key):.1e}" for key in ("error", "mixed")),
+            *(_KINDS[kind], str(c), str(depth), number(max(r["sigma"] for r in rows))),
+            *(_enough_steps(rows, key) for key in keys),
+            *(f"{_largest_errors(rows, key)[-1]:.1e}" for key in keys),
         )
         for (kind, c, depth), rows in grouped(found, "kind", "c", "depth")
     ]
-    steps = found[0]["steps"][-1]
     l2, dot = (chosen(found, kind=kind) for kind in _KINDS)
     slope = max(r["sigma"] / r["c"] for r in l2)
-    columns = (
-        "attention",
-        "c",
-        "blocks",
-        "largest sigma of a block",
-        f"steps to {_BACK:.0e}",
-        "with mixing",
-        f"error after {steps}",
-        "with mixing",
-    )
+    columns = ("attention", "c", "blocks", "largest sigma of a block")
+    columns += (f"steps to {_BACK:.0e}", "with mixing", f"error after {steps}", "with mixing")
     lost = sum(r["error"][-1] > _BACK for r in dot)
     study.claim(
         "contractive L2 attention",
         "invertible by fixed-point iteration for c < 1 (as recalled)",
-        f"error after {steps} steps at most {_largest_error(l2, 'error'):.1e}, every c and depth",
+        f"error after {steps} steps at most {_largest_errors(l2)[-1]:.1e}, every c and depth",
     )
     study.claim(
         "dot-product attention",
         "not Lipschitz; the iteration need not converge (as recalled)",
         f"{lost} of {len(dot)} inverses not found to {_BACK:.0e} in {steps} steps; "
-        f"largest error {_largest_error(dot, 'error'):.1e}",
+        f"largest error {_largest_errors(dot)[-1]:.1e}",
     )
     study.claim(
         "how much of the constant is used",
@@ -157,6 +138,5 @@ def _of_inverses(study: Study, found: list[Record]) -> None:
 
 def _enough_steps(rows: list[Record], key: str) -> str:
     """The fewest steps of those tried after which all errors are those of an inverse."""
-    steps = rows[0]["steps"]
-    enough = [k for at, k in enumerate(steps) if _largest_error(rows, key, at) <= _BACK]
-    return str(enough[0]) if enough else "never"
+    errors = zip(rows[0]["steps"], _largest_errors(rows, key), strict=True)
+    return str(next((k for k, error in errors if error <= _BACK), "never"))
