@@ -79,10 +79,12 @@ def layers_chart(
     if names is not None:
         known = mean.transform_filter("datum.apart").mark_rule(strokeWidth=2)
         low, faint = up("low:Q", _TITLES[grown]), in_front(0.55, 0.06)
-        words = base("names", names).mark_text(align="left", dx=8, fontSize=11)
+        words = base("names", names).mark_text(align="left", dx=4, fontSize=11)
         layers += [
             known.encode(x=x, y=low, y2="high:Q", color=colour, opacity=faint),
-            words.encode(x=x, y=y, text="name:N", color=colour, opacity=in_front(1.0, 0.06)),
+            words.encode(
+                x=alt.value("width"), y=y, text="name:N", color=colour, opacity=in_front(1.0, 0.06)
+            ),
         ]
     return frame.around(layers, frame.ends, *frame.chosen)
 

@@ -315,7 +315,6 @@ def _line_names(frame: Frame, means: Records, fits: Records, of: Grown) -> Recor
     return [
         {
             "layer": m["layer"],
-            "n": m["n"],
             "sigma": place,
             "name": f"{m['layer']}: n^{known[m['layer']]:.2f}"
             if m["layer"] in known
