@@ -34,7 +34,7 @@ from lipscope.attention.layer import (
     wide,
 )
 from lipscope.errors import InputError
-from lipscope.linalg import Operator, over_leading, start_named
+from lipscope.linalg import Operator, start_named
 from lipscope.plugins import check_name, load_plugins
 
 _SMALL = "Scores should be small enough for {} to know the attention weights."
@@ -172,10 +172,10 @@ class Attention(Layer):
                 x.device,
             )
         at = Linearised(self, x, memory, context=context, log_weights=log_weights, **options)
-        axes, doubt = at.frame.axes, at.doubt
+        doubt = at.doubt
         op = Operator(
-            over_leading(at.matvec, axes),
-            over_leading(at.rmatvec, axes),
+            at.matvec,
+            at.rmatvec,
             tuple(at.moved.shape),
             (x.shape[0], at.frame.width_out),
             x.dtype,

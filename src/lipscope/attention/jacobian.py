@@ -25,7 +25,6 @@ from lipscope.attention.layer import (
     Rotary,
     exact,
     select_heads,
-    uncast,
 )
 from lipscope.attention.weighting import At
 
@@ -119,7 +118,7 @@ class ChunkedCore:
         self.layer, self.weighting, self.log_weights = layer, layer.weighting, log_weights
         parts = layer.project(x, context, biased=biased)
         self.q, self.k, self.v = (t.contiguous() for t in parts)
-        with uncast(x.device):
+        with torch.autocast(x.device.type, enabled=False):
             self._attend(memory)
 
     def _attend(self, memory: int) -> None:
@@ -461,7 +460,7 @@ def _rotate_t(rotary: Rotary | None, g: Tensor) -> Tensor:
 
 
 class Linearised:
-    """A layer at one input: products with its Jacobian and with the transpose."""
+    """A layer at one input: products with its Jacobian and with the transpose, axes in front."""
 
     def __init__(
         self,
@@ -476,7 +475,7 @@ class Linearised:
         log_weights: Tensor | None,
     ) -> None:
         self.moved = x if context is None or side == "query" else context
-        with torch.no_grad(), uncast(x.device):
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             biased = layer.bias_moves
             core = ChunkedCore(layer, x, memory, context, log_weights, biased=biased)
             frame = (_per_head if per_head else _all_heads)(layer, map, self.moved)
@@ -491,12 +490,16 @@ class Linearised:
 
     def matvec(self, e: Tensor) -> Tensor:
         """``J e``."""
-        with torch.no_grad(), uncast(self.moved.device):
+        if e.ndim > self.frame.axes:
+            return torch.stack([self.matvec(one) for one in e])
+        with torch.no_grad(), torch.autocast(self.moved.device.type, enabled=False):
             return self.frame.leave(self.core.jvp(*self.frame.enter(e)))
 
     def rmatvec(self, g: Tensor) -> Tensor:
         """``J^T g``."""
-        with torch.no_grad(), uncast(self.moved.device):
+        if g.ndim > self.frame.axes:
+            return torch.stack([self.rmatvec(one) for one in g])
+        with torch.no_grad(), torch.autocast(self.moved.device.type, enabled=False):
             return self.frame.enter_t(*self.core.vjp(self.frame.leave_t(g)))
 
 

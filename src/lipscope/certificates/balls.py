@@ -54,7 +54,7 @@ class BallLayer:
         self.centres = [HeadAt(head, x) for head in self.layer.heads]
         self.weighted = [weighted_head(c) if sharp else None for c in self.centres]
         self.local = [_local(*pair) for pair in zip(self.centres, self.weighted, strict=True)]
-        self.several = len(self.centres) > 1
+        self.several, self.projected = len(self.centres) > 1, self.layer.projected
         self.joint = row_gram_joint(self.layer.together) if sharp and self.several else math.inf
 
     @cached_property
@@ -78,7 +78,7 @@ class BallLayer:
 
         Of the layer, infinite without ``sharp``, and of each head.
         """
-        output = self.layer.attention.output if self.layer.projected else None
+        output = self.layer.attention.output if self.projected else None
         together, each = rest(self.bare, output, radii, ball, together=self.sharp)
         heads = [
             local + one + centre.slack
@@ -100,12 +100,12 @@ class BallLayer:
             return BallValue(heads[0][0], "one head", heads)
         values = torch.tensor([value for value, _ in heads], dtype=torch.float64)
         change = torch.tensor([b.change for b in balls], dtype=torch.float64)
-        apart = not self.layer.projected or self.layer.norm_output == 0.0  # outputs side by side
+        apart = not self.projected or self.layer.norm_output == 0.0  # outputs side by side
         together = {
             "sum": float(values.norm() if apart else values.sum()),
             "joint": self.joint + float(change.norm() if apart else change.sum()) + self.slack,
         }
-        if self.layer.projected:
+        if self.projected:
             each = [
                 least(Ball(c, eps, ball).forms(local)) + c.slack
                 for c, local in zip(self.bare, self.bare_local, strict=True)

@@ -104,7 +104,7 @@ class Probe:
             holders = [self.model]
         else:
             call = self._calls[index]
-            holders = [*call.module.modules(), call.projection]
+            holders = [*call.module.modules(), call.end.projection]
         found: dict[tuple[int, str], tuple[nn.Module, str]] = {}
         for holder in holders:
             if holder is None or isinstance(holder, nn.Embedding | parametrize.ParametrizationList):
@@ -207,8 +207,8 @@ def _chosen_layers(layers: Any, count: int) -> list[int]:
 
 def _layer_of(call: AttentionCall) -> Attention:
     """The layer of a call, of the weights as they are now."""
-    if call.refusal:
-        raise InputError(call.refusal)
+    if call.end.refusal:
+        raise InputError(call.end.refusal)
     layer = closed_form(call)
     if layer is None:
         raise InputError(

@@ -453,7 +453,7 @@ class _LayerHeads:
         """Take an entry in; its heads if they are in closed form and no token is padding."""
         if name in ("heads", "attention"):
             self.radii.append(float(call.x.detach().norm(dim=-1).max()))
-        layer = None if call.refusal else closed_form(call)
+        layer = None if call.end.refusal else closed_form(call)
         if layer is not None and (layer.mask is None or not _hides(layer.mask)):
             self._found.append((largest_logits(layer, call.x), *entropy_and_sink(layer, call.x)))
 
@@ -475,7 +475,11 @@ def _heads_of(asked: LocalRun, layers: Sequence[int]) -> dict[int, _LayerHeads]:
             names = {module: name for name, module in record.model.named_modules()}
             for layer in layers:
                 call = record.calls[layer]
-                parts = [call.module] if call.projection is None else [call.module, call.projection]
+                parts = (
+                    [call.module]
+                    if call.end.projection is None
+                    else [call.module, call.end.projection]
+                )
                 # What torch's face of our own attention shows as a projection is no module of it.
                 holders = [names[part] for part in parts if part in names]
                 found.setdefault(layer, _LayerHeads(call.name, holders)).add(

@@ -78,6 +78,7 @@ class Ready:
     notes: tuple[str, ...] = ()  # what was changed
     own: tuple[Choice, ...] = ()  # the implementations of attention that it came with
     resident: ResidentWeights | None = None  # which weights are in memory; None for all
+    sites: tuple[str, ...] = ()  # paths of the attention modules that are layers
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class ReadyModel:
             return Ready(model)
         if not self._ready:
             self._check_unchanged()
-        sites = self.sites(model, setting)
+        sites = attention_sites(model, setting.modules, side=setting.side)
         closed = setting.fused and all(reader_of(site) for site in sites.values())
         own = choices(model)
         dtype, device = getattr(torch, setting.dtype), device_of(setting.device)
@@ -172,7 +173,7 @@ class ReadyModel:
             stack.enter_context(later_positions(one, setting.position_offset))
         if resident is not None:
             notes.append(_BY_BLOCK)
-        return Ready(done, tuple(notes), tuple(own), resident)
+        return Ready(done, tuple(notes), tuple(own), resident, tuple(sites))
 
     def _converted(self, dtype: torch.dtype, device: torch.device) -> nn.Module | ResidentWeights:
         """The model in a type on a device, whole or block by block."""
@@ -198,10 +199,6 @@ class ReadyModel:
                 f"`{self.name}` should be as it was when it was opened. Found other weights: open "
                 "it again with `load_model`."
             )
-
-    def sites(self, model: nn.Module, setting: Setting) -> dict[str, nn.Module]:
-        """The attention modules that are layers."""
-        return attention_sites(model, setting.modules, side=setting.side)
 
     def window(
         self,
@@ -259,6 +256,7 @@ class ModelAtInput:
         self.norms = norms
         self.layers: Sequence[int] | None = None  # those that will be asked for; None for all
         self.memory = 2**30  # bytes that their blocks may take together
+        self._sites = 0  # number of attention modules, known with the trace
         # Maps that were built before their layer was asked, and the last things that were solved.
         self.maps: dict[tuple[int | None, str], LayerMap] = {}
         self.answers: dict[Any, Any] = {}
@@ -289,7 +287,8 @@ class ModelAtInput:
         forward = memory_for("The model's own forward pass", self.setting.dtype)
         with forward, self.ready() as ready:
             setting, sample, resident = self.setting, self.sample, ready.resident
-            sites = self.model.sites(ready.model, setting)
+            sites = {name: ready.model.get_submodule(name) for name in ready.sites}
+            self._sites = len(sites)
             layers = self.layers if count_of_layers(ready.model, sites) else None
             with self._reading(resident, list(sites), layers):
                 record = run_traced(
@@ -315,11 +314,7 @@ class ModelAtInput:
     def num_layers(self) -> int:
         """Number of attention layers, also where the pass ended before the last."""
         record = self.trace
-        return (
-            len(record.calls)
-            if record.complete
-            else len(self.model.sites(record.model, self.setting))
-        )
+        return len(record.calls) if record.complete else self._sites
 
     def reaches(self, layers: Sequence[int] | None) -> bool:
         """Whether these layers were in the pass, or will be in it."""
@@ -405,11 +400,13 @@ class ModelAtInput:
             if inner is not None:
                 ends, part, arguments = inner, model.get_submodule(block), starts[0].arguments
 
+        between = ends.function(part, arguments)
+
         def function(x: Tensor) -> Tensor:
             with self.ready(), as_chosen(model, own):
                 if resident is not None:
                     resident.fill(resident.block_of(built.ends.leaves if built.ends else ""))
-                return ends.function(part, arguments)(x)
+                return between(x)
 
         return ReferenceModel(function, dtype)
 

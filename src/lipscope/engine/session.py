@@ -519,8 +519,9 @@ class Session:
 
     def at(self, job: Job) -> MapAtInput:
         """The map that a job asks about, at its input."""
-        window, before = self.window(job.window), next(iter(self._at.values()), None)
-        place = job.window, job.map, job.layer
+        key = job.window
+        window, before = self.window(key), next(iter(self._at.values()), None)
+        place = key, job.map, job.layer
         same = before and (before.job.window, before.job.map, before.job.layer) == place
         given = before.given if before is not None and same else None
         return keep_last(self._at, job, lambda: MapAtInput(self, job, window, given))

@@ -315,6 +315,8 @@ def restrict(
         read: Indices of the output tokens that are read, ``(m,)``, or None for all.
         scale: Factor per input token, shape ``(n,)``, or None for 1.
     """
+    if move is None and read is None and scale is None:
+        return op
     n, n_out = op.in_shape[-2], op.out_shape[-2]
     factor = None if scale is None else scale[:, None].to(op.device, op.dtype)
 

@@ -61,6 +61,7 @@ from lipscope.theorems.register import (
     NotApplicableError as NotApplicableError,
     Theorem as Theorem,
     catalogue as catalogue,
+    theorem_named as theorem_named,
     theorem as theorem,
 )
 from lipscope.theorems.residual import (

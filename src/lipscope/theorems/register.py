@@ -155,6 +155,11 @@ def catalogue() -> list[Theorem]:
     return list(_CATALOGUE.values())
 
 
+def theorem_named(name: str) -> Theorem:
+    """One of the house's own entries."""
+    return _CATALOGUE[name]
+
+
 def _scope_of_needs(needs: list[str]) -> Scope:
     if "eps" in needs:
         return "ball"

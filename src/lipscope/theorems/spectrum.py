@@ -23,23 +23,21 @@ def norms_of_many(m: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b"]:
     return size[..., 0, 0] * eigenvalue(m @ m.mT if m.shape[-2] <= m.shape[-1] else m.mT @ m).sqrt()
 
 
-def nonnegative_norm(m: Float[Tensor, "r c"]) -> float:
-    """``‖M‖`` of a matrix without negative entries, from above.
+def nonnegative_norm(m: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b"]:
+    """``‖M‖`` of matrices without negative entries, from above.
 
-    Exact up to rounding where it is small; else Collatz and Wielandt's bound
+    Exact up to rounding where they are small; else Collatz and Wielandt's bound
     ``lam_max(G) <= max_j (G w)_j / w_j`` for ``G = M^T M`` and any ``w > 0``.
     """
-    gram = m.T @ m
-    if not bool(torch.isfinite(gram).all()):
-        return math.inf
-    if m.shape[0] <= _EXACT_NORM:
-        return float(torch.linalg.eigvalsh(gram)[-1].clamp_min(0.0).sqrt())
-    w, best = m.new_ones(m.shape[1]), math.inf
+    gram = m.mT @ m
+    if m.shape[-2] <= _EXACT_NORM:
+        return eigenvalue(gram).sqrt()
+    w, best = m.new_ones(*m.shape[:-2], m.shape[-1], 1), m.new_tensor(math.inf)
     for _ in range(100):
         moved = gram @ w
-        best = min(best, float((moved / w).max()))
-        w = (moved / moved.max().clamp_min(1e-300)).clamp_min(1e-12)
-    return math.sqrt(best)
+        best = torch.minimum(best, (moved / w).amax((-2, -1)))
+        w = (moved / moved.amax(-2, keepdim=True).clamp_min(1e-300)).clamp_min(1e-12)
+    return best.sqrt().nan_to_num(math.inf, math.inf)
 
 
 def of_both_parts(columns: Float[Tensor, " n"], own: Float[Tensor, " n"]) -> float:

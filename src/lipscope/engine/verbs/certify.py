@@ -24,9 +24,9 @@ from lipscope.theorems import (
     AskedLayer,
     BallName,
     NotApplicableError,
-    catalogue,
     expected_seconds,
     how_long,
+    theorem_named,
 )
 
 _SHARP = ("row_gram", "row_gram_joint")
@@ -208,7 +208,7 @@ def sharp_seconds(layer: Attention, x: Tensor, map: Map, head: int | None = None
     """How long the row-Gram certificates are expected to take, by shapes alone."""
     whole = AskedLayer(layer, map, head, x)
     with contextlib.suppress(NotApplicableError):  # the certificate will say why
-        return sum(expected_seconds(one, whole) for one in catalogue() if one.name in _SHARP)
+        return sum(expected_seconds(theorem_named(name), whole) for name in _SHARP)
     return 0.0
 
 

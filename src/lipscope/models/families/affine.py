@@ -43,8 +43,8 @@ def projected(call: AttentionCall, names: str, **options: Any) -> DotProduct:
             case nn.Sequential() as pair if len(pair) == 2 and isinstance(pair[1], TokenNorm):
                 modules[i], options[side] = pair[0], pair[1]
     maps = [affine(module) for module in modules]
-    if len(maps) < 4 and call.projection is not None:
-        maps.append(affine(call.projection))
+    if len(maps) < 4 and call.end.projection is not None:
+        maps.append(affine(call.end.projection))
     return dot_product(call, *maps, **options)
 
 

@@ -41,14 +41,14 @@ _KNOWN = regex.compile(f"(?:{_LINEAR}|{_ANALYTIC})(?:Backward)?$")
 def function_of(record: Trace) -> StreamFunction:
     """The module from its first block on; without blocks, from the first attention or its norm."""
     call = record.calls[0]
-    if call.refusal:
-        raise InputError(call.refusal)
+    if call.end.refusal:
+        raise InputError(call.end.refusal)
     block, norm = block_of(record.model, call.name), norm_before(record, call)
     first = None if block is None else record.firsts.get(first_block_of(block))
     if first is not None:
         return StreamFunction(record, *first)
     if norm is not None:
-        total = as_tokens(norm.x, call.token_axis) + call.output
+        total = as_tokens(norm.x, call.token_axis) + call.end.output
         if any(same(total, as_tokens(one.value, call.token_axis)) for one in record.seen.sums):
             names = (next(iter(named_arguments(norm.module, (norm.x,), {}))),)
             return StreamFunction(record, norm.module, Stream(names, norm.x, None))

@@ -163,7 +163,7 @@ class Search:
         if done < len(self.record.calls) and self.times[done] > time:
             call = self.record.calls[done]
             if same(y, call.x):
-                yield _Part(self._layer(done), call.output, self.times[done])
+                yield _Part(self._layer(done), call.end.output, self.times[done])
         inner = list(self._inner(y, time))
         for one in inner:
             for name, a in self._activated(one.z):
@@ -188,7 +188,7 @@ class Search:
                 )
             layer = layer.in_double()
             with torch.no_grad():
-                agrees = same(layer(call.x), call.output)
+                agrees = same(layer(call.x), call.end.output)
             if not agrees:
                 raise InputError(
                     f"`{call.name}` should be what its family computes, for every token. Found "

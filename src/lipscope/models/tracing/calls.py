@@ -128,13 +128,14 @@ def hook_site(recorder: Recorder, record: Trace, name: str, module: nn.Module) -
     def finish(_: nn.Module, __: Any, out: Any) -> None:
         call, now[0] = now[0], None
         if call is not None:
-            if not tensors_in(out):
+            several = tensors_in(out)
+            if not several:
                 raise InputError(
                     f"`{name}` should return a tensor. Found `{type(out).__name__}`; name a module "
                     "around it with `modules=`."
                 )
-            call.out_at = output_index(out, call)
-            result = first_tensor(out, call.out_at)
+            call.out_at = output_index(several, call)
+            result = several[call.out_at]
             call.kept.append(result.detach())
             call.output = as_tokens(record.kept.keep(result), call.token_axis)
             # What may be the end of it: not every tensor inside has to be kept.
@@ -152,10 +153,9 @@ def hook_site(recorder: Recorder, record: Trace, name: str, module: nn.Module) -
         for first in tensors_in(out)[:1]:
             call.behind.append(Applied(leaf, args[0].detach(), record.kept.keep(first)))
 
-    recorder.before(module, start)
+    recorder.around(module, start, finish)
     inside = [leaf for leaf in module.modules() if leaf is not module]
     recorder.after_each(with_weights(inside), remember)
-    recorder.after(module, finish)
     recorder.after_each(_modules_beside(record.model, name, module), behind)
 
 
@@ -251,12 +251,11 @@ def set_call_inputs(
     call.kept = [moved, *call.kept[1:]]  # alive: no later tensor can take its place in memory
 
 
-def output_index(output: Any, call: AttentionCall) -> int:
+def output_index(several: Sequence[Tensor], call: AttentionCall) -> int:
     """Which of the tensors that an attention module returns is its output.
 
     The first one with a row for every token, unless they are indices or weights that sum to one.
     """
-    several = tensors_in(output)
     n, axis = call.num_queries, call.token_axis
     rows = [is_tokens(t) and t.shape[axis] == n and t.shape[1 - axis] == 1 for t in several]
     fitting = [i for i, fits in enumerate(rows) if fits]
@@ -308,8 +307,7 @@ def hook_norm(recorder: Recorder, record: Trace, name: str, module: nn.Module) -
         if total is not None and total.norm is None:
             total.norm = call
 
-    recorder.before(module, start)
-    recorder.after(module, finish)
+    recorder.around(module, start, finish)
 
 
 def streams_of(record: Trace, arguments: Mapping[str, Any]) -> list[Stream]:
@@ -348,8 +346,7 @@ def hook_block(recorder: Recorder, record: Trace, name: str, module: nn.Module) 
             call.output, call.output_address = record.kept.keep(result), data_address(result)
             record.blocks.append(call)
 
-    recorder.before(module, start)
-    recorder.after(module, finish)
+    recorder.around(module, start, finish)
 
 
 def hook_start(recorder: Recorder, record: Trace, name: str, module: nn.Module) -> None:
@@ -396,15 +393,15 @@ def count_heads(module: nn.Module) -> int | None:
 
 def projection_by_head(call: AttentionCall) -> Tensor:
     """The output projection's columns by head, ``(h, d_out, d_v)``."""
-    count, projection = count_heads(call.module), call.projection
+    count, projection = count_heads(call.module), call.end.projection
     assert count is not None and projection is not None
     call.have()
     if is_plain(projection):
         weight = projection.get_parameter("weight")
         weight = weight if isinstance(projection, nn.Linear) else weight.T
     else:  # an adapter's or a packed weight is no matrix: its values at the unit vectors
-        assert call.heads is not None
-        unit = torch.eye(call.heads.shape[-1], dtype=call.x.dtype, device=call.x.device)
+        assert call.end.heads is not None
+        unit = torch.eye(call.end.heads.shape[-1], dtype=call.x.dtype, device=call.x.device)
         with torch.no_grad():
             weight = linear_part(projection, unit).mT
     return weight.unflatten(1, (count, -1)).transpose(0, 1)
@@ -468,7 +465,7 @@ class Replayed:
 
     def __init__(self, call: AttentionCall, per_head: bool) -> None:
         self.call = call
-        if per_head and (call.projection is None or count_heads(call.module) is None):
+        if per_head and (call.end.projection is None or count_heads(call.module) is None):
             raise InputError(
                 f"Single heads need a known head count and output projection. Found "
                 f"neither in `{call.name}`; leave out `per_head`."
@@ -480,18 +477,18 @@ class Replayed:
 
     def attend(self, x: Tensor) -> Tensor:
         """The map ``attention``."""
-        projection = self.call.projection
+        projection = self.call.end.projection
         if projection is None:
             return self._run(x)
-        if self.call.goes_on:
+        if self.call.end.goes_on:
             return self._seen_at(projection, x)[1]
-        if self.call.projection_inside:
+        if self.call.end.inside:
             return self._run(x)
         return first_tensor(projection(self._before_projection(x)))
 
     def _before_projection(self, x: Tensor) -> Tensor:
         """What a projection beside the module takes: heads may come on an axis of their own."""
-        out, heads = self._run(x), self.call.heads
+        out, heads = self._run(x), self.call.end.heads
         return out if heads is None else out.reshape(heads.shape)
 
     def heads(self, x: Tensor) -> Tensor:
@@ -506,10 +503,10 @@ class Replayed:
             if bias is not None:
                 bare[names[1]] = torch.zeros_like(bias)
             return self._run(x, bare)
-        if not self.call.projection_inside:
+        if not self.call.end.inside:
             return self._before_projection(x)
-        assert self.call.projection is not None
-        return self._seen_at(self.call.projection, x)[0]
+        assert self.call.end.projection is not None
+        return self._seen_at(self.call.end.projection, x)[0]
 
     def _seen_at(self, leaf: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         """Input and output of a module inside, when the attention runs at ``x``."""

@@ -169,15 +169,20 @@ class MapEndpoints:
             leave(k, value)
             end(k)
 
+        def left(k: int, _: nn.Module, __: Any, out: Any) -> None:
+            leave(k, out)
+            if ends[k].until == ends[k].leaves:
+                end(k)
+
         with Recorder() as recorder, torch.no_grad():
             recorder.before(model.get_submodule(self.enters), enter)
             for k, one in enumerate(ends):
                 if one.total is not None:
                     recorder.enter_context(AtSum(one.total, functools.partial(at_sum, k)))
                     continue
-                left, last = (model.get_submodule(path) for path in (one.leaves, one.until))
-                recorder.after(left, lambda *a, k=k: leave(k, a[2]))
-                recorder.after(last, lambda *_, k=k: end(k))
+                recorder.after(model.get_submodule(one.leaves), functools.partial(left, k))
+                if one.until != one.leaves:
+                    recorder.after(model.get_submodule(one.until), lambda *_, k=k: end(k))
             try:
                 copies = each_tensor(inputs, torch.clone)
                 recorder.run(model, copies, x.dtype, differentiable=False)
@@ -285,13 +290,13 @@ class LayerMap:
 def ends_of_attention(record: Trace, call: AttentionCall, *, heads: bool = False) -> MapEndpoints:
     """Ends of the maps ``attention`` and ``heads``, both read after the output projection."""
     leaves, until, place = call.name, call.name, call.out_at
-    if call.projection is not None and (call.goes_on or not call.projection_inside):
-        names = (name for name, one in record.model.named_modules() if one is call.projection)
+    if call.end.projection is not None and (call.end.goes_on or not call.end.inside):
+        names = (name for name, one in record.model.named_modules() if one is call.end.projection)
         leaves, place = next(names), 0
-        until = call.name if call.projection_inside else leaves
+        until = call.name if call.end.inside else leaves
     hidden = call.hidden[:1]
     ends = MapEndpoints(call.name, hidden, call.turn, leaves, until, call.token_axis, place)
-    projection = call.projection
+    projection = call.end.projection
     if not heads or projection is None:
         return ends
 

@@ -106,8 +106,8 @@ def _layer_map(
     if name in OF_BLOCKS:
         built = (block_map if name == "block" else stack_map)(record, call)
         return replace(built, layer=layer, map=name, num_heads=count_heads(call.module))
-    if call.refusal:
-        raise InputError(call.refusal)
+    if call.end.refusal:
+        raise InputError(call.end.refusal)
     core: ClosedForm | Replayed
     core = Replayed(call, per_head) if attention is None else ClosedForm(call, attention)
     heads = attention.num_heads if attention is not None else count_heads(call.module)
@@ -115,7 +115,7 @@ def _layer_map(
         layer,
         name,
         call.x,
-        call.output,
+        call.end.output,
         core.attend,
         core.linearise,
         attention,
@@ -161,22 +161,22 @@ def _projects(call: AttentionCall, attention: Attention | None, name: str) -> bo
         return False
     if attention is not None:
         return attention.output is not None
-    return True if call.projection is not None else None
+    return True if call.end.projection is not None else None
 
 
 def _own_heads(call: AttentionCall, core: ClosedForm | Replayed) -> Tensor:
     """The heads that the model computed, or those that its projection takes to its output."""
-    if call.projection is None:
+    if call.end.projection is None:
         raise InputError(
             f"The map `heads` needs an output projection of its own. Found none after "
             f"`{call.name}`; use the map `attention`."
         )
-    if call.heads is not None:
-        return call.heads
+    if call.end.heads is not None:
+        return call.end.heads
     call.have()
     with torch.no_grad():
         heads = core.heads(call.x)
-        agree = close(call.projection(heads), call.output)
+        agree = close(call.end.projection(heads), call.end.output)
     if not agree:
         raise InputError(
             f"The heads of `{call.name}` should give its output through its output projection. "
@@ -298,9 +298,11 @@ def norm_before(record: Trace, call: AttentionCall) -> NormCall | None:
 
 def _norm_after(record: Trace, call: AttentionCall) -> NormCall | None:
     """The norm that takes the attention's own output, before any sum."""
-    here = data_address(call.kept[-1])
-    found = [n for n in record.norms if n.x_address == here and n.x.numel() == call.output.numel()]
-    same = (n for n in found if close(as_tokens(n.x, call.token_axis), call.output))
+    here = data_address(call.end.held)
+    found = [
+        n for n in record.norms if n.x_address == here and n.x.numel() == call.end.output.numel()
+    ]
+    same = (n for n in found if close(as_tokens(n.x, call.token_axis), call.end.output))
     return next(same, None)
 
 
@@ -318,10 +320,10 @@ def _residual_map(
     its norm if the norm alone took it.
     """
     after = _norm_after(record, call)
-    added = call.output if after is None else as_tokens(after.y, call.token_axis)
+    added = call.end.output if after is None else as_tokens(after.y, call.token_axis)
     second = TokenModule(after.module, after.x) if after is not None else None
     own = None if after is None else after.module
-    here = data_address(call.kept[-1]) if after is None else after.y_address
+    here = data_address(call.end.held) if after is None else after.y_address
     index = scale = before = None
     if norm is not None:
         x = as_tokens(norm.x, call.token_axis)

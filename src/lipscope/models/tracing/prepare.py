@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -174,6 +175,7 @@ def _converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn
     return model._apply(convert)
 
 
+@functools.cache
 def device_of(name: str) -> torch.device:
     """The device of this name; ``auto`` takes a GPU where there is one."""
     if name == "auto":

@@ -37,13 +37,20 @@ class Recorder(contextlib.ExitStack):
 
     def before(self, module: nn.Module, hook: Callable[..., Any]) -> Any:
         """Call ``hook(module, args, kwargs)`` before a call; what it returns takes their place."""
-        handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+        handle = module.register_forward_pre_hook(_unseen()(hook), with_kwargs=True)
         self.callback(handle.remove)
         return handle
 
     def after(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         """Call ``hook(module, args, out)`` after every call; what it returns takes its place."""
-        self.callback(module.register_forward_hook(hook).remove)
+        self.callback(module.register_forward_hook(_unseen()(hook)).remove)
+
+    def around(
+        self, module: nn.Module, start: Callable[..., Any], finish: Callable[..., Any]
+    ) -> None:
+        """Both."""
+        self.before(module, start)
+        self.after(module, finish)
 
     def after_each(self, modules: Iterable[nn.Module], hook: Callable[..., Any]) -> None:
         """The same of several modules."""
@@ -75,6 +82,13 @@ class Recorder(contextlib.ExitStack):
         exact = exact_maths(dtype, differentiable=differentiable)
         with _same_draws(model), exact, undisturbed(model):
             return (call or called)(model, inputs)
+
+
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    """What a hook computes is none of the model's: no mode counts its sums or sets its types."""
+    with torch._C.DisableTorchFunction():
+        yield
 
 
 @contextlib.contextmanager
@@ -294,14 +308,14 @@ def close(seen: Tensor, expected: Tensor) -> bool:
 # --- what is made of what
 
 
-def _gone(_: None) -> Tensor:
+def _gone(_: int) -> Tensor:
     raise AssertionError("no value was kept for a backward pass")
 
 
 @contextlib.contextmanager
 def tracked() -> Iterator[None]:
     """Record which tensors are made of which, without the values that a derivative needs."""
-    drop = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _gone)
+    drop = torch.autograd.graph.saved_tensors_hooks(id, _gone)
     with torch.enable_grad(), drop:
         yield
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import regex
@@ -38,6 +39,20 @@ class Applied:
     y: Tensor
 
 
+@dataclass(frozen=True)
+class LayerEnd:
+    """Where a layer ends: at its output projection, in its module or beside it."""
+
+    output: Tensor  # output with the output projection, ``(n, d_out)``
+    held: Tensor  # the same as the model holds it
+    projection: nn.Module | None = None  # the output projection, where a module of its own
+    # Concatenated heads, the projection's input, ``(n, h d_v)``; None if unknown.
+    heads: Tensor | None = None
+    inside: bool = True  # whether the module applies the projection itself
+    goes_on: bool = False  # whether the module does more after its projection (adds the residual)
+    refusal: str = ""  # why the call is no attention map of its input; empty if it is one
+
+
 @dataclass
 class AttentionCall:
     """One call of an attention module, as the model made it on one input.
@@ -52,14 +67,9 @@ class AttentionCall:
     hidden: tuple[str, ...]  # names of the arguments that hold the layer's input
     token_axis: int  # axis of the tokens in the input, 0 or 1; the other one has length 1
     x: Tensor  # input, ``(n, d)``
-    output: Tensor  # output with the output projection, ``(n, d_out)``
+    output: Tensor  # what the module returns; the layer's own output is that of its `end`
     side: Side = "self"  # what the input makes: all (``self``), queries, or keys and values
     context: Tensor | None = None  # cross-attention: the tokens that stay, ``(m, d)``; else None
-    projection: nn.Module | None = None  # the output projection, where a module of its own
-    projection_inside: bool = True  # whether the module applies the projection itself
-    goes_on: bool = False  # whether the module does more after its projection (adds the residual)
-    # Concatenated heads, the projection's input, ``(n, h d_v)``; None if unknown.
-    heads: Tensor | None = None
     out_at: int = 0  # place of the output among the tensors that the module returns
     # Modules with weights that were applied inside, in their order.
     inside: list[Applied] = field(default_factory=list, repr=False)
@@ -71,12 +81,20 @@ class AttentionCall:
     sums_before: int = 0  # number of sums that the model had formed before
     blocks_before: int = 0  # number of calls of blocks that had ended before
     turn: int = 0  # which of the calls of its module it is, from 0
-    refusal: str = ""  # why the call is no attention map of its input; empty if it is one
+    refusal: str = ""  # what speaks against it where it begins; see `end`
     # Whether it was made on windows of the tokens, or on tokens of other axes.
     in_parts: bool = False
     kept: list[Any] = field(default_factory=list, repr=False)
     # Has the weights of its block in memory, where they are read when they are needed.
     have: Callable[[], None] = field(default=lambda: None, repr=False)
+    find_end: Callable[[AttentionCall], LayerEnd] = field(
+        default=lambda call: LayerEnd(call.output, call.kept[-1], refusal=call.refusal), repr=False
+    )
+
+    @cached_property
+    def end(self) -> LayerEnd:
+        """Where the layer ends; looked for when it is first asked, of this layer alone."""
+        return self.find_end(self)
 
     @property
     def num_tokens(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -50,6 +51,7 @@ from lipscope.models.tracing.resident_weights import ResidentWeights
 from lipscope.models.tracing.sites import (
     Applied,
     AttentionCall,
+    LayerEnd,
     Side,
     attention_sites,
     block_of,
@@ -205,7 +207,7 @@ def _is_ours(problem: Exception) -> bool:
 
 
 def resolve_calls(record: Trace, asked: str | None = None) -> None:
-    """Tell layers from other calls, and find their projections, once the pass is over."""
+    """Tell layers from other calls, once the pass is over."""
     calls, record.calls = record.calls, []
     if record.resident is not None:
         resident = record.resident
@@ -220,7 +222,7 @@ def resolve_calls(record: Trace, asked: str | None = None) -> None:
             continue
         if not is_attention(call.module) and call.name != asked and call.num_tokens > 1:
             _check_mixes(call)
-        _find_projection(call)
+        call.find_end = find_end
         record.calls.append(call)
 
 
@@ -264,13 +266,12 @@ def _check_mixes(call: AttentionCall) -> None:
         )
 
 
-def _find_projection(call: AttentionCall) -> None:
-    """The output projection: the last map inside, or one beside it that takes the output."""
-    out = call.kept[1]
+def find_end(call: AttentionCall) -> LayerEnd:
+    """The end of a layer: the last affine map inside, or one beside it that takes the output."""
+    out, axis = call.kept[1], call.token_axis
+    bare = LayerEnd(call.output, out, refusal=call.refusal)
     if isinstance(call.module, nn.MultiheadAttention):
-        call.projection = call.module.out_proj  # applied without being called
-        call.projection_inside = True
-        return
+        return replace(bare, projection=call.module.out_proj)  # applied without being called
     for one in call.inside:
         if not isinstance(one.module, nn.Conv1d):
             continue
@@ -281,17 +282,22 @@ def _find_projection(call: AttentionCall) -> None:
             )
     ends = [one for one in call.inside if same_place(one.y, out)]
     inner = _projection_of(call, ends)
-    call.projection_inside = inner is not None
     if inner is not None:
-        call.projection, call.heads = inner.module, as_tokens(inner.x, call.token_axis)
-        return
+        return replace(bare, projection=inner.module, heads=as_tokens(inner.x, axis))
     norm = next((one for one in ends if is_norm(one.module)), None)
-    _look_behind_a_sum(call, out, norm)
-    outer = None if call.projection or call.refusal else _projection_of(call, call.behind)
-    if outer is not None:
-        call.projection, call.heads = outer.module, as_tokens(outer.x, call.token_axis)
-        call.output = as_tokens(outer.y, call.token_axis)
-        call.kept.append(outer.y)
+    term = _term_of_sum(call, out, norm)
+    if norm is not None and term is None and not call.refusal:
+        refusal = (
+            f"`{call.name}` should end at its output projection. Found a norm at its end, so that "
+            "its output is more than attention; use the map `block` or `model`."
+        )
+        return replace(bare, refusal=refusal, inside=False)
+    outer = term or (None if call.refusal else _projection_of(call, call.behind))
+    if outer is None:
+        return replace(bare, inside=False)
+    output, heads = (as_tokens(t, axis) for t in (outer.y, outer.x))
+    found = LayerEnd(output, outer.y, outer.module, heads, refusal=call.refusal)
+    return replace(found, inside=term is not None, goes_on=term is not None)
 
 
 def _projection_of(call: AttentionCall, applied: list[Applied]) -> Applied | None:
@@ -321,27 +327,20 @@ def _is_affine(call: AttentionCall, one: Applied) -> bool:
         return False
 
 
-def _look_behind_a_sum(call: AttentionCall, out: Tensor, norm: Applied | None) -> None:
-    """Find the projection in modules that add the residual themselves (BLOOM; ALBERT: a norm)."""
+def _term_of_sum(call: AttentionCall, out: Tensor, norm: Applied | None) -> Applied | None:
+    """The projection in a module that adds the residual itself (BLOOM; ALBERT: and a norm)."""
     axis = call.token_axis
     total = as_tokens(norm.x, axis) if norm is not None else call.output
     given = [v for k, v in call.arguments.items() if k not in call.hidden]
     given = [v for v in given if isinstance(v, Tensor) and v.shape == out.shape and has_storage(v)]
-    terms = [as_tokens(v, axis) for v in given]
+    terms = [call.x, *(as_tokens(v, axis) for v in given)]
     for one in reversed(call.inside):
         if one.y.shape != out.shape or not _is_affine(call, one):
             continue
         branch = as_tokens(one.y, axis)
-        if any(close(total, branch + t) for t in (call.x, *terms) if t.shape == branch.shape):
-            call.projection, call.heads = one.module, as_tokens(one.x, axis)
-            call.output, call.projection_inside, call.goes_on = branch, True, True
-            call.kept.append(one.y)
-            return
-    if norm is not None:
-        call.refusal = call.refusal or (
-            f"`{call.name}` should end at its output projection. Found a norm at its end, so that "
-            "its output is more than attention; use the map `block` or `model`."
-        )
+        if any(close(total, branch + t) for t in terms if t.shape == branch.shape):
+            return one
+    return None
 
 
 # --- overflow in half precision

@@ -302,12 +302,8 @@ class Ball:
         c = self.c
         mean = self.mean_moved + c.head.norm_v * self.shift
         nu = c.nu + c.head.norm_v * self.eps + mean[:, None]
-        blocks = self.p.upper * nu * self.rho
-        return float(
-            nonnegative_norm(self.p.upper) * c.head.norm_v
-            + self.own.max()
-            + nonnegative_norm(blocks)
-        )
+        upper, blocks = nonnegative_norm(torch.stack([self.p.upper, self.p.upper * nu * self.rho]))
+        return float(upper * c.head.norm_v + self.own.max() + blocks)
 
     @cached_property
     def change(self) -> float:
