@@ -61,8 +61,8 @@ from lipscope.theorems.register import (
     NotApplicableError as NotApplicableError,
     Theorem as Theorem,
     catalogue as catalogue,
-    theorem_named as theorem_named,
     theorem as theorem,
+    theorem_named as theorem_named,
 )
 from lipscope.theorems.residual import (
     Norm as Norm,
