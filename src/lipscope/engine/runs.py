@@ -223,7 +223,7 @@ class LocalRun:
         return Rows(
             [done[one] for one in ids],
             tokens=tokens,
-            windows=self.spec.windows,  # pyright: ignore[reportArgumentType]
+            windows=self.spec.windows,
             bounds=bounds,
             directions=parts,
         )

@@ -145,7 +145,9 @@ class Spec:
     layers: tuple[int, ...] | None = _entry(None, checks.layers)
     lengths: tuple[int, ...] | None = _entry(None, checks.integers(1, 10**7, rising=True))
     samples: int | None = _entry(None, checks.whole_number(1, 100_000))
-    windows: str = _input("spread", checks.one_of("spread", "disjoint"), "or disjoint, no overlap.")
+    windows: WindowKind = _input(
+        "spread", checks.one_of("spread", "disjoint"), "or disjoint, no overlap."
+    )
     special_tokens: bool = _input(True, checks.flag, "Put [CLS] and the like around each window.")
     causal: bool | None = _input(
         None, checks.flag, "yes or no: with a causal mask in every layer, or without.", rare=True

@@ -97,7 +97,7 @@ def sweep(
         return Rows(
             [folder.done[one] for one in ids],
             tokens=folder.tokens() if request.spec.tokens else (),
-            windows=request.spec.windows,  # pyright: ignore[reportArgumentType]
+            windows=request.spec.windows,
             bounds=folder.bounds(),
         )
 

@@ -46,8 +46,6 @@ def image_samples(
         raise InputError(
             f"`images` needs a model that reads pixels. Found `{type(loaded.model).__name__}`."
         )
-    if samples is not None and samples < 1:
-        raise InputError(f"`samples` should be at least 1. Found {samples}.")
     own = _own_side(loaded.config) if named or given is None else given.side
     usual = own if given is None else given.side
     sides = [usual] if resolutions is None else sorted(set(resolutions))

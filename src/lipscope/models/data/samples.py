@@ -10,7 +10,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,6 @@ from lipscope.models.loading import LoadedModel, digest
 from lipscope.models.pretrained import Bytes
 from lipscope.models.tracing.prepare import eval_mode
 from lipscope.models.tracing.recorder import Recorder, is_tokens, to_device, token_arguments
-
-_WINDOWS = ("spread", "disjoint")
-_DEFAULT_LENGTHS = (16, 64, 256)
-_DEFAULT_SAMPLES = 10
 
 
 def checked_data(data: Any) -> Any:
@@ -83,22 +79,14 @@ def _check_tensor(value: Any) -> None:
 def _text_samples(
     loaded: LoadedModel,
     text: str,
-    lengths: Sequence[int] | None,
-    samples: int | None,
-    windows: str,
+    lengths: Sequence[int],
+    samples: int,
+    windows: WindowKind,
     special_tokens: bool,
 ) -> list[Sample]:
     """One sample per window of a text."""
-    lengths = _DEFAULT_LENGTHS if lengths is None else lengths
-    samples = _DEFAULT_SAMPLES if samples is None else samples
     if not text.strip():
         raise InputError("The text should not be empty. Found no words in it.")
-    if windows not in _WINDOWS:
-        raise InputError(f"`windows` should be one of {', '.join(_WINDOWS)}. Found `{windows}`.")
-    if not lengths or min(lengths) < 1:
-        raise InputError(f"`lengths` should be positive. Found {list(lengths)}.")
-    if samples < 1:
-        raise InputError(f"`samples` should be at least 1. Found {samples}.")
     limit = loaded.max_tokens
     if limit is not None and max(lengths) > limit:
         raise InputError(
@@ -110,7 +98,7 @@ def _text_samples(
         loaded.reader_of_text(),
         lengths=sorted(set(lengths)),
         samples=samples,
-        kind=cast("WindowKind", windows),
+        kind=windows,
         special_tokens=special_tokens,
     )
     start = _decoder_start(loaded)
@@ -301,10 +289,6 @@ def _offset_positions(loaded: LoadedModel, items: Sequence[Sample], offset: int)
     """
     if offset == 0:
         return list(items)
-    if offset < 0:
-        raise InputError(
-            f"`position_offset` should be at least 0. Found `position_offset = {offset}`."
-        )
     if _takes_ids(loaded.model):
         return [_moved_on(loaded, item, offset) for item in items]
     if not _position_tables(loaded.model):
@@ -412,20 +396,17 @@ def inputs_of(
     *,
     lengths: Sequence[int] | None,
     samples: int | None,
-    windows: str,
+    windows: WindowKind,
     special_tokens: bool,
     images: str | Path | None = None,
     resolutions: Sequence[int] | None = None,
     position_offset: int = 0,
 ) -> list[Sample]:
-    """The samples of a text, a batch or pictures; see `measure` for the arguments."""
-    if images is None and resolutions is not None:
-        raise InputError("`resolutions` go with `images`. Found no `images`.")
+    """The samples of a text, of ``lengths`` and ``samples``, a batch or pictures; see `measure`."""
     if images is not None:
-        if data is not None or lengths is not None:
-            raise InputError("`images` take the place of a text. Found both; leave one out.")
         found = image_samples(loaded, images, resolutions=resolutions, samples=samples)
     elif data is None or isinstance(data, str):
+        assert lengths is not None and samples is not None
         text = default_text() if data is None else data
         found = _text_samples(loaded, text, lengths, samples, windows, special_tokens)
     elif lengths is not None or samples is not None:
