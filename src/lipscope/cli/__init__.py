@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from lipscope.cli import catalogue, certify, doctor, layers, moves, reproduce, rows, sweep
+from lipscope.cli import catalogue, certify, doctor, layers, reproduce, rows, sweep
 from lipscope.cli.terminal import errors, note
 from lipscope.errors import InputError
 
@@ -63,9 +63,9 @@ EXAMPLES: dict[Callable[..., None], str] = {
     layers.measure: "lipscope measure minilm --text FILE --lengths 16,64,256 --rest",
     layers.bounds: "lipscope bounds minilm --layer 3 --length 64 --radius norm",
     layers.directions: "lipscope directions minilm --layer 3 --length 32 -k 3 --out runs/words",
-    moves.attack: "lipscope attack minilm --layer 3 --length 64 --like-text --steps 80",
+    layers.attack: "lipscope attack minilm --layer 3 --length 64 --like-text --steps 80",
     certify.certify: "lipscope certify minilm --layer 3 --length 32 --eps 0.01",
-    moves.push: "lipscope push smollm2 --layer 5 --length 32 --map block --out runs/push",
+    layers.push: "lipscope push smollm2 --layer 5 --length 32 --map block --out runs/push",
     layers.split: "lipscope split minilm --layers 0,3 --length 32 --out runs/split",
     sweep.smooth: "lipscope smooth minilm --layers 3 --target 2 --out smooth-minilm",
     catalogue.theorems: "lipscope theorems --kind upper --scope local",
