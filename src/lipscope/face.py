@@ -2,6 +2,7 @@
 
 import lipscope.dynamics  # noqa: F401  (what prompts and notebooks show)
 from lipscope.attention import (
+    VARIANTS,
     Attention,
     ClippedAttention,
     DividedAttention,
@@ -12,28 +13,33 @@ from lipscope.attention import (
     ScaledCosineAttention,
     SigmoidAttention,
     SinkhornAttention,
+    attention,
     variants,
 )
-from lipscope.attention.core import VARIANTS
-from lipscope.attention.functional import attention
 from lipscope.control import Restraint, restrain
-from lipscope.engine.monitor import Monitor
-from lipscope.engine.open_model import LayerAtInput, OpenModel, load_model
-from lipscope.engine.sweeps import sweep
-from lipscope.engine.verbs.attack import attack, attack_text
-from lipscope.engine.verbs.certify import certify
-from lipscope.engine.verbs.decisions import certify_decision
-from lipscope.engine.verbs.measure import bounds, directions, measure
-from lipscope.engine.verbs.push import Pushed, push
-from lipscope.engine.verbs.smooth import Smoothed, smooth
-from lipscope.engine.verbs.split import split
+from lipscope.engine import (
+    LayerAtInput,
+    Monitor,
+    OpenModel,
+    Pushed,
+    Smoothed,
+    attack,
+    attack_text,
+    bounds,
+    certify,
+    certify_decision,
+    directions,
+    load_model,
+    measure,
+    push,
+    smooth,
+    split,
+    sweep,
+)
 from lipscope.errors import InputError
-from lipscope.linalg.gradient import sigma
-from lipscope.linalg.operator import Operator, linearise, to_dense
-from lipscope.linalg.singular import TopSingular, top_singular
-from lipscope.pages.rows import Rows, report
-from lipscope.records.folder import Run, read_run
-from lipscope.records.rows import Bound, Direction, Measurement, TokenShare
+from lipscope.linalg import Operator, TopSingular, linearise, sigma, to_dense, top_singular
+from lipscope.pages import Rows, report
+from lipscope.records import Bound, Direction, Measurement, Run, TokenShare, read_run
 from lipscope.theorems import catalogue
 
 __all__ = [

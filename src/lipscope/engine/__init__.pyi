@@ -1,6 +1,8 @@
 # The front door: what other rooms may use.
 from .checks import items, nearest, parse_integers
 from .model_decision import DecisionCertificate, ModelDecision, TokenRadii
+from .monitor import Monitor
+from .open_model import LayerAtInput, OpenModel, load_model
 from .runs import Bar, Progress, folder_of
 from .spec import AXES, OPTIONS, options_of
 from .sweeps import Estimate, estimate, sweep
@@ -8,8 +10,8 @@ from .verbs.attack import Attacked, attack, attack_text
 from .verbs.certify import CertifiedBall, certify
 from .verbs.decisions import certify_decision
 from .verbs.measure import bounds, directions, measure, measure_built
-from .verbs.push import push
-from .verbs.smooth import smooth
+from .verbs.push import Pushed, push
+from .verbs.smooth import Smoothed, smooth
 from .verbs.split import Splitting, split
 
 __all__ = [
@@ -20,8 +22,13 @@ __all__ = [
     "CertifiedBall",
     "DecisionCertificate",
     "Estimate",
+    "LayerAtInput",
     "ModelDecision",
+    "Monitor",
+    "OpenModel",
     "Progress",
+    "Pushed",
+    "Smoothed",
     "Splitting",
     "TokenRadii",
     "attack",
@@ -33,6 +40,7 @@ __all__ = [
     "estimate",
     "folder_of",
     "items",
+    "load_model",
     "measure",
     "measure_built",
     "nearest",
