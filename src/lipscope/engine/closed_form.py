@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipscope.attacks import WorstInput, ascend, worst
 from lipscope.attention import Attention
@@ -118,23 +117,6 @@ def reach_of_bounds(layer: InClosedForm, x: Tensor, floor: float | None) -> str:
     return f"Bounds on all inputs: no token{less} has a norm below {floor:.4g}. {reach}"
 
 
-def _layer_in_double(layer: InClosedForm) -> InClosedForm:
-    if isinstance(layer, Normed):
-        return Normed(layer.attention.in_double(), _norm_in_double(layer.norm))
-    if isinstance(layer, Residual):
-        norms = [
-            None if one is None else _norm_in_double(one) for one in (layer.second, layer.outer)
-        ]
-        branch = _layer_in_double(layer.branch)
-        assert not isinstance(branch, Residual)
-        return Residual(branch, *norms)
-    return layer.in_double()
-
-
-def _norm_in_double(norm: nn.Module) -> nn.Module:
-    return copy.deepcopy(norm).double()
-
-
 def theorems_about(
     row: Measurement,
     built: LayerMap,
@@ -157,7 +139,7 @@ def theorems_about(
     try:
         layer, (radius, floor) = view()
         found = bounds_at(
-            _layer_in_double(layer),
+            layer.in_double(),
             built.x,
             map="heads" if row.map == "heads" else "attention",
             head=row.head,

@@ -182,8 +182,7 @@ class MapAtInput:
     def attention(self) -> Attention:
         """The attention layer in closed form."""
         found = self.for_theorems
-        branch = found.branch if isinstance(found, Residual) else found
-        return branch.attention if isinstance(branch, Normed) else branch
+        return found if isinstance(found, Attention) else found.attention
 
     @cached_property
     def norm(self) -> nn.Module | None:

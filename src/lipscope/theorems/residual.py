@@ -13,6 +13,7 @@ Proofs: ``docs/theory/local-certificates.md`` and ``global-bounds.md``, on these
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -106,6 +107,10 @@ class Normed:
             u = self.norm(x)
         outer = self.attention.linearise(u, memory=memory, per_head=per_head)
         return compose(outer, linearise(self.norm, x))
+
+    def in_double(self) -> Normed:
+        """A copy in float64, attention on the CPU."""
+        return Normed(self.attention.in_double(), copy.deepcopy(self.norm).double())
 
     @cached_property
     def constants(self) -> Norm:
@@ -395,6 +400,13 @@ class Residual:
         op = op if self.second is None else compose(linearise(self.second, y), op)
         op = plus_identity(op)
         return op if self.outer is None else compose(linearise(self.outer, total), op)
+
+    def in_double(self) -> Residual:
+        """A copy in float64, attention on the CPU."""
+        norms = (
+            None if n is None else copy.deepcopy(n).double() for n in (self.second, self.outer)
+        )
+        return Residual(self.branch.in_double(), *norms)
 
     @cached_property
     def norms(self) -> tuple[Norm | None, Norm | None]:
