@@ -173,7 +173,8 @@ class ReadyModel:
             stack.enter_context(later_positions(one, setting.position_offset))
         if resident is not None:
             notes.append(_BY_BLOCK)
-        return Ready(done, tuple(notes), tuple(own), resident, tuple(sites))
+        paths = (site.replace("_orig_mod.", "") for site in sites)  # compiled modules are out now
+        return Ready(done, tuple(notes), tuple(own), resident, tuple(paths))
 
     def _converted(self, dtype: torch.dtype, device: torch.device) -> nn.Module | ResidentWeights:
         """The model in a type on a device, whole or block by block."""
