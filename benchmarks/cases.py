@@ -130,8 +130,8 @@ def replay(call: AttentionCall) -> Callable[[Tensor], Tensor]:
                 out = first_tensor(module(**arguments))[0]
         else:
             out = first_tensor(module(**arguments))[0]
-        if call.projection is not None and not call.projection_inside:
-            out = call.projection(out)
+        if call.end.projection is not None and not call.end.inside:
+            out = call.end.projection(out)
         return out
 
     return f
