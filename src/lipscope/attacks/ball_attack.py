@@ -97,7 +97,7 @@ class Attempts(NamedTuple):
 
 
 def attack_in_ball(
-    layer: Attention,
+    layer: Attention | Function,
     x: Float[Tensor, "n d"],
     eps: float | Tensor,
     *,
@@ -112,15 +112,18 @@ def attack_in_ball(
     singular vectors at the current point; every iterate is put back into the ball. The first start
     along the top singular vector at X, towards both sides. How many there are say the `Attempts`.
 
-    Holds for any layer; its values are lower ones, found and not proved largest.
+    Holds for any layer, and for any other map of tokens in float64, which has no ``head`` and no
+    ``map``; its values are lower ones, found and not proved largest.
     """
     random, ascents, steps, seed = Attempts(**attempts)
     check_ball(ball)
-    own = in_double(layer, head)
-    x = tokens_of(own, x)
+    of: Map | None = None
+    if isinstance(layer, Attention):
+        layer, of = in_double(layer, head), map
+        x = tokens_of(layer, x)
     radii = per_token(eps, len(x), ball)
-    search = _Search(own, x, radii, ball, map, seed)
-    top = sigma_of(own, x, map, seed)
+    search = _Search(layer, x, radii, ball, of, seed)
+    top = sigma_of(layer, x, of, seed)
     search.sigma = top.sigma
     if not bool((radii > 0).any()):
         return BallAttack(top.sigma, top.sigma, x, 0)
@@ -140,16 +143,16 @@ class _Search:
 
     def __init__(
         self,
-        layer: DotProduct,
+        layer: Function,
         x: Tensor,
         radii: Tensor,
         ball: BallName,
-        map: Map,
+        map: Map | None,
         seed: int,
     ) -> None:
         self.layer, self.x, self.radii = layer, x, radii[:, None]
         self.ball: BallName = ball
-        self.map: Map = map
+        self.map: Map | None = map
         self.seed = seed
         self.generator = torch.Generator().manual_seed(seed)
         self.here = self.f(x).detach()
@@ -157,7 +160,8 @@ class _Search:
 
     def f(self, x: Tensor) -> Tensor:
         """The map."""
-        return self.layer(x) if self.map == "attention" else self.layer.heads(x)
+        layer = self.layer
+        return layer.heads(x) if isinstance(layer, DotProduct) and self.map == "heads" else layer(x)
 
     def draw(self) -> Tensor:
         """A random direction."""

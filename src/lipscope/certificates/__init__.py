@@ -10,6 +10,7 @@ from lipscope.certificates.balls import (
     sigma_of as sigma_of,
     tokens_of as tokens_of,
 )
+from lipscope.certificates.map_ball import certify_map as certify_map
 from lipscope.certificates.margin import NetworkBall as NetworkBall
 from lipscope.certificates.network_decision import (
     DecisionBall as DecisionBall,

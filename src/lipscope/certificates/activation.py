@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lipscope.certificates.forms import norm_above
 from lipscope.models import ACTIVATIONS, ActivationName, Feed
 
 _FAR = 15.0  # beyond it no derivative of an activation turns any more
@@ -165,6 +166,29 @@ class Units:
                 for a, b in zip((ends.amin(0), ends.amax(0)), rest, strict=True)
             )
         return (least + most) / 2, (most - least) / 2
+
+    def tangents(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Range of ``s`` in ``d hidden = sum_a s_a dz_a`` for arguments between the ends."""
+        name, w = self.feed.activation, self.width
+        z, u, v = low[:, :w], low[:, w:], high[:, w:]
+        if name == "relu":
+            least, most = ((one[:, :w] > 0).to(z.dtype) for one in (low, high))
+        else:
+            least, most = _range(_smooth(name)[1], z, high[:, :w])
+        if not self.gated:
+            return least, most
+        ends = torch.stack([least * u, most * u, least * v, most * v])
+        rest = _range(_values(name), z, high[:, :w])
+        return torch.cat([ends.amin(0), rest[0]], 1), torch.cat([ends.amax(0), rest[1]], 1)
+
+    def through(self, s: Float[Tensor, "n a"]) -> Float[Tensor, "n d_out d"]:
+        """``W_2 diag(s) W_1``."""
+        return (self.out * s[:, None, :]) @ self.into
+
+    def apart(self, half: Float[Tensor, "n a"], into: Tensor) -> Float[Tensor, " n"]:
+        """``>= ‖W_2 diag(s) W_1 - middle‖`` for slopes within ``half`` of their middle."""
+        side = half.sqrt()
+        return norm_above(self.out * side[:, None, :]) * norm_above(side[:, :, None] * into)
 
     def minorant(
         self, c: Float[Tensor, "n f"], z: Tensor, low: Tensor, high: Tensor, spread: Tensor

@@ -7,7 +7,7 @@ Deterministic up to float64 rounding, unlike the interval of a measurement. Deri
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +19,7 @@ from lipscope.attention import Attention, DotProduct, Map
 from lipscope.certificates.expansion import rest
 from lipscope.display import Shown
 from lipscope.errors import InputError
-from lipscope.linalg import TopSingular, start_named, top_singular
+from lipscope.linalg import TopSingular, linearise, start_named, top_singular
 from lipscope.theorems import (
     AskedLayer,
     Ball,
@@ -121,10 +121,13 @@ def _local(centre: HeadAt, weighted: Weighted | None) -> float:
     return min(at.by_rows, at.by_blocks, math.inf if weighted is None else weighted.value)
 
 
-def sigma_of(layer: DotProduct, x: Tensor, map: Map = "attention", seed: int = 0) -> TopSingular:
-    """Sigma of a layer at ``x``, from a start of its own."""
+def sigma_of(
+    f: Callable[[Tensor], Tensor], x: Tensor, map: Map | None = "attention", seed: int = 0
+) -> TopSingular:
+    """Sigma of a layer's map at ``x``, or of any function (None), from a start of its own."""
     start = start_named(f"sigma|{map}|{seed}", x)
-    return top_singular(layer.linearise(x, map=map), tol=1e-4, generator=start)
+    operator = linearise(f, x) if map is None else linearise(f, x, map=map)
+    return top_singular(operator, tol=1e-4, generator=start)
 
 
 def check_ball(ball: str) -> None:
@@ -180,7 +183,7 @@ class BallCertificate(Shown):
     heads: tuple[HeadCertificate, ...]  # per head
     # where the value comes from. Means over radii: ``one head``, or how heads were put together,
     # ``sum``, ``projection`` or ``joint``. ``expansion``: sigma at X plus a bound of the second
-    # order, all heads in one matrix
+    # order, all heads in one matrix. ``slopes``: of parts after each other, and what is left
     form: str
     sigma: float  # sigma at X, from below; ``upper``: from above, with probability ``1 - delta``
     upper: float
@@ -245,7 +248,7 @@ def certify_ball(
         found = [bound.at(radii * (s / steps), ball) for s in range(1, steps + 1)]
         around, alone = bound.around(radii, ball)
     except NotApplicableError as error:
-        raise _refusal(error) from error
+        raise refusal(error) from error
     except OverflowError:  # of a power of plain numbers; tensors become infinite
         raise InputError(_OVERFLOW) from None
     value, last = sum(each.total for each in found) / steps, found[-1]
@@ -255,33 +258,48 @@ def certify_ball(
     if sigma is None:
         top = sigma_of(own, x, map)
         sigma = top.sigma, top.upper
+    heads = tuple(
+        HeadCertificate(
+            h if head is None else head,
+            *min(
+                (sum(each.heads[h][0] for each in found) / steps, last.heads[h][1]),
+                (alone[h], "expansion"),
+            ),
+        )
+        for h in range(own.num_heads)
+    )
+    made = certificate_of(x, radii, ball, value, last.total, form, sigma, heads)
+    if made.note is not None:
+        _refuse_if_vacuous(bound, radii, ball, value)
+    return made
+
+
+def certificate_of(
+    x: Float[Tensor, "n d"],
+    radii: Float[Tensor, " n"],
+    ball: BallName,
+    value: float,
+    sigma_bound: float,
+    form: str,
+    sigma: tuple[float, float],
+    heads: tuple[HeadCertificate, ...] = (),
+) -> BallCertificate:
+    """What was proved, beside the input and sigma there."""
     norm, largest = float(x.norm(dim=-1).max()), float(radii.max())
     ratio = value / sigma[0] if sigma[0] > 0 else (1.0 if value == 0 else math.inf)
-    note = None
-    if ratio > _WIDE:
-        _refuse_if_vacuous(bound, radii, ball, value)
-        note = f"valid, but {ratio:.3g} times sigma at X: choose a smaller `eps`"
+    wide = f"valid, but {ratio:.3g} times sigma at X: choose a smaller `eps`"
     return BallCertificate(
         value=value,
-        sigma_bound=last.total,
+        sigma_bound=sigma_bound,
         eps=largest,
         ball=ball,
         relative_eps=largest / norm if norm > 0 else math.inf,
-        heads=tuple(
-            HeadCertificate(
-                h if head is None else head,
-                *min(
-                    (sum(each.heads[h][0] for each in found) / steps, last.heads[h][1]),
-                    (alone[h], "expansion"),
-                ),
-            )
-            for h in range(own.num_heads)
-        ),
+        heads=heads,
         form=form,
         sigma=sigma[0],
         upper=sigma[1],
         ratio=ratio,
-        note=note,
+        note=wide if ratio > _WIDE else None,
     )
 
 
@@ -313,7 +331,7 @@ def certified_changes(
     try:
         bound = BallLayer(own, x, "attention", sharp)
     except NotApplicableError as error:
-        raise _refusal(error) from error
+        raise refusal(error) from error
     found: list[float | None] = []
     along = before = 0.0
     for size in sizes:
@@ -335,7 +353,8 @@ def _or_infinite(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def _refusal(error: NotApplicableError) -> InputError:
+def refusal(error: NotApplicableError) -> InputError:
+    """Why there is no certificate."""
     return InputError(f"No certificate: {str(error).removeprefix('no certificate: ')}.")
 
 

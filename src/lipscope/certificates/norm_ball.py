@@ -98,6 +98,10 @@ class NormAt:
         size = self.size[:, None]
         return _SECOND * self.most * (apart / (size * (size - inward))).mean(1)
 
+    def largest_slope_change(self, reach: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """``>= ‖D(v') - D‖`` within a reach."""
+        return _SECOND * self.most * reach / (self.size * (self.size - self.inward))
+
     def curvature(
         self, w: Float[Tensor, "n d"], anchor: Float[Tensor, "n d"], reach: Float[Tensor, " n"]
     ) -> Float[Tensor, "n d d"]:

@@ -115,10 +115,10 @@ class TokenBranch:
                 self.reach = self.reach + curve * self.norm.remainder(self.radius)[:, None]
             self.low, self.high = z0 - self.reach, z0 + self.reach
             mid, half = self.units.secants(z0, self.low, self.high)
-            m = self._of_units(mid)
+            m = self.units.through(mid)
             wide = self._plus_skip(m @ slope)
             moved = (half * self.reach).norm(dim=-1) * norm_above(self.units.out)
-            apart = self._apart(half, into) * (reach.radius_of(at, slope) + beyond)
+            apart = self.units.apart(half, into) * (reach.radius_of(at, slope) + beyond)
             extra = norm_above(wide) * at.rest + norm_above(m) * beyond
             extra = extra + torch.minimum(moved, apart)
             assert isinstance(part, Feed)
@@ -134,17 +134,6 @@ class TokenBranch:
         if not self.skip:
             return m
         return m + torch.eye(m.shape[-1], dtype=m.dtype)
-
-    def _of_units(self, s: Float[Tensor, "n a"]) -> Float[Tensor, "n d d"]:
-        """``W_2 diag(s) W_1``."""
-        assert self.units is not None
-        return (self.units.out * s[:, None, :]) @ self.units.into
-
-    def _apart(self, half: Tensor, into: Tensor) -> Tensor:
-        """``>= ‖W_2 diag(s) W_1 - middle‖`` for slopes within ``half`` of their middle."""
-        assert self.units is not None
-        side = half.sqrt()
-        return norm_above(self.units.out * side[:, None, :]) * norm_above(side[:, :, None] * into)
 
     def __call__(self, v: Tensor) -> Tensor:
         """The branch itself."""
@@ -168,10 +157,12 @@ class TokenBranch:
             own = (into.T * bend[:, None, :]) @ into
             read = s @ into
             mid, half = self.units.secants(z, self.low, self.high)
-            m = self._of_units(mid)
+            m = self.units.through(mid)
             middle = m @ d0
-            wide = self._apart(half, into @ d0)
-            error = wide + (norm_above(m) + self._apart(half, into.expand(len(v), -1, -1))) * apart
+            wide = self.units.apart(half, into @ d0)
+            error = (
+                wide + (norm_above(m) + self.units.apart(half, into.expand(len(v), -1, -1))) * apart
+            )
         else:
             read = slope
         blocks = _pulled(blocks, self._plus_skip(middle), error)
@@ -200,12 +191,12 @@ class TokenBranch:
             return self._after(at, wide, at.inner, None, rest)
         y = v if self.norm is None else self.norm.norm(v)
         mid, half = self.units.secants(self.units.arguments(y), self.low, self.high)
-        m, into = self._of_units(mid), self.units.into
+        m, into = self.units.through(mid), self.units.into
         wide = self._plus_skip(m @ d0)
-        through = norm_above(m) + self._apart(half, into.expand(n, -1, -1))
+        through = norm_above(m) + self.units.apart(half, into.expand(n, -1, -1))
         error = through * apart
         rest = norm_above(wide).max() * rest + _shared(error, own, norm_above(at.middle))
-        rest = rest + (error.max() + self._apart(half, into @ d0).max()) * slack
+        rest = rest + (error.max() + self.units.apart(half, into @ d0).max()) * slack
         side = half.sqrt()
         rows = (side[:, :, None] * (into @ (d0 @ x))).flatten(0, 1)
         used = (half > 0).flatten()

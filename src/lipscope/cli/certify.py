@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 _EPS = 0.01
 _MOVES = {"token": "every token moves", "frobenius": "all tokens together move"}
 _FORMS = {
-    "sum": "the sum of their bounds",
-    "projection": "the norm of the output projection",
-    "joint": "one bound of the whole layer",
+    "sum": "heads put together by the sum of their bounds",
+    "projection": "heads put together by the norm of the output projection",
+    "joint": "heads put together by one bound of the whole layer",
     "expansion": "a bound of sigma at X, and one of what is of second order",
+    "slopes": "the parts' slopes at X after each other, and a bound of what they leave out",
 }
 _HIDDEN = ("windows", "position_offset", "device", "dtype", "delta", "tol")
 
@@ -33,7 +34,7 @@ _HIDDEN = ("windows", "position_offset", "device", "dtype", "delta", "tol")
 @with_options(
     *("layer", "length", "read_out", "between", "pool", *(n for n in INPUT if n != "map"), *SOLVER),
     hidden=(*_HIDDEN, "images", "memory", "special_tokens"),
-    map=(str, None, "attention, heads; model.  [default: attention; model]"),
+    map=(str, None, "Or residual, block, …  [default: attention; model]"),
     length=(None, "Tokens in the window.  [default: 64; the text]"),
     pool=(None, "Pool by mean or first.  [default: mean]"),
     out="Run folder for the row, and worst inputs.",
@@ -83,7 +84,7 @@ def certify(
     if ball not in (None, *_MOVES):
         raise InputError(f"`ball` should be {' or '.join(_MOVES)}. Found `{ball}`.")
     options["map"] = options["map"] or "attention"
-    default: dict[str, Any] = {"eps": _EPS, "steps": 4, "random": 20, "ascents": 2}
+    default: dict[str, Any] = {"eps": _EPS, "random": 20, "ascents": 2}
     how = {name: default.get(name) if value is None else value for name, value in given.items()}
     one, folder, _ = ask("certify", model, options, ball=ball or "token", **how)
     return _tell([one], folder, () if options["jsonl"] else _of_ball(one))
@@ -174,14 +175,15 @@ def _certificate_line(
 
 def _of_ball(found: CertifiedBall) -> Iterator[str]:
     head = "" if found.head is None else f", head {found.head}"
-    yield f"{found.model}, layer {found.layer}{head}, map {found.map}, {found.num_tokens} tokens"
+    layer = "" if found.layer is None else f", layer {found.layer}"
+    yield f"{found.model}{layer}{head}, map {found.map}, {found.num_tokens} tokens"
     yield (
         f"ball          {_MOVES[found.ball]} by at most {found.eps:.4g} "
         f"({found.relative_eps:.2g} of the largest token norm)"
     )
     yield (
         f"certificate   ‖f(X') − f(X)‖ ≤ {_rounded_up(found.value)} ‖X' − X‖ from the centre X to "
-        f"every X' in the ball (heads put together by: {_FORMS.get(found.form, found.form)})"
+        f"every X' in the ball ({_FORMS.get(found.form, found.form)})"
     )
     yield (
         f"sigma         at most {_rounded_up(found.sigma_bound)} anywhere in the ball, hence "

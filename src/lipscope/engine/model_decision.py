@@ -50,7 +50,7 @@ from lipscope.models import (
     with_own_head,
 )
 from lipscope.pages import empty_table, number
-from lipscope.records import Bound
+from lipscope.records import Bound, stable_id
 from lipscope.theorems import DERIVED
 
 DecisionMap = Literal["model", "attention"]
@@ -113,6 +113,27 @@ class DecisionCertificate(NetworkCertificate):
             reason="" if math.isfinite(self.radius) else self.note or "",
             note=self.note or "",
         )
+
+
+def radius_key(id: str | None, ball: DecisionBall, tokens: Sequence[int], **asked: Any) -> str:
+    """The key of a certificate among the values of a run folder."""
+    usual = {"between": None, "pool": None, "at_layer": 0, "read_out": None}
+    return stable_id(usual | asked | {"ball": ball, "id": id, "tokens": list(tokens)})
+
+
+def missing_radius(id: str, ball: DecisionBall, reason: str) -> Bound:
+    """The record of a decision that was not certified."""
+    return Bound(
+        id=id,
+        theorem=f"decision_{ball}",
+        statement="the decision stays",
+        cite=DERIVED,
+        kind="radius",
+        scope="ball",
+        metric="frobenius",
+        value=None,
+        reason=reason,
+    )
 
 
 @dataclass(frozen=True, repr=False)
@@ -362,7 +383,7 @@ def decision_at(
     given: Classifier | None,
     between: Sequence[str] | None,
     pool: Any,
-    at_layer: int,
+    at_layer: int = 0,
     special_tokens: bool = True,
 ) -> ModelDecision:
     """The decision at one sample; texts that decide have special tokens, or none."""

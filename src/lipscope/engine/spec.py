@@ -102,6 +102,7 @@ def _when_used(entry: str) -> Check:
 
     def check(source: Entries, key: str, value: Any) -> Any:
         from lipscope.attacks import PER_HEAD, PER_LAYER
+        from lipscope.certificates import DecisionBall
         from lipscope.linalg import Metric
         from lipscope.models import MAPS, SIDES
 
@@ -109,6 +110,7 @@ def _when_used(entry: str) -> Check:
             "maps": checks.words(MAPS),
             "metrics": checks.words(get_args(Metric)),
             "side": checks.one_of(*SIDES),
+            "decisions": checks.words(get_args(DecisionBall)),
             "inputs": checks.words((REAL, ADVERSARIAL, ASCENT, *PER_LAYER, *PER_HEAD)),
         }
         return known[entry](source, key, value)
@@ -138,6 +140,7 @@ class Spec:
         tokens: Whether the tokens of every row are kept.
         directions: How many of the leading singular directions are put in words.
         among: Texts; towards which of them directions turn the model's mean output.
+        decisions: Balls in which the decisions of rows of the map ``margin`` are certified.
     """
 
     models: tuple[Model, ...]
@@ -207,6 +210,7 @@ class Spec:
     )
     allow_pickle: bool = _solver(False, checks.flag, "Load pickled weights, weights only.")
     tokens: bool = _entry(True, checks.flag)
+    decisions: tuple[str, ...] = _entry((), _when_used("decisions"))
     directions: int = 0
     among: tuple[str, ...] = ()
 
@@ -326,6 +330,7 @@ def check_together(source: Entries, spec: Spec) -> None:
     if spec.tol < (smallest := max(SMALLEST_TOL[getattr(torch, d)] for d in spec.dtypes)):
         should = f"between {smallest:g} and 1 in {' and '.join(spec.dtypes)}"
         source.refuse(should, spec.tol, "tol")
+    _check_decisions(source, spec)
     norms = [one for one in spec.metrics if one in ("max-token", "infinity")]
     if norms and (spec.rest or spec.average):
         source.fail(
@@ -345,6 +350,17 @@ def _check_copies(source: Entries, spec: Spec) -> None:
         source.fail(f"{said} self-attention. Found `side = {spec.side}`.", "move")
     if spec.theorems:
         source.fail(f"{said} no theorems, which speak of whole tokens. Found some.", "theorems")
+
+
+def _check_decisions(source: Entries, spec: Spec) -> None:
+    """Decisions are certified in float64, beside rows of the margin."""
+    if not spec.decisions:
+        return
+    for key, wanted, found in (("maps", "margin", spec.maps), ("dtypes", "float64", spec.dtypes)):
+        if found != (wanted,):
+            source.fail(
+                f"`decisions` go with `{key}: {wanted}`. Found `{', '.join(found)}`.", "decisions"
+            )
 
 
 def _check_inputs(source: Entries, spec: Spec) -> None:

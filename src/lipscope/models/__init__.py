@@ -62,6 +62,7 @@ from lipscope.models.network import (
     ACTIVATIONS as ACTIVATIONS,
     ActivationName as ActivationName,
     Branch as Branch,
+    Chain as Chain,
     Feed as Feed,
     Network as Network,
     Norm as Norm,
@@ -69,6 +70,7 @@ from lipscope.models.network import (
 from lipscope.models.network_reader.agreement import check_network as check_network
 from lipscope.models.network_reader.reader import (
     layer_network as layer_network,
+    read_map as read_map,
     read_network as read_network,
 )
 from lipscope.models.network_reader.search import Pooled as Pooled

@@ -85,6 +85,19 @@ class Branch:
 
 
 @dataclass(frozen=True, eq=False)
+class Chain:
+    """Branches after each other: a map of tokens."""
+
+    branches: tuple[Branch, ...]
+
+    def __call__(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d_out"]:
+        """The stream after all of them."""
+        for branch in self.branches:
+            x = branch(x)
+        return x
+
+
+@dataclass(frozen=True, eq=False)
 class Network:
     """Scores ``W tail(sum_i share_i h_i) + b`` of the stream ``h`` that comes out of branches.
 
@@ -110,12 +123,8 @@ class Network:
 
     def pooled(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b d"]:
         """What the head reads."""
-        for branch in self.branches:
-            x = branch(x)
-        pooled = (self.share @ x).unsqueeze(-2)
-        for branch in self.tail:
-            pooled = branch(pooled)
-        return pooled[..., 0, :]
+        pooled = (self.share @ Chain(self.branches)(x)).unsqueeze(-2)
+        return Chain(self.tail)(pooled)[..., 0, :]
 
     def name(self, index: int) -> str:
         """What a class is called."""

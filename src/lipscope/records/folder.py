@@ -69,6 +69,7 @@ class Finished(NamedTuple):
     tokens: tuple[TokenShare, ...] = ()
     bounds: tuple[Bound, ...] = ()
     directions: tuple[Direction, ...] = ()
+    radii: tuple[tuple[str, dict[str, Any]], ...] = ()  # certified decisions, by their keys
 
 
 class RunFolder:

@@ -19,8 +19,9 @@ from distributed import (
 )
 
 from lipscope.engine.plan import Job, Shape
-from lipscope.engine.session import Result, Session, failed
+from lipscope.engine.session import Result, failed
 from lipscope.engine.spec import Request, spec_of
+from lipscope.engine.sweeps.decisions import Decisions
 from lipscope.engine.sweeps.pool import (
     Batches,
     decoded_jobs,
@@ -48,7 +49,7 @@ class Sessions(WorkerPlugin):
         import torch
 
         torch.set_num_threads(worker.state.nthreads)
-        self.session = Session(spec_of(self.spec), self.sources)
+        self.session = Decisions(spec_of(self.spec), self.sources)
         # A model is changed while it is measured: one job at a time, with all threads.
         self.lock = threading.Lock()
 

@@ -30,6 +30,7 @@ from lipscope.engine.plan import (
 from lipscope.engine.runs import Progress, as_callback, folder_of
 from lipscope.engine.session import Result, Session
 from lipscope.engine.spec import Request, spec_of
+from lipscope.engine.sweeps.decisions import Decisions
 from lipscope.engine.sweeps.pool import cores, local_results, start_time, threads_of
 from lipscope.engine.sweeps.spec_file import read_spec
 from lipscope.errors import InputError, install
@@ -37,6 +38,7 @@ from lipscope.models import device_of
 from lipscope.pages import Rows
 from lipscope.records import (
     MANIFEST,
+    RADII,
     SURVEY,
     Measurement,
     Place,
@@ -153,6 +155,8 @@ def _write_results(
             if one.about:
                 folder.add_model(request.spec.models[one.model].name, one.about)
         new = [each for one in some for each in one.finished if each.row.id not in folder.done]
+        for key, content in (radius for one in new for radius in one.radii):
+            folder.add_value(RADII, key, content)
         folder.extend(new)
         done += len(new)
         tell(done, total, some[-1].finished[-1].row)
@@ -318,7 +322,7 @@ def _calibrated(
     for job in jobs:
         first.setdefault((job.num_tokens or 0, _kind(job)), job)
     times: Times = {}
-    session, before = Session(request.spec, request.sources), torch.get_num_threads()
+    session, before = Decisions(request.spec, request.sources), torch.get_num_threads()
     torch.set_num_threads(threads)
     began = time.perf_counter()
     kinds = {kind for _, kind in first}

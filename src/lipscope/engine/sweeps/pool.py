@@ -22,8 +22,9 @@ from itertools import groupby
 from typing import Any, TextIO
 
 from lipscope.engine.plan import Job, Shape
-from lipscope.engine.session import Result, Session, failed
+from lipscope.engine.session import Result, failed
 from lipscope.engine.spec import Request, spec_of
+from lipscope.engine.sweeps.decisions import Decisions
 from lipscope.errors import InputError, remark
 from lipscope.records import AGAIN, Bound, Finished, Measurement, TokenShare
 
@@ -318,7 +319,12 @@ def _closed(process: subprocess.Popen[Any]) -> int:
 def encoded_result(result: Result) -> str:
     """A result as one line."""
     finished = [
-        (one.row.to_dict(), [vars(t) for t in one.tokens], [vars(b) for b in one.bounds])
+        (
+            one.row.to_dict(),
+            [vars(t) for t in one.tokens],
+            [vars(b) for b in one.bounds],
+            one.radii,
+        )
         for one in result.finished
     ]
     return json.dumps([*result[:3], finished], ensure_ascii=True)
@@ -330,11 +336,14 @@ def decoded_result(line: str | bytes) -> Result:
     return Result(job, model, about, [_finished(*one) for one in finished])
 
 
-def _finished(row: Mapping[str, Any], tokens: Sequence[Any], bounds: Sequence[Any]) -> Finished:
+def _finished(
+    row: Mapping[str, Any], tokens: Sequence[Any], bounds: Sequence[Any], radii: Sequence[Any]
+) -> Finished:
     return Finished(
         Measurement(**row),
         tuple(TokenShare(**one) for one in tokens),
         tuple(Bound(**one) for one in bounds),
+        radii=tuple((key, content) for key, content in radii),
     )
 
 
@@ -393,7 +402,7 @@ def _work(start: dict[str, Any], lines: queue.SimpleQueue[bytes], say: _Voice) -
     import torch
 
     torch.set_num_threads(start["threads"])
-    session = Session(spec_of(start["spec"]), start["sources"])
+    session = Decisions(spec_of(start["spec"]), start["sources"])
     while True:
         jobs, shape = decoded_jobs(lines.get())
         for job in jobs:

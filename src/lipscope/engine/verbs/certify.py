@@ -9,14 +9,21 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from lipscope.attacks import attack_in_ball
-from lipscope.attention import Attention, Map
-from lipscope.certificates import BallCertificate, HeadCertificate, certify_ball
-from lipscope.engine.checks import argument, flag, is_number, one_of, whole_number, word
+from lipscope.attention import Attention
+from lipscope.certificates import (
+    BallCertificate,
+    HeadCertificate,
+    certify_ball,
+    certify_map,
+)
+from lipscope.engine.checks import argument, flag, is_number, one_of, whole_number
 from lipscope.engine.plan import check_one_input
 from lipscope.engine.ready_model import AnyModel
 from lipscope.engine.runs import AnyData, AnyFolder, LocalRun, Progress, of_one_input
+from lipscope.engine.session import MapAtInput
 from lipscope.engine.spec import OF_QUESTION, Options, Verb
 from lipscope.errors import InputError, shown
+from lipscope.models import Chain, MapName, eval_mode, read_map
 from lipscope.records import Bound, Finished, Measurement, stable_id
 from lipscope.theorems import (
     DERIVED,
@@ -32,6 +39,8 @@ from lipscope.theorems import (
 _SHARP = ("row_gram", "row_gram_joint")
 _VERB = Verb("certify", [one for one in OF_QUESTION if one != "per_head"], "float64")
 _MOST_POINTS = 100_000
+_USUAL, _OF_NETWORKS = "attention", ("residual", "block", "stack", "model")
+_OF_ATTENTION = (_USUAL, "heads")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -40,9 +49,9 @@ class CertifiedBall(BallCertificate):
 
     Attributes:
         model: Name of the model.
-        layer: Index of the layer.
+        layer: Index of the layer; None for the map ``model``.
         head: The query head, or None for all.
-        map: ``attention`` or ``heads``.
+        map: ``attention``, ``heads``, ``residual``, ``block``, ``stack`` or ``model``.
         num_tokens: Number of tokens of the input.
         largest_ratio: Largest ``‖f(X') - f(X)‖ / ‖X' - X‖`` that the attack found in the ball;
             None if there was none.
@@ -52,9 +61,9 @@ class CertifiedBall(BallCertificate):
     """
 
     model: str
-    layer: int
+    layer: int | None
     head: int | None
-    map: Map
+    map: MapName
     num_tokens: int
     largest_ratio: float | None = None
     largest_sigma: float | None = None
@@ -81,7 +90,7 @@ def certify(
     length: int | None = None,
     ball: BallName = "token",
     head: int | None = None,
-    steps: int = 4,
+    steps: int | None = None,
     sharp: bool | None = None,
     random: int | None = None,
     ascents: int | None = None,
@@ -92,9 +101,10 @@ def certify(
     """``L`` with ``‖f(X') - f(X)‖ <= L ‖X' - X‖`` for every X' in a ball around the input.
 
     Holds for dot-product attention with any mask, biases, grouped heads and rotary
-    embedding whose weights are read in closed form; deterministic, up to float64 rounding. Proof:
+    embedding whose weights are read in closed form, and for residual sums, blocks and models that
+    `read_map` takes apart; deterministic, up to float64 rounding. Proof:
     ``docs/theory/ball-certificate.md``. Twelve heads at 64 tokens take eight seconds, and some
-    40 with ``sharp``.
+    40 with ``sharp``; larger maps take time like the cube of tokens times width, and 4 GB at most.
 
     Args:
         model: As for `measure`; an `Attention` layer with its input as ``data``.
@@ -105,7 +115,8 @@ def certify(
         length: Number of tokens of the text window; 64 if None.
         ball: ``token``: every token moves by at most ``eps``; ``frobenius``: all together.
         head: One query head alone, or None for all.
-        steps: Radii of the mean that the certificate takes; the cost grows with it.
+        steps: Radii of the mean that the certificate of attention takes, 4 if None; the cost grows
+            with it.
         sharp: Also use the row-Gram certificate at X; if None, where that is expected to take up
             to 5 seconds, else the note says how long.
         random: Random points of an attack on the certificate in its ball; if both are None, there
@@ -115,8 +126,9 @@ def certify(
             one input may stand in it.
         progress: True for a line on standard error, or called as ``progress(done, total, row)``,
             at the start, and when sigma at X is known.
-        **options: Those of `measure` about the input and the solver; the map is ``attention`` or
-            ``heads``, and ``dtype`` float64.
+        **options: Those of `measure` about the input and the solver; the map is ``attention``,
+            ``heads``, ``residual``, ``block``, ``stack`` or ``model``, and ``dtype`` float64.
+            ``head``, ``steps`` and ``sharp`` go with the first two.
 
     Raises:
         InputError: For every request that cannot be answered as asked, or if there is no
@@ -130,17 +142,20 @@ def certify(
     1.0
     """
     _check_eps(eps)
-    steps = argument(whole_number(1, 1000), "steps", steps)
+    map: MapName = argument(
+        one_of(*_OF_ATTENTION, *_OF_NETWORKS), "map", options.get("map", _USUAL)
+    )
+    of_layer = {"head": head, "steps": steps, "sharp": sharp}
+    if map in _OF_NETWORKS and (wrong := [n for n, v in of_layer.items() if v is not None]):
+        raise InputError(
+            f"`{wrong[0]}` goes with the maps {' and '.join(_OF_ATTENTION)}. Found `map = {map}`; "
+            "leave it out."
+        )
+    steps = argument(whole_number(1, 1000), "steps", 4 if steps is None else steps)
     sharp = None if sharp is None else argument(flag, "sharp", sharp)
     ball = argument(one_of("token", "frobenius"), "ball", ball)
     head = None if head is None else argument(whole_number(0, 10_000), "head", head)
     asked = dict(options) | {"per_head": head is not None}
-    map = argument(word, "map", options.get("map", "attention"))
-    if map not in ("attention", "heads"):
-        raise InputError(
-            "`map` should be attention or heads, the maps that certificates are for. Found "
-            f"`{shown(map)}`."
-        )
     attempts = {
         name: argument(whole_number(0, _MOST_POINTS), name, 0 if count is None else count)
         for name, count in (("random", random), ("ascents", ascents))
@@ -156,32 +171,26 @@ def certify(
 
         def find() -> dict[str, Any]:
             at = run.at(run.jobs[0])
-            own, x = at.attention, at.x
-            if head is not None and not 0 <= head < own.num_heads:
-                raise InputError(
-                    f"`head` should be between 0 and {own.num_heads - 1}. Found `head = {head}`."
-                )
+            of: Any = _layer_of(at, head) if map in _OF_ATTENTION else _chain_of(run, map)
             rows = run.rows(progress, keep=False)
             row = rows[head or 0]
             if row.sigma is None or row.upper is None:
                 raise InputError(f"No certificate: {row.error or row.note}.")
-            sigma = row.sigma, row.upper
-            seconds = sharp_seconds(own, x, map, head)
-            sharply = seconds <= PATIENCE if sharp is None else sharp
-            ball_at = {"eps": eps, "map": map}
-            found = certify_ball(own, x, sigma=sigma, **ball_at, **how | {"sharp": sharply})
-            if sharp is None and not sharply:
-                left = f"the row-Gram certificate is left out: {how_long(seconds)}"
-                found = replace(found, note="; ".join(filter(None, [left, found.note])))
+            sigma, x = (row.sigma, row.upper), at.x.double()
+            if map in _OF_NETWORKS:
+                found = certify_map(of, x, eps=eps, ball=ball, sigma=sigma)
+            else:
+                found = _of_layer(of, x, map, sigma, eps=eps, **how)
             if run.folder is not None:
                 mine = tuple(one for one in rows.tokens if one.id == row.id)
                 run.keep([Finished(row, mine, tuple(as_bounds(found, row)))])
-            said = asdict(found) | {"model": run.model.name, "layer": layer, "map": map}
+            said = asdict(found) | {"model": run.model.name, "layer": row.layer, "map": map}
             said |= {"head": head, "num_tokens": len(x)}
             if file is None:
                 return said
-            kind: Any = {**ball_at, "ball": ball, "head": head, "seed": row.seed, **attempts}
-            tried = attack_in_ball(own, x, **kind)
+            kind: Any = {"eps": eps, "ball": ball, "seed": row.seed, **attempts}
+            kind |= {"head": head, "map": map} if map in _OF_ATTENTION else {}
+            tried = attack_in_ball(of, x, **kind)
             run.save(file, {"x": x, "worst": tried.worst})
             said |= {"largest_ratio": tried.ratio, "largest_sigma": tried.sigma}
             return said | {"attempts": tried.attempts}
@@ -190,6 +199,49 @@ def certify(
     held.pop("sha256", None)
     heads = tuple(HeadCertificate(**one) for one in held.pop("heads"))
     return CertifiedBall(heads=heads, file=file, **held)
+
+
+def _layer_of(at: MapAtInput, head: int | None) -> Attention:
+    """The attention layer, which has this head."""
+    own = at.attention
+    if head is not None and not 0 <= head < own.num_heads:
+        raise InputError(
+            f"`head` should be between 0 and {own.num_heads - 1}. Found `head = {head}`."
+        )
+    return own
+
+
+def _chain_of(run: LocalRun, map: MapName) -> Chain:
+    """The parts of a larger map, held against the map itself."""
+    at, job = run.at(run.jobs[0]), run.jobs[0]
+    module = run.model.in_memory(f"A certificate of the map `{map}`").model
+    with eval_mode(module):
+        how: Any = {"layer": job.layer or 0, "map": map, "modules": run.spec.modules}
+        chain, x = read_map(module, at.item.arguments, **how)
+    if x.shape != at.x.shape:
+        raise InputError(
+            f"The map `{map}` should be of tokens that all move. Found padding; leave it out."
+        )
+    return chain
+
+
+def _of_layer(
+    own: Attention,
+    x: Tensor,
+    map: MapName,
+    sigma: tuple[float, float],
+    *,
+    sharp: bool | None,
+    **how: Any,
+) -> BallCertificate:
+    """The certificate of one attention layer, as sharp as is asked for or quick."""
+    seconds = sharp_seconds(own, x, map, how["head"])
+    sharply = seconds <= PATIENCE if sharp is None else sharp
+    found = certify_ball(own, x, sigma=sigma, map=map, sharp=sharply, **how)
+    if sharp is not None or sharply:
+        return found
+    left = f"the row-Gram certificate is left out: {how_long(seconds)}"
+    return replace(found, note="; ".join(filter(None, [left, found.note])))
 
 
 def _check_eps(eps: float | Tensor) -> None:

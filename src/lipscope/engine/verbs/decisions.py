@@ -17,6 +17,7 @@ from lipscope.engine.model_decision import (
     decides_by,
     decision_at,
     decision_of_layer,
+    radius_key,
     whole_input,
 )
 from lipscope.engine.plan import check_one_input
@@ -33,7 +34,7 @@ from lipscope.engine.runs import (
 from lipscope.engine.spec import OF_QUESTION, Options, Verb
 from lipscope.errors import InputError, shown
 from lipscope.models import Pooled
-from lipscope.records import RADII, Finished, stable_id
+from lipscope.records import RADII, Finished
 
 _VERB = Verb("certify_decision", OF_QUESTION, "float64")
 _LOADING = ("tokenizer", "revision", "seed", "allow_pickle")
@@ -106,7 +107,7 @@ def certify_decision(
     with LocalRun(model, data, asked, _VERB, more={"maps": (maps,)}, out=out, asked=said) as run:
         check_one_input(run.jobs)
         about: dict[str, Any] = {"between": between, "pool": pool, "at_layer": at_layer}
-        about |= {"read_out": given and given.digests, "ball": ball}
+        about |= {"read_out": given and given.digests}
 
         def decide() -> ModelDecision:
             if map == "attention":
@@ -128,7 +129,7 @@ def certify_decision(
             rows = run.rows(keep=False) if run.folder is not None else None
             id, keys = None if rows is None else rows[0].id, []
             for done, group in enumerate(groups, 1):
-                keys.append(stable_id(about | {"id": id, "tokens": group}))
+                keys.append(radius_key(id, ball, group, **about))
                 if keys[-1] not in run.values(RADII):
                     found = decision.certified(ball, group)
                     run.keep_value(RADII, keys[-1], replace(found, id=id))
@@ -139,7 +140,8 @@ def certify_decision(
                 run.keep([Finished(rows[0], mine, bounds)])
             return {"keys": keys}
 
-        keys = run.once("decision", about | {"tokens": tokens and list(tokens)}, find)["keys"]
+        whole = about | {"ball": ball, "tokens": tokens and list(tokens)}
+        keys = run.once("decision", whole, find)["keys"]
         return tuple(_read(run.values(RADII)[key]) for key in keys)
 
 

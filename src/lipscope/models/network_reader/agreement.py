@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lipscope.errors import InputError
 from lipscope.linalg import start_named
-from lipscope.models.network import Network
 
 Scores = Callable[[Tensor], Tensor]
 
@@ -20,7 +19,7 @@ _MOVES = (1e-2, 1e-1, 1.0)  # of the stream, relative to its root mean square
 _MANY = 4  # classes whose gradients are compared
 
 
-def check_network(network: Network, scores: Scores, x: Float[Tensor, "n d"]) -> None:
+def check_network(network: Scores, scores: Scores, x: Float[Tensor, "n d"]) -> None:
     """Refuse a network that is not the function ``scores`` of the stream.
 
     Compared to 1e-6, at ``x`` and after random moves of three sizes: scores, gradients (of the
@@ -28,7 +27,7 @@ def check_network(network: Network, scores: Scores, x: Float[Tensor, "n d"]) -> 
     there, by differences along a random direction.
 
     Args:
-        network: The description.
+        network: The description, a `Network` or another function.
         scores: The module itself from the same stream, ``(n, d) -> (c,)``.
         x: The stream.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import regex
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from lipscope.errors import InputError
 from lipscope.models.tracing.calls import Stream, Streams, Trace
 from lipscope.models.tracing.map_endpoints import rerun
-from lipscope.models.tracing.maps import norm_before
+from lipscope.models.tracing.maps import WHOLE, build_map, norm_before
 from lipscope.models.tracing.recorder import (
     Node,
     Recorder,
@@ -23,7 +24,7 @@ from lipscope.models.tracing.recorder import (
     named_arguments,
     tensors_in,
 )
-from lipscope.models.tracing.sites import block_of, first_block_of, is_norm
+from lipscope.models.tracing.sites import AttentionCall, block_of, first_block_of, is_norm
 
 _SAME = 1e-9  # two tensors, relative to the largest entry: float64, after some hundred layers
 # What autograd may have seen between stream and scores, besides attention and norms. Analytic
@@ -46,22 +47,47 @@ def function_of(record: Trace) -> StreamFunction:
     block, norm = block_of(record.model, call.name), norm_before(record, call)
     first = None if block is None else record.firsts.get(first_block_of(block))
     if first is not None:
-        return StreamFunction(record, *first)
+        return _from_part(record, *first)
     if norm is not None:
         total = as_tokens(norm.x, call.token_axis) + call.end.output
         if any(same(total, as_tokens(one.value, call.token_axis)) for one in record.seen.sums):
             names = (next(iter(named_arguments(norm.module, (norm.x,), {}))),)
-            return StreamFunction(record, norm.module, Stream(names, norm.x, None))
-    return StreamFunction(record, call.module, Stream(call.hidden, call.kept[0], None))
+            return _from_part(record, norm.module, Stream(names, norm.x, None))
+    return _from_part(record, call.module, Stream(call.hidden, call.kept[0], None))
+
+
+def _from_part(record: Trace, part: nn.Module, stream: Stream) -> StreamFunction:
+    moved = Streams([stream], record.calls[0].token_axis)
+    return StreamFunction(
+        record, moved.x, rerun(record, {part: moved}, "", once=True), record.calls
+    )
+
+
+def function_of_map(record: Trace, layer: int, name: str) -> StreamFunction:
+    """The maps ``block``, ``stack`` and ``model``, which run modules again."""
+    built = build_map(record, None if name in WHOLE else layer, name)
+    calls = record.calls if name in WHOLE else record.calls[: layer + 1]
+    return StreamFunction(record, built.x, built, calls[-1:] if name == "block" else calls)
 
 
 class StreamFunction:
-    """A module as a function of the stream that one of its parts takes."""
+    """A module as a function of the stream that one of its parts takes.
 
-    def __init__(self, record: Trace, part: nn.Module, stream: Stream) -> None:
-        moved = Streams([stream], record.calls[0].token_axis)
-        self.record, self.x = record, moved.x.detach().clone()
-        self._function = rerun(record, {part: moved}, "", once=True)
+    Attributes:
+        record: The pass that it was found in.
+        x: The stream.
+        calls: Its attention layers, in the order in which they are called.
+    """
+
+    def __init__(
+        self,
+        record: Trace,
+        x: Tensor,
+        function: Callable[[Tensor], Tensor],
+        calls: Sequence[AttentionCall],
+    ) -> None:
+        self.record, self.x, self.calls = record, x.detach().clone(), calls
+        self._function = function
 
     def __call__(self, x: Float[Tensor, "n d"]) -> Tensor:
         """What it returns: a row, or one for every token."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +13,22 @@ from torch import Tensor, nn
 
 from lipscope.attention import Attention, DotProduct
 from lipscope.errors import InputError
-from lipscope.models.network import Branch, Network
+from lipscope.linalg import start_named
+from lipscope.models.network import Branch, Chain, Network, Norm
 from lipscope.models.network_reader.agreement import check_network
-from lipscope.models.network_reader.forward_pass import function_of
-from lipscope.models.network_reader.search import Pooled, Search, share_of
+from lipscope.models.network_reader.forward_pass import function_of, function_of_map
+from lipscope.models.network_reader.parts import read_norm
+from lipscope.models.network_reader.search import MapSearch, Pooled, Search, layer_of, share_of
+from lipscope.models.tracing.calls import Trace
+from lipscope.models.tracing.map_endpoints import LayerMap
+from lipscope.models.tracing.maps import MapName, build_map
 from lipscope.models.tracing.prepare import implementation_for, prepared
 from lipscope.models.tracing.recorder import Inputs, to_device
-from lipscope.models.tracing.sites import attention_sites
+from lipscope.models.tracing.sites import AttentionCall, attention_sites
 from lipscope.models.tracing.trace import trace
 
 _CPU = torch.device("cpu")
+_MIXED = 8  # combinations of a map's outputs that are compared
 
 
 def read_network(
@@ -69,25 +76,13 @@ def read_network(
     >>> len(network.branches), tuple(network(x).shape)
     (4, (3,))
     """
-    given = to_device(inputs, _CPU, torch.float64)
     own_head = None if head is None else _head(head, bias)
-    with ExitStack() as stack:
-        own, _ = stack.enter_context(
-            prepared(
-                model,
-                dtype=torch.float64,
-                device=_CPU,
-                implementation=implementation_for(model, closed=True),
-            )
-        )
-        record = trace(
-            own, given, _sites(own, modules), norms=True, blocks=True, dtype=torch.float64
-        )
+    with _traced(model, inputs, modules) as record:
         found = Search(function_of(record), own_head, pool).found()
         count = len(found.network.bias)
         if names and len(names) != count:
             raise InputError(f"`names` should name {count} classes. Found {len(names)}.")
-        network = replace(found.network, names=names or _class_names(own, count))
+        network = replace(found.network, names=names or _class_names(record.model, count))
         check_network(network, found.scores, found.x)
     if not 0 <= at_layer < len(found.starts):
         raise InputError(
@@ -96,9 +91,105 @@ def read_network(
         )
     x, start = found.x, found.starts[at_layer] if at_layer else 0
     with torch.no_grad():
-        for branch in network.branches[:start]:
-            x = branch(x)
+        x = Chain(network.branches[:start])(x)
     return replace(network, branches=network.branches[start:]), x
+
+
+def read_map(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    layer: int = 0,
+    map: MapName = "block",
+    modules: str | None = None,
+) -> tuple[Chain, Float[Tensor, "n d"]]:
+    """The branches that a map is at an input, and the stream that enters them, in float64.
+
+    Holds as `read_network` does, for the maps ``attention``, ``residual``, ``block``, ``stack`` and
+    ``model``; held against the map itself in random combinations of its outputs.
+
+    Args:
+        model: A module.
+        inputs: Its arguments, of one sample: by name, or a tuple.
+        layer: The attention layer, of no account for ``model``.
+        map: The map.
+        modules: Which modules are attention, as for `attention_sites`.
+
+    Returns:
+        The branches, and their input ``(n, d)``.
+
+    Raises:
+        InputError: If the map holds anything else, by name, or disagrees with what was found.
+
+    >>> pair = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 3)
+    >>> found, x = read_map(nn.Sequential(*pair), (torch.randn(1, 5, 8),), map="residual")
+    >>> len(found.branches), tuple(x.shape)
+    (2, (5, 8))
+    """
+    with _traced(model, inputs, modules) as record:
+        if map in ("attention", "residual"):
+            built = build_map(record, layer, map)
+            branches, x, function = _around(built, record.calls[layer]), built.x.clone(), built
+        else:
+            function = function_of_map(record, layer, map)
+            branches, x = MapSearch(function).found().network.branches, function.x
+        chain = Chain(branches)
+        with torch.no_grad():
+            shape = function(x).shape
+        mixed = torch.randn(
+            _MIXED, shape.numel(), generator=start_named("map"), dtype=torch.float64
+        )
+        check_network(
+            lambda x: mixed @ chain(x).flatten(),
+            lambda x: mixed @ function(x).flatten(),
+            x,
+        )
+    return chain, x
+
+
+def _around(built: LayerMap, call: AttentionCall) -> tuple[Branch, ...]:
+    """An attention layer with the sum and the norms of its map, where there are any."""
+    layer, norms = layer_of(call), built.norms
+    if norms is None:
+        return (Branch(layer, skip=False),)
+    if norms.second is not None:
+        raise InputError(
+            "The map `residual` should add what attention gives as it is. Found a norm of it "
+            f"before the sum, `{type(norms.second).__name__}`; certify the map `attention`."
+        )
+    if norms.scale is not None:
+        scale, wide = norms.scale.detach().double(), layer.output
+        if wide is None:
+            wide = torch.eye(built.output.shape[1], dtype=torch.float64)
+        bias = None if layer.output_bias is None else scale * layer.output_bias
+        layer = layer.replace(output=scale.view(-1, 1) * wide, output_bias=bias)
+    found = (Branch(layer, None if norms.before is None else _norm(norms.before, built)),)
+    if norms.outer is not None:
+        found = (*found, Branch(None, _norm(norms.outer, built), skip=False))
+    return found
+
+
+def _norm(module: nn.Module, built: LayerMap) -> Norm:
+    found = read_norm(module, built.x.shape[1])
+    if found is None:
+        raise InputError(
+            f"The map `{built.map}` should have LayerNorm, RMSNorm or a norm without variance. "
+            f"Found `{type(module).__name__}`; certify the map `attention`."
+        )
+    return found
+
+
+@contextmanager
+def _traced(model: nn.Module, inputs: Inputs, modules: str | None) -> Iterator[Trace]:
+    """A pass of a copy in float64."""
+    with prepared(
+        model,
+        dtype=torch.float64,
+        device=_CPU,
+        implementation=implementation_for(model, closed=True),
+    ) as (own, _):
+        given, sites = to_device(inputs, _CPU, torch.float64), _sites(own, modules)
+        yield trace(own, given, sites, norms=True, blocks=True, dtype=torch.float64)
 
 
 def layer_network(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -75,11 +76,17 @@ class Found(NamedTuple):
 class Search:
     """A search for the parts of a module from one entry on; its state says how far it came."""
 
+    meant = (
+        "A network should be attention and token-wise networks in turn, each added to the stream "
+        "with a norm before or after, then a fixed pool and a linear head.",
+        "certify one layer, or describe the model as a `Network`",
+    )
+
     def __init__(
         self,
         function: StreamFunction,
-        head: tuple[Tensor, Tensor] | None,
-        pool: Pooled | None,
+        head: tuple[Tensor, Tensor] | None = None,
+        pool: Pooled | None = None,
     ) -> None:
         self.function, self.record = function, function.record
         self.head, self.pool = head, pool
@@ -92,7 +99,11 @@ class Search:
         self.norms = [c for c in view.calls if is_norm(c.module) and c.module not in view.sites]
         self.linears = [c for c in view.calls if is_linear(c.module)]
         times = {name: [c.time for c in view.calls if c.name == name] for name in view.paths}
-        self.times = [times[call.name][call.turn] for call in self.record.calls]
+        turns = Counter[str]()
+        self.times: list[int] = []
+        for call in function.calls:
+            self.times.append(times[call.name][turns[call.name]])
+            turns[call.name] += 1
         self.layers: dict[int, DotProduct] = {}
         self.read_norms: dict[nn.Module, Norm | None] = {}
         self.furthest = _State(self.function.x)
@@ -120,7 +131,7 @@ class Search:
         """Depth first; the sums and parts that the module forms leave little choice."""
         if (len(state.starts), state.time) > (len(self.furthest.starts), self.furthest.time):
             self.furthest = state
-        complete = len(state.starts) == len(self.record.calls)
+        complete = len(state.starts) == len(self.times)
         found = self._ended(state) if complete else None
         following = () if found is not None else self._next(state, complete)
         return found or next(filter(None, map(self._follow, following)), None)
@@ -160,8 +171,8 @@ class Search:
     # --- attention and token-wise networks
 
     def _parts(self, y: Tensor, time: int, done: int) -> Iterator[_Part]:
-        if done < len(self.record.calls) and self.times[done] > time:
-            call = self.record.calls[done]
+        if done < len(self.times) and self.times[done] > time:
+            call = self.function.calls[done]
             if same(y, call.x):
                 yield _Part(self._layer(done), call.end.output, self.times[done])
         inner = list(self._inner(y, time))
@@ -175,26 +186,8 @@ class Search:
                             yield self._feed(name, one, two, last)
 
     def _layer(self, index: int) -> DotProduct:
-        """An attention layer at its input, which gives what the module gave."""
         if index not in self.layers:
-            call = self.record.calls[index]
-            own = isinstance(call.module, Attention)
-            layer = call.module if own else closed_form(call)
-            if not isinstance(layer, DotProduct):
-                why = why_run(call.module) if layer is None else f"it is `{type(layer).__name__}`"
-                raise InputError(
-                    f"A network should be of dot-product attention. Found `{call.name}`: {why}; "
-                    "measure it instead."
-                )
-            layer = layer.in_double()
-            with torch.no_grad():
-                agrees = same(layer(call.x), call.end.output)
-            if not agrees:
-                raise InputError(
-                    f"`{call.name}` should be what its family computes, for every token. Found "
-                    "another output; leave out padding, which may read no token."
-                )
-            self.layers[index] = layer
+            self.layers[index] = layer_of(self.function.calls[index])
         return self.layers[index]
 
     def _taking(self, x: Tensor, time: int) -> list[ModuleCall]:
@@ -342,13 +335,53 @@ class Search:
         said = list(dict.fromkeys(f"`{c.name}` ({type(c.module).__name__})" for c in takers))
         found = ", ".join(said[:4]) if said else "a function that is no module of its own"
         count = len(at.starts)
+        what, instead = self.meant
         return InputError(
-            "A network should be attention and token-wise networks in turn, each added to the "
-            "stream with a norm before or after, then a fixed pool and a linear head. Found "
-            f"otherwise after {count} attention layer{'' if count == 1 else 's'} and "
-            f"{len(at.branches) + len(at.tail)} parts: the stream there goes to {found}; certify "
-            "one layer, or describe the model as a `Network`."
+            f"{what} Found otherwise after {count} attention layer{'' if count == 1 else 's'} and "
+            f"{len(at.branches) + len(at.tail)} parts: the stream there goes to {found}; {instead}."
         )
+
+
+class MapSearch(Search):
+    """The same search where all tokens come out, and nothing is pooled or scored."""
+
+    meant = (
+        "A map should be attention and token-wise networks in turn, each added to the stream with "
+        "a norm before or after.",
+        "certify the map `attention`",
+    )
+
+    def _shares(self) -> Iterator[Tensor]:
+        return iter(())
+
+    def _ended(self, state: _State) -> Found | None:
+        if not same(state.v, self.view.output):
+            return None
+        eye = torch.eye(0, state.v.shape[1], dtype=torch.float64)
+        share = state.v.new_zeros(len(state.v))
+        network = Network(state.branches, share, eye, eye.new_zeros(0))
+        return Found(network, state.starts, self.function.x, self.function)
+
+
+def layer_of(call: AttentionCall) -> DotProduct:
+    """An attention layer at its input in float64, which gives what the module gave."""
+    own = isinstance(call.module, Attention)
+    layer = call.module if own else closed_form(call)
+    if not isinstance(layer, DotProduct):
+        why = why_run(call.module) if layer is None else f"it is `{type(layer).__name__}`"
+        raise InputError(
+            f"A network should be of dot-product attention. Found `{call.name}`: {why}; "
+            "measure it instead."
+        )
+    layer = layer.in_double()
+    with torch.no_grad():
+        agrees = same(layer(call.x), call.end.output)
+    if not agrees:
+        raise InputError(
+            f"`{call.name}` should be what its family computes, for every token. Found "
+            "another output; leave out padding, which may read no token."
+        )
+    return layer
 
 
 def _is_causal(layer: DotProduct, call: AttentionCall) -> bool:

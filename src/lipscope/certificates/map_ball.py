@@ -1,0 +1,293 @@
+"""How far what comes out of attention and token-wise branches can move over a ball.
+
+``f(X + E) - f(X) = (M + R) E``: ``M`` is exact but for what activations leave open, and the norm of
+``R`` is bounded. Derived here; proof: ``docs/theory/ball-certificate.md``, section 9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipscope.attention import DotProduct
+from lipscope.certificates.attention_ball import AttentionAt, AttentionBall
+from lipscope.certificates.balls import (
+    BallCertificate,
+    certificate_of,
+    check_ball,
+    in_double,
+    refusal,
+    sigma_of,
+)
+from lipscope.certificates.expansion import rest
+from lipscope.certificates.forms import OutOfReachError, ellipsoid, norm_above, young
+from lipscope.certificates.segment import Point, Reads, TokenBranch
+from lipscope.errors import InputError
+from lipscope.models import Branch, Chain
+from lipscope.theorems import (
+    AskedLayer,
+    Ball,
+    BallName,
+    HeadAt,
+    NotApplicableError,
+    per_token,
+    tokens_in_double,
+)
+
+_MOST = 4 * 2**30  # bytes that a certificate may take
+_MATRICES = 6  # of all coordinates by all that are held at a time
+_ROUNDING = 1e-12  # of products of matrices, relative to the product of their norms
+_SLACK = 1e-9  # of the sum, with room
+_DENSE = 512  # coordinates up to which attention's second derivatives are formed
+_THIN = 1e-9  # least axes of an ellipsoid
+_COLUMNS = 256  # of a layer's Jacobian that are made at a time
+_SPECTRUM = 3072  # largest matrix whose eigenvalues are found; a factor bounds those of others
+
+
+class BallReads(Reads):
+    """How far read-outs of a point move in a ball of tokens, or in that of all together."""
+
+    def __init__(self, radii: Float[Tensor, " m"], ball: BallName) -> None:
+        self.ball_name, self.radii = ball, radii
+        size = radii.amax() if ball == "frobenius" else radii.norm()
+        super().__init__(None, float(size))
+
+    def of(self, at: Point, reads: Float[Tensor, "n k d"]) -> Float[Tensor, "n k"]:
+        """``>= |<p_ik, v_i - v_0i>|``."""
+        found = torch.stack([
+            self._sizes(one @ j) for one, j in zip(reads, at.jacobian, strict=True)
+        ])  # fmt: skip
+        return found + reads.norm(dim=-1) * at.rest[:, None]
+
+    def _sizes(self, rows: Float[Tensor, "k p"]) -> Float[Tensor, " k"]:
+        if self.ball_name == "frobenius":
+            return rows.norm(dim=-1) * self.r
+        return rows.unflatten(1, (len(self.radii), -1)).norm(dim=-1) @ self.radii
+
+    def radius_of(self, at: Point, m: Tensor | None) -> Float[Tensor, " n"]:
+        """``>= |M_i (v_i - v_0i)|``."""
+        j = at.jacobian if m is None else m @ at.jacobian
+        moved = norm_above(j) * self.r
+        if self.ball_name == "token":
+            blocks = (one.unflatten(1, (len(self.radii), -1)).movedim(1, 0) for one in j)
+            each = torch.stack([norm_above(one) @ self.radii for one in blocks])
+            moved = torch.minimum(moved, each)
+        return moved + (at.rest if m is None else norm_above(m) * at.rest)
+
+
+@dataclass(frozen=True, eq=False)
+class Reach:
+    """A point on the way through a map: its linear part ``M``, and what that leaves out.
+
+    Attributes:
+        point: The value at the centre, ``M``, and how far every token can be beyond it.
+        size: ``>= ‖M‖``.
+        left: ``>= |v' - v_0 - M E| / |E|`` for every ``E`` of the ball, and ``>= ‖dv / dE - M‖``
+            all over it.
+    """
+
+    point: Point
+    size: Tensor
+    left: tuple[Tensor, Tensor]
+
+    def bent(self, errors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """What token-wise maps lose that are within ``errors`` of their slopes, ``(n,)`` each."""
+        own = norm_above(self.point.jacobian)
+        near, anywhere = (
+            torch.minimum((error * own).norm(), error.max() * self.size) + error.max() * left
+            for error, left in zip(errors, self.left, strict=True)
+        )
+        return near, anywhere
+
+
+def _tokenwise(branch: Branch, at: Reach, reads: BallReads) -> Reach:
+    """Behind a norm, a token-wise network, or both."""
+    one = TokenBranch(branch, at.point, reads)
+    errors, wide, hidden = _norm_errors(one), one.slope, norm_above(one.slope)
+    if one.units is not None:
+        y = at.point.value if one.norm is None else one.norm.value
+        mid, half = one.units.secants(one.units.arguments(y), one.low, one.high)
+        m, into = one.units.through(mid), one.units.into.expand(len(y), -1, -1)
+        wide = m @ one.slope
+        # tangents have a wider range of slopes than secants from the centre
+        least, most = one.units.tangents(one.low, one.high)
+        halves = half, torch.maximum(most - mid, mid - least)
+        errors = [
+            one.units.apart(wider, into @ one.slope)
+            + (norm_above(m) + one.units.apart(wider, into)) * bent
+            for wider, bent in zip(halves, errors, strict=True)
+        ]
+        hidden = hidden * norm_above(one.units.out) * norm_above(one.units.into)
+        hidden = hidden * mid.abs().amax(-1)
+    if branch.skip:
+        wide = wide + torch.eye(wide.shape[-1], dtype=wide.dtype)
+    rounding = _ROUNDING * (1 + hidden.max()) * at.size
+    kept, lost = norm_above(wide), at.bent(errors)
+    near, anywhere = (
+        kept.max() * left + new + rounding for left, new in zip(at.left, lost, strict=True)
+    )
+    beyond = kept * at.point.rest + errors[0] * one.radius
+    point = replace(one.point, rest=torch.minimum(one.point.rest, beyond))
+    return Reach(point, norm_above(point.jacobian.flatten(0, 1)), (near, anywhere))
+
+
+def _norm_errors(one: TokenBranch) -> list[Tensor]:
+    """``>= ‖S_i - D_i‖`` of secants of the norm from the centre, and of its slopes anywhere."""
+    if one.norm is None:
+        return [torch.zeros_like(one.radius)] * 2
+    change = one.norm.slope_change(one.center, one.radius)
+    return [change, one.norm.largest_slope_change(one.radius)]
+
+
+def _mixed(branch: Branch, at: Reach, reads: BallReads) -> Reach:
+    """Behind attention, with the norm in front of it and the sum, if there are any."""
+    part = branch.part
+    assert isinstance(part, DotProduct)
+    layer, v = in_double(part, None), at.point.value
+    n, d = v.shape
+    y, inner, size, bent = v, at.point, at.size, (torch.zeros_like(at.size),) * 2
+    left = at.left
+    if branch.norm is not None:
+        one = TokenBranch(Branch(None, branch.norm, skip=False), at.point, reads)
+        y, inner = one.point.value, one.point
+        size, bent = norm_above(inner.jacobian.flatten(0, 1)), at.bent(_norm_errors(one))
+        most = norm_above(one.slope).max()
+        left = most * at.left[0] + bent[0], most * at.left[1] + bent[1]
+    slope = _dense(layer, y)
+    through, whole = slope, norm_above(slope)
+    if branch.norm is not None:
+        blocks = slope.unflatten(1, (n, d)).movedim(1, 0) @ one.slope
+        through = blocks.movedim(0, 1).flatten(1)
+    if branch.skip:
+        through = through + torch.eye(len(through), dtype=v.dtype)
+    radii = reads.radius(inner)
+    if reads.ball_name == "frobenius":
+        radii = torch.full_like(radii, float((size + left[0]) * reads.r))
+    kept, rounding = norm_above(through), _ROUNDING * (1 + whole) * (size + at.size)
+    moved = [
+        change * (size + now)
+        for change, now in zip(_changes(layer, y, radii, reads.ball_name), left, strict=True)
+    ]
+    if y.numel() <= _DENSE:
+        sharper = _changes_along(layer, y, inner.jacobian, max(left), reads.r)
+        moved = [torch.minimum(*pair) for pair in zip(moved, sharper, strict=True)]
+    # what the norm leaves out goes through attention alone
+    near, anywhere = (
+        kept * before + whole * own + change + rounding
+        for before, own, change in zip(at.left, bent, moved, strict=True)
+    )
+    jacobian = (through @ at.point.jacobian.flatten(0, 1)).unflatten(0, (n, -1))
+    value = layer(y) + (v if branch.skip else 0.0)
+    lin = value.new_zeros(n, value.shape[1], 0)
+    point = Point(value, jacobian, lin, (near * reads.r).expand(n))
+    return Reach(point, norm_above(jacobian.flatten(0, 1)), (near, anywhere))
+
+
+def _dense(layer: DotProduct, y: Float[Tensor, "n d"]) -> Float[Tensor, "nd nd"]:
+    """A layer's Jacobian."""
+    operator, eye = layer.linearise(y), torch.eye(y.numel(), dtype=y.dtype)
+    columns = [operator.matvec(some.view(-1, *y.shape)).flatten(1) for some in eye.split(_COLUMNS)]
+    return torch.cat(columns).T
+
+
+def _changes(
+    layer: DotProduct, y: Float[Tensor, "n d"], radii: Float[Tensor, " n"], ball: BallName
+) -> tuple[float, float]:
+    """``>= |f(y') - f(y) - J (y' - y)| / |y' - y|`` in a ball, and ``>= ‖J(y') - J‖``."""
+    asked = AskedLayer(layer, "attention", x=y)
+    hidden = asked.together.slack
+    near, _ = rest([HeadAt(head, y) for head in asked.bare], layer.output, radii, ball)
+    eps = float(radii[0]) if ball == "frobenius" else radii
+    each = torch.tensor([Ball(HeadAt(head, y), eps, ball).change for head in asked.heads]).double()
+    whole = each.sum() if asked.projected else each.norm()
+    return near + hidden, float(whole) + hidden
+
+
+def _changes_along(
+    layer: DotProduct, y: Float[Tensor, "n d"], m: Float[Tensor, "n d p"], left: Tensor, r: float
+) -> tuple[Tensor, Tensor]:
+    """The same of ``y' - y = (M + R) E`` with ``|R| <= left``, by ``|E|``, in its ellipsoid."""
+    flat = m.flatten(0, 1)
+    w = young(float(norm_above(flat)), float(left) + _THIN)
+    share = (left + _THIN).square() / w[1] * torch.eye(len(flat), dtype=y.dtype)
+    t = ellipsoid(flat @ flat.T / w[0] + share).unflatten(0, y.shape)
+    whole = Reads(AttentionBall(AttentionAt(layer, y, t, torch.arange(len(y))), r), r).whole
+    return whole.mean(), whole[-1]
+
+
+def certify_map(
+    chain: Chain,
+    x: Float[Tensor, "n d"],
+    *,
+    eps: float | Tensor,
+    ball: BallName = "token",
+    sigma: tuple[float, float] | None = None,
+) -> BallCertificate:
+    """``L(eps)`` with ``‖f(X') - f(X)‖ <= L ‖X' - X‖`` in the ball, of branches after each other.
+
+    ``L = ‖M‖ + sup ‖R‖``: ``M`` is the product of the parts' slopes at the centre (the middle of
+    what they can be, for activations), ``R`` what is left: of attention as `certify_ball` bounds
+    it, of norms by their angle, of activations by the range of their arguments.
+
+    Holds for dot-product attention with any mask, biases, grouped heads and rotary embedding, for
+    LayerNorm, RMSNorm and token-wise networks with ReLU, GELU, SiLU or tanh; up to float64
+    rounding. Tends to sigma as ``eps`` tends to 0, but where an argument of a ReLU is 0. Memory
+    grows like ``(n d)²``, time like ``(n d)³``, both linearly in depth.
+
+    Args:
+        chain: The parts, as `read_map` finds them.
+        x: Centre of the ball.
+        eps: Radius; one per token if wanted (ball ``token``), where tokens with 0 stay.
+        ball: ``token``: every token moves by at most ``eps``; ``frobenius``: all together.
+        sigma: Sigma at X, from below and from above, if it was measured; measured here if None.
+
+    Raises:
+        InputError: For what does not fit, where 4 GB would not do, or where nothing is proved.
+
+    Source: derived here; ``docs/theory/ball-certificate.md``, section 9.
+
+    >>> from lipscope import DotProduct
+    >>> layer = DotProduct(torch.eye(2), torch.eye(2), torch.eye(2))
+    >>> mean_added = Chain((Branch(layer),))
+    >>> found = certify_map(mean_added, torch.zeros(3, 2), eps=1e-9)
+    >>> round(found.value, 6), round(found.sigma_bound, 6)
+    (2.0, 2.0)
+    """
+    check_ball(ball)
+    x = tokens_in_double(x, x.shape[-1])
+    radii = per_token(eps, len(x), ball)
+    needed = 8 * _MATRICES * x.numel() ** 2
+    if needed > _MOST:
+        raise InputError(
+            f"A certificate of whole blocks should need at most 4 GB. Found about "
+            f"{needed / 2**30:.0f} for {x.numel()} coordinates; choose a shorter text, or certify "
+            "the map `attention`."
+        )
+    moves = radii > 0
+    reads = BallReads(radii[moves], ball)
+    eye = torch.eye(x.numel(), dtype=x.dtype)[:, moves.repeat_interleave(x.shape[1])]
+    start = Point(x, eye.unflatten(0, x.shape), x.new_zeros(*x.shape, 0), x.new_zeros(len(x)))
+    at = Reach(start, x.new_ones(()), (x.new_zeros(()),) * 2)
+    try:
+        for branch in chain.branches:
+            step = _mixed if isinstance(branch.part, DotProduct) else _tokenwise
+            at = step(branch, at, reads)
+    except NotApplicableError as error:
+        raise refusal(error) from error
+    except (OutOfReachError, OverflowError):
+        raise InputError(
+            "No certificate: within `eps` the input of a norm could vanish, or a bound overflows; "
+            "choose a smaller `eps`."
+        ) from None
+    size = at.size
+    if min(at.point.jacobian.flatten(0, 1).shape) <= _SPECTRUM:
+        size = norm_above(at.point.jacobian.flatten(0, 1)[None])[0]
+    value, anywhere = (float(size + left) * (1 + _SLACK) for left in at.left)
+    if sigma is None:
+        top = sigma_of(chain, x, None)
+        sigma = top.sigma, top.upper
+    return certificate_of(x, radii, ball, value, anywhere, "slopes", sigma)
