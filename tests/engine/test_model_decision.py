@@ -146,3 +146,40 @@ def test_the_next_token_has_the_name_of_its_word() -> None:
     decision = decoder.decision("The")
     assert decision.by == "the model's next token" and decision.words == ("T", "h", "e")
     assert decision.answer_name == decoder.tokenizer.convert_ids_to_tokens([decision.answer])[0]
+
+
+class Interrupting:
+    """A bar at which somebody presses Ctrl-C, once a radius is proved."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def update(self, *_: Any) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+        if "trying" in text and "certified 0," not in text:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("ball", ["joint", "token"])
+def test_an_interrupt_keeps_what_was_proved_and_the_next_run_goes_on(
+    tmp_path: Path, ball: Any
+) -> None:
+    model, batch = Tagger().double(), {"input_ids": IDS[:1]}
+    whole = ls.certify_decision(model, batch, ball=ball)
+    bar = Interrupting()
+    some = ls.certify_decision(model, batch, ball=ball, out=tmp_path, progress=bar.update)
+    assert some[-1].stopped and "interrupted" in (some[-1].note or "")
+    assert 0 < some[-1].radius <= whole[0].radius and len(some) == 1
+    assert any("looking for an attack" in text for text in bar.said)
+    (bound,) = ls.read_run(tmp_path).bound_values()
+    assert bound.value == some[0].radius and "interrupted" in bound.note
+    again = ls.certify_decision(model, batch, ball=ball, out=tmp_path)
+    assert len(again) == len(whole) and not any(one.stopped for one in again)
+    for one, other in zip(again, whole, strict=True):
+        assert one.radius >= other.radius / 1.03 and not one.violated
+    assert again[0].radius >= some[0].radius
+    third = ls.certify_decision(model, batch, ball=ball, out=tmp_path)
+    assert [one.radius for one in third] == [one.radius for one in again]

@@ -52,7 +52,8 @@ class BallReads(Reads):
     """How far read-outs of a point move in a ball of tokens, or in that of all together."""
 
     def __init__(self, radii: Float[Tensor, " m"], ball: BallName) -> None:
-        self.ball_name, self.radii = ball, radii
+        self.ball_name: BallName = ball
+        self.radii = radii
         size = radii.amax() if ball == "frobenius" else radii.norm()
         super().__init__(None, float(size))
 
@@ -149,18 +150,18 @@ def _mixed(branch: Branch, at: Reach, reads: BallReads) -> Reach:
     assert isinstance(part, DotProduct)
     layer, v = in_double(part, None), at.point.value
     n, d = v.shape
-    y, inner, size, bent = v, at.point, at.size, (torch.zeros_like(at.size),) * 2
-    left = at.left
+    y, inner, size, left = v, at.point, at.size, at.left
+    bent, front = (torch.zeros_like(size), torch.zeros_like(size)), None
     if branch.norm is not None:
         one = TokenBranch(Branch(None, branch.norm, skip=False), at.point, reads)
         y, inner = one.point.value, one.point
         size, bent = norm_above(inner.jacobian.flatten(0, 1)), at.bent(_norm_errors(one))
-        most = norm_above(one.slope).max()
+        front, most = one.slope, norm_above(one.slope).max()
         left = most * at.left[0] + bent[0], most * at.left[1] + bent[1]
     slope = _dense(layer, y)
     through, whole = slope, norm_above(slope)
-    if branch.norm is not None:
-        blocks = slope.unflatten(1, (n, d)).movedim(1, 0) @ one.slope
+    if front is not None:
+        blocks = slope.unflatten(1, (n, d)).movedim(1, 0) @ front
         through = blocks.movedim(0, 1).flatten(1)
     if branch.skip:
         through = through + torch.eye(len(through), dtype=v.dtype)
@@ -271,7 +272,7 @@ def certify_map(
     reads = BallReads(radii[moves], ball)
     eye = torch.eye(x.numel(), dtype=x.dtype)[:, moves.repeat_interleave(x.shape[1])]
     start = Point(x, eye.unflatten(0, x.shape), x.new_zeros(*x.shape, 0), x.new_zeros(len(x)))
-    at = Reach(start, x.new_ones(()), (x.new_zeros(()),) * 2)
+    at = Reach(start, x.new_ones(()), (x.new_zeros(()), x.new_zeros(())))
     try:
         for branch in chain.branches:
             step = _mixed if isinstance(branch.part, DotProduct) else _tokenwise

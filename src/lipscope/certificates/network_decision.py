@@ -68,6 +68,7 @@ class NetworkCertificate(Shown):
         attack: Size of the smallest move found that changes the decision; None if none was.
         seconds: How long it took.
         note: What to know, or None.
+        stopped: Whether it was interrupted: a larger radius may be provable.
     """
 
     decision: int
@@ -84,6 +85,7 @@ class NetworkCertificate(Shown):
     seconds: float
     bound: DecisionBound = "expansion"
     note: str | None = None
+    stopped: bool = False
 
 
 class _Question:
@@ -233,6 +235,7 @@ def certify_network(
     ball: DecisionBall = "joint",
     tokens: Bool[Tensor, " n"] | None = None,
     progress: Callable[[str], None] = lambda _: None,
+    before: NetworkCertificate | None = None,
 ) -> NetworkCertificate:
     """The largest radius found within which ``argmax`` of a network's scores provably stays.
 
@@ -251,9 +254,10 @@ def certify_network(
         ball: ``joint``, ``token`` or ``each``.
         tokens: Which tokens may move; all if None.
         progress: Called with a line now and then.
+        before: What was proved of the same question until it was interrupted.
 
     Returns:
-        The certificate.
+        The certificate; interrupted from the keyboard, with what is proved so far.
 
     Raises:
         InputError: For tokens that do not fit the ball, one class alone, attention whose scores are
@@ -274,7 +278,14 @@ def certify_network(
     check_memory(net, x.shape, int(tokens.sum()), ball)
     with _few_threads(x.numel()):
         asked = _Question(net, x.double(), ball, tokens)
-        radius, rival, attack, bound, note = _search(asked, progress)
+        found = _Found(0.0, None)
+        if before is not None:
+            found = _Found(before.radius, before.attack, bound=before.bound)
+        try:
+            _search(asked, progress, found)
+        except KeyboardInterrupt:
+            found.stopped, found.note = True, "interrupted: a larger radius may be provable"
+    rival = asked.others[0] if found.rival is None else found.rival
     return NetworkCertificate(
         decision=asked.label,
         decision_name=net.name(asked.label),
@@ -284,13 +295,31 @@ def certify_network(
         slope=float(asked.slopes[rival]),
         ball=ball,
         tokens=tuple(tokens.nonzero()[:, 0].tolist()),
-        radius=radius,
+        radius=found.radius,
         first_order=asked.first_order,
-        attack=attack,
+        attack=found.attack,
         seconds=time.monotonic() - began,
-        bound=bound,
-        note=note,
+        bound=found.bound,
+        note=found.note,
+        stopped=found.stopped,
     )
+
+
+@dataclass
+class _Found:
+    """What is known so far: all of it holds at any time."""
+
+    radius: float
+    attack: float | None  # the smallest flip
+    rival: int | None = None  # the class that limits the radius
+    bound: DecisionBound = "expansion"
+    note: str | None = None
+    stopped: bool = False
+
+    def flips_at(self, size: float | None) -> None:
+        """Note an attack."""
+        known = (one for one in (self.attack, size) if one is not None)
+        self.attack = min(known, default=None)
 
 
 def check_memory(net: Network, shape: tuple[int, ...], count: int, ball: DecisionBall) -> None:
@@ -331,49 +360,50 @@ def _few_threads(coordinates: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _search(
-    asked: _Question, progress: Callable[[str], None]
-) -> tuple[float, int, float | None, DecisionBound, str | None]:
-    """The radius, the rival that limits it, the smallest flip found, what proved it, a remark."""
+def _search(asked: _Question, progress: Callable[[str], None], found: _Found) -> None:
+    """Find the radius, the rival that limits it, the smallest flip, and what proved it."""
     if not float(min(asked.margins[c] for c in asked.others)) > asked.rounding:
-        note = "a tie: two classes have the same score, up to rounding"
-        return 0.0, asked.others[0], 0.0, "expansion", note
-    low, limit = asked.by_moments()
-    if math.isinf(low):
-        return low, limit, None, "moments", "the scores do not depend on the input"
-    bound: DecisionBound = "moments" if low > 0 else "expansion"
-    attack = asked.smallest_flip(limit, low)
-    note = None
+        found.radius, found.attack = 0.0, 0.0
+        found.note = "a tie: two classes have the same score, up to rounding"
+        return
+    by_moments, found.rival = asked.by_moments()
+    if math.isinf(by_moments):
+        found.radius, found.bound = by_moments, "moments"
+        found.note = "the scores do not depend on the input"
+        return
+    if by_moments > found.radius:
+        found.radius, found.bound = by_moments, "moments"
+    progress(f"certified {found.radius:.4g}, looking for an attack")
+    limit = found.rival
+    found.flips_at(asked.smallest_flip(limit, found.radius))
     if _bytes_needed(asked.net, tuple(asked.x.shape), asked.count) > _MOST:
-        note = "by moments of rows alone: an expansion would take more than 4 GB"
-        return low, limit, attack, bound, note
+        found.note = "by moments of rows alone: an expansion would take more than 4 GB"
+        return
     moves: dict[int, Tensor] = {}
-    high = math.inf if attack is None else attack
+    high = math.inf if found.attack is None else found.attack
     far = _FAR * float(asked.x.norm() + 1)
     straight = abs(high / asked.first_order - 1) < _STRAIGHT
     size = high / _CLOSE**0.5 if straight else min(0.7 * asked.first_order, far / 100)
-    size = max(size, low * _CLOSE**0.5)
+    size = max(size, found.radius * _CLOSE**0.5)
     left = {0.0: float(asked.margins[limit])}  # of the margin, at radii
     for _ in range(_TRIES):
-        if low > 0 and high / low < _CLOSE:
+        if found.radius > 0 and high / found.radius < _CLOSE:
             break
-        progress(f"certified {low:.4g}, trying {size:.4g}")
+        progress(f"certified {found.radius:.4g}, trying {size:.4g}")
         least, rival = _least(asked, size, moves)
         left[size] = least
         if least > 0:
-            low, bound = size, "expansion"
+            found.radius, found.bound = size, "expansion"
         else:
-            high, limit = size, rival
+            high, found.rival = size, rival
         if size >= far:  # nothing of what decides seems to depend on these tokens
-            note = f"no larger radius than {low:.3g} was tried"
+            found.note = f"no larger radius than {found.radius:.3g} was tried"
             break
-        size = _next(low, high, left)
-    if low == 0:
-        note = "nothing was proved at any radius that was tried"
-    if limit != asked.others[0]:
-        found = asked.smallest_flip(limit, low)
-        attack = min((one for one in (attack, found) if one is not None), default=None)
-    return low, limit, attack, bound, note
+        size = _next(found.radius, high, left)
+    if found.radius == 0:
+        found.note = "nothing was proved at any radius that was tried"
+    if found.rival != asked.others[0]:
+        found.flips_at(asked.smallest_flip(found.rival, found.radius))
 
 
 def _next(low: float, high: float, left: dict[float, float]) -> float:

@@ -105,6 +105,10 @@ def _tell(found: Sequence[Any], folder: Any, lines: Iterable[str]) -> None:
     if folder is not None:
         file = getattr(found[0], "file", None)
         note(f"Row: {folder}" + (f"; inputs: {folder / file}" if file else ""))
+    if getattr(found[-1], "stopped", False):
+        kept = "is kept; the same command goes on from there."
+        note(f"Stopped. What was proved {'stands above.' if folder is None else kept}")
+        raise typer.Exit(130)
     if any(one.violated for one in found):
         raise typer.Exit(1)
 

@@ -251,7 +251,8 @@ class ModelDecision(Shown):
             progress: Told what is being tried.
 
         Returns:
-            The certificate, or one a token.
+            The certificate, or one a token; interrupted from the keyboard, with what is proved so
+            far.
 
         Raises:
             InputError: For tokens that do not fit the ball, or where the certificate would need
@@ -263,8 +264,12 @@ class ModelDecision(Shown):
                 f"`{'tokens' if ball == 'token' else ball}`; leave one of them out."
             )
         groups = self.groups(ball, [token] if token is not None else tokens)
-        found = tuple(self.certified(ball, one, progress) for one in groups)
-        return TokenRadii(found) if ball == "token" and token is None else found[0]
+        found: list[DecisionCertificate] = []
+        for one in groups:
+            found.append(self.certified(ball, one, progress))
+            if found[-1].stopped:
+                break
+        return TokenRadii(tuple(found)) if ball == "token" and token is None else found[0]
 
     def groups(self, ball: DecisionBall, tokens: Sequence[int] | None) -> list[tuple[int, ...]]:
         """The tokens that move together: one after the other in the ball ``token``, else all."""
@@ -282,8 +287,9 @@ class ModelDecision(Shown):
         ball: DecisionBall,
         tokens: tuple[int, ...],
         progress: Callable[[str], None] | None = None,
+        before: DecisionCertificate | None = None,
     ) -> DecisionCertificate:
-        """The certificate of one ball of moves of some tokens."""
+        """The certificate of moves of some tokens, or the rest of one that was stopped before."""
         moving = torch.zeros(len(self.x), dtype=torch.bool)
         moving[list(tokens)] = True
         at = f"token {tokens[0]}" if ball == "token" else ball
@@ -292,7 +298,8 @@ class ModelDecision(Shown):
             if progress is not None:
                 progress(f"{at}: {text}")
 
-        found = certify_network(self.network, self.x, ball=ball, tokens=moving, progress=told)
+        how: dict[str, Any] = {"progress": told, "before": before}
+        found = certify_network(self.network, self.x, ball=ball, tokens=moving, **how)
         near, apart = self._to_words, None
         if near is not None:
             apart = near[:, list(tokens)]

@@ -64,7 +64,7 @@ Progress = Tell | bool
 OF_INPUT = ("lengths", "samples", "windows", "images", "resolutions", "tokenizer", "revision")
 _AT = Verb("at", without=options_of("theorems"), norms=True)
 _BEGINNING = 60  # characters of a text that has no name
-_BAR = "measuring {bar:30} {n_fmt}/{total_fmt} {elapsed} left {remaining}"
+_BAR = "measuring {bar:30} {n_fmt}/{total_fmt} {elapsed} left {remaining}{postfix}"
 
 
 class LocalRun:
@@ -452,10 +452,20 @@ class Bar:
         if done >= total:
             self._end()
 
+    def say(self, text: str) -> None:
+        """Say beside the bar what is being done."""
+        if self._line is not None:
+            self._line.set_postfix_str(text)
+
     def _end(self) -> None:
         if self._line is not None:
             self._line.close()
         self._line = None
+
+
+def as_voice(tell: Tell) -> Callable[[str], None]:
+    """What is told in words while one answer takes long: a bar, or nobody."""
+    return getattr(getattr(tell, "__self__", None), "say", lambda _: None)
 
 
 def as_callback(progress: Progress | None) -> Tell:

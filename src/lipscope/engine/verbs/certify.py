@@ -9,7 +9,7 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from lipscope.attacks import attack_in_ball
-from lipscope.attention import Attention
+from lipscope.attention import Attention, Map
 from lipscope.certificates import (
     BallCertificate,
     HeadCertificate,
@@ -180,7 +180,8 @@ def certify(
             if map in _OF_NETWORKS:
                 found = certify_map(of, x, eps=eps, ball=ball, sigma=sigma)
             else:
-                found = _of_layer(of, x, map, sigma, eps=eps, **how)
+                which = "heads" if map == "heads" else "attention"
+                found = _of_layer(of, x, which, sigma, eps=eps, **how)
             if run.folder is not None:
                 mine = tuple(one for one in rows.tokens if one.id == row.id)
                 run.keep([Finished(row, mine, tuple(as_bounds(found, row)))])
@@ -228,7 +229,7 @@ def _chain_of(run: LocalRun, map: MapName) -> Chain:
 def _of_layer(
     own: Attention,
     x: Tensor,
-    map: MapName,
+    map: Map,
     sigma: tuple[float, float],
     *,
     sharp: bool | None,

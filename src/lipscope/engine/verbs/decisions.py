@@ -28,6 +28,7 @@ from lipscope.engine.runs import (
     LocalRun,
     Progress,
     as_callback,
+    as_voice,
     is_text,
     of_one_input,
 )
@@ -66,6 +67,9 @@ def certify_decision(
     expansion of a layer does not fit, ``docs/theory/ball-certificate.md``. Dense: seconds for some
     256 coordinates, and 4 GB at most.
 
+    An interrupt from the keyboard ends it: the last certificate has what was proved so far and is
+    ``stopped``. The same request on the same folder goes on from there.
+
     Args:
         model: As for `measure`.
         data: Text or a batch of one, as for `measure`; the default text if None.
@@ -79,7 +83,7 @@ def certify_decision(
         length: Number of tokens of the text; all of it, at most 64, if None.
         out: Run folder for the row of sigma, of the map ``margin``, ``model`` or ``attention``, and
             the radii; tokens that it holds are not certified again.
-        progress: As for `certify`; told after each certificate.
+        progress: As for `certify`; told after each certificate. A bar says how far one is.
         **options: Those of `measure` about the input and the solver; ``dtype`` float64. The map is
             ``model``, all that comes after the moves, or ``attention``, that layer by itself.
 
@@ -128,21 +132,35 @@ def certify_decision(
             tell(0, len(groups), None)
             rows = run.rows(keep=False) if run.folder is not None else None
             id, keys = None if rows is None else rows[0].id, []
+            found: DecisionCertificate | None = None
             for done, group in enumerate(groups, 1):
                 keys.append(radius_key(id, ball, group, **about))
-                if keys[-1] not in run.values(RADII):
-                    found = decision.certified(ball, group)
+                before = run.values(RADII).get(keys[-1])
+                found = None if before is None else _read(before)
+                if found is None or found.stopped:
+                    found = decision.certified(ball, group, as_voice(tell), found)
                     run.keep_value(RADII, keys[-1], replace(found, id=id))
+                if found.stopped:
+                    break
                 tell(done, len(groups), None)
             if rows is not None:
                 mine = tuple(one for one in rows.tokens if one.id == id)
                 bounds = tuple(_read(run.values(RADII)[key]).as_bound() for key in keys)
                 run.keep([Finished(rows[0], mine, bounds)])
+            if found is not None and found.stopped:
+                raise _StoppedError(keys)
             return {"keys": keys}
 
         whole = about | {"ball": ball, "tokens": tokens and list(tokens)}
-        keys = run.once("decision", whole, find)["keys"]
+        try:
+            keys = run.once("decision", whole, find)["keys"]
+        except _StoppedError as stopped:
+            (keys,) = stopped.args
         return tuple(_read(run.values(RADII)[key]) for key in keys)
+
+
+class _StoppedError(Exception):
+    """An interrupt, with the keys of what was found before."""
 
 
 def _at_layer(
