@@ -284,6 +284,7 @@ def decided(folder: Path) -> Path:
     """The folder of `grown` rows, with radii of two tokens alone and of all together."""
     about = {"id": row(layer=0).id, "by": "its own scores", "decision_name": "good", "sample": 0}
     about |= {"at_layer": 0, "rival_name": "bad", "margin": 0.5, "attack": 0.9, "words_within": 3}
+    about |= {"stopped": False}
     found = [
         about | {"ball": "token", "tokens": [1], "words": ["▁cat"], "radius": 0.2},
         about | {"ball": "token", "tokens": [0], "words": ["[CLS]"], "radius": 0.4},

@@ -26,6 +26,7 @@ from lipscope.engine.sweeps.pool import Batches
 from lipscope.errors import InputError
 from lipscope.records.folder import Finished, RunFolder
 from sweeps import FAILED, JOBS, SPEC, in_this_process, rows_of, same_run
+from tiny import TINY
 
 
 @pytest.fixture(scope="module")
@@ -401,3 +402,37 @@ def test_rows_of_a_killed_run_can_be_looked_at(tmp_path, uninterrupted):
     (tmp_path / "run" / "manifest.json").write_bytes((uninterrupted / "manifest.json").read_bytes())
     found = rows_of(tmp_path / "run")
     assert 0 < len(found) < JOBS
+
+
+DECIDES = "random:gpt2:n_embd=4,n_head=1,n_layer=1,n_positions=16,vocab_size=300"
+
+
+def test_decisions_of_a_sweep_are_those_of_the_verb(tmp_path, monkeypatch):
+    """Radii, ids and keys; what an interrupted sweep finished stands, and the rest follows."""
+    monkeypatch.setattr(driver, "local_results", in_this_process)
+    spec = {"models": DECIDES, "maps": "margin", "dtypes": "float64", "lengths": [2], "samples": 2}
+    spec |= {"decisions": ["joint", "token"]}
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ls.sweep(spec, tmp_path / "run", workers=1, progress=at(1, stop))
+    rows = ls.sweep(spec, tmp_path / "run", workers=1)
+    kinds = ("decision_joint", "decision_token_0", "decision_token_1")
+    assert [bound.theorem for bound in rows.bounds] == [*kinds] * 2
+    (alone,) = ls.certify_decision(DECIDES, length=2, out=tmp_path / "alone")
+    by_key = [ls.read_run(tmp_path / name).contents("radii") for name in ("run", "alone")]
+    assert len(by_key[0]) == 6 and by_key[1].keys() <= by_key[0].keys()
+    assert alone.id == rows[0].id
+    assert rows.bounds[0].value == pytest.approx(alone.radius, rel=1e-9)
+
+
+def test_a_decision_that_cannot_be_certified_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(driver, "local_results", in_this_process)
+    olmo = f"random:olmo:{TINY['olmo']}"
+    spec = {"models": olmo, "maps": "margin", "dtypes": "float64", "lengths": [2], "samples": 1}
+    rows = ls.sweep({**spec, "decisions": "joint"}, tmp_path / "run", workers=1)
+    (bound,) = rows.bounds
+    assert rows[0].sigma is not None and bound.value is None
+    assert "A network should be" in bound.reason

@@ -87,6 +87,7 @@ WRONG = {
     "an unknown map": ("maps: [atention]", 4, "`maps` should be one of heads.*mean `attention`"),
     "its line in a list": ("maps:\n  - heads\n  - blok", 6, "Found `blok`.*mean `block`"),
     "an unknown theorem": ("theorems: [castin_thm_33]", 4, "mean `castin_thm_3_3`"),
+    "a decision of a layer": ("decisions: joint", 4, "`decisions` go with `maps: margin`"),
     "no number": ("lengths: [ten]", 4, "`lengths` should be whole numbers.*Found `ten`"),
     "a negative layer": ("layers: [-1]", 4, "`layers` should be whole numbers from 0"),
     "no length": ("lengths: []", 4, "`lengths` should name at least one"),

@@ -324,7 +324,8 @@ def test_certified_radii_reach_the_page(tmp_path: Path) -> None:
     (one,) = data["decided"]
     assert (one["decision"], one["margin"]) == ("good", 0.5)
     assert [(t["text"], t["radius"]) for t in one["tokens"]] == [("[CLS]", 0.4), ("cat", 0.2)]
-    assert one["balls"] == [{"ball": "joint", "radius": 0.1, "attack": 0.9}]
+    ball = {"ball": "joint", "count": 2, "words": 3, "radius": 0.1, "attack": 0.9}
+    assert one["balls"] == [ball] and not one["stopped"]
 
 
 def test_values_of_another_kind_are_no_edits(tmp_path: Path) -> None:

@@ -270,10 +270,17 @@ def _decision_record(s: int, some: Sequence[Mapping[str, Any]]) -> dict[str, Any
             for one in alone
         ],
         "balls": [
-            {"ball": one["ball"], "radius": short(one["radius"]), "attack": short(one["attack"])}
+            {
+                "ball": one["ball"],
+                "count": len(one["tokens"]),
+                "words": one["words_within"],
+                "radius": short(one["radius"]),
+                "attack": short(one["attack"]),
+            }
             for one in some
             if one["ball"] != "token"
         ],
+        "stopped": any(one["stopped"] for one in some),
     }
 
 

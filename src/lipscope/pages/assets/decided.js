@@ -19,9 +19,14 @@ DRAWERS.push(() => {
     (decided) => choose({ decided })));
   $("decided-about").textContent = `${certifiedName(c)} ahead by ${number(c.margin)}, decided by ${c.by}`;
   fill("decided-text", ...radiusSpans(c.tokens));
+  for (const name of ["text", "tokens"]) $(`decided-${name}`).hidden = !c.tokens.length;
+  $("decided-balls").hidden = !c.balls.length;
   list("decided-tokens", c.tokens, [["token", (t) => t.index, "number"], ["text", (t) => t.text], ["rival", (t) => t.rival],
     ["certified radius", (t) => number(t.radius), "number"], ["attack", (t) => number(t.attack), "number"],
     ["other words within", (t) => t.words ?? "–", "number"]]);
-  $("decided-note").textContent = ["Darkest: the token that may move least. ", ...c.balls.map((b) => `${b.ball === "joint"
-    ? "All tokens together" : "Every token at once"}: certified ${number(b.radius)}, attack ${number(b.attack)}. `)].join("");
+  list("decided-balls", c.balls, [["ball", (b) => (b.ball === "joint" ? "all together" : "every one by")],
+    ["tokens", (b) => b.count, "number"], ["certified radius", (b) => number(b.radius), "number"],
+    ["attack", (b) => number(b.attack), "number"], ["other words within", (b) => b.words ?? "–", "number"]]);
+  $("decided-note").textContent = [c.tokens.length ? "Darkest: the token that may move least. " : "",
+    c.stopped ? "Interrupted: a larger radius may be provable." : ""].join("");
 });
