@@ -1,0 +1,98 @@
+"""One token's column of a layer whose attention is frozen, ``C_s = Σ_h (P_h e_s) ⊗ W_h``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipscope import Attention, Operator, top_singular
+from lipscope.attention import product_norm
+
+
+@dataclass(frozen=True)
+class FrozenColumn:
+    """The column of the token whose column is the largest, and what its heads receive."""
+
+    token: int  # s: whose column has the largest Frobenius norm
+    norm: float  # ‖C_s‖
+    mass: float  # root mean square over rows of P_is, heads weighted by |W_h u|² (u: top of C_s)
+    received: float  # plain mean over heads and rows of P_is
+    # by head: the token that receives most (by squares), that root mean square, ‖C_s‖ of the head
+    heads: tuple[tuple[int, float, float], ...]
+
+
+def frozen_column(layer: Attention, x: Float[Tensor, "n d"]) -> FrozenColumn:
+    """The largest frozen column at an input, in float64.
+
+    ``‖C_s‖² = n λ_max(Σ_hg Γ_hg W_h^T W_g)`` with ``Γ_hg = mean_i P_h,is P_g,is``; of one head
+    ``‖C_s‖ = √n ‖W_h‖ rms_i P_h,is``.
+
+    Source: derived here (``docs/theory/sink.md``).
+    """
+    value, output, p = _parts(layer, x)
+    n = p.shape[-1]
+    received = torch.einsum("his,gis->shg", p, p)
+    inner = torch.einsum("ohv,ogw->hvgw", output, output)
+    sizes = torch.einsum("hvgw,hvd,gwd->hg", inner, value, value)
+    token = int((received * sizes).sum((1, 2)).argmax())
+    weighted = (received[token][:, None, :, None] * inner).flatten(2).flatten(0, 1)
+    values = value.flatten(0, 1)
+    squares, vectors = torch.linalg.eigh(values.T @ weighted @ values)
+    written = torch.einsum("ohv,hv->ho", output, value @ vectors[:, -1]).square().sum(1)
+    own = received.diagonal(dim1=1, dim2=2)  # (s, h): Σ_i P_h,is²
+    mass = float((written / written.sum() * own[token]).sum() / n)
+    best, places = own.max(0)
+    heads = [
+        (int(s), math.sqrt(float(m) / n), float(m.sqrt() * product_norm(output[:, h].T, value[h])))
+        for h, (s, m) in enumerate(zip(places, best, strict=True))
+    ]
+    top = math.sqrt(max(float(squares[-1]), 0.0))
+    return FrozenColumn(token, top, math.sqrt(mass), float(p[..., token].mean()), tuple(heads))
+
+
+def frozen_norm(layer: Attention, x: Float[Tensor, "n d"]) -> float:
+    """``‖Σ_h P_h ⊗ W_h‖``: sigma of the layer with its attention weights held fixed."""
+    value, output, p = _parts(layer, x)
+
+    def forward(e: Tensor) -> Tensor:
+        read = p @ (e[..., None, :, :] @ value.mT)
+        return read.transpose(-3, -2).flatten(-2) @ output.flatten(1).T
+
+    def back(g: Tensor) -> Tensor:
+        written = (g @ output.flatten(1)).unflatten(-1, value.shape[:2]).transpose(-3, -2)
+        return (p.mT @ written @ value).sum(-3)
+
+    op = Operator(forward, back, tuple(x.shape), (len(x), len(output)), p.dtype)
+    return _sigma(op)
+
+
+def column_norm(op: Operator, token: int) -> float:
+    """The norm of one token's column of a Jacobian: sigma of moves of that token alone."""
+    n, width = op.in_shape
+    around = (0, 0, token, n - 1 - token)
+    alone = Operator(
+        lambda e: op.matvec(torch.nn.functional.pad(e[..., None, :], around)),
+        lambda g: op.rmatvec(g)[..., token, :],
+        (width,),
+        op.out_shape,
+        op.dtype,
+    )
+    return _sigma(alone)
+
+
+def _sigma(op: Operator) -> float:
+    return top_singular(op, tol=1e-2, generator=torch.Generator().manual_seed(0)).sigma
+
+
+def _parts(layer: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Values ``(h, k_v, d)``, output projection ``(o, h, k_v)``, weights ``(h, n, n)``."""
+    own, x = layer.in_double(), x.detach().to("cpu", torch.float64)
+    q, k, _ = own.project(x)
+    value = own.repeat_groups(own.projections()[2].unflatten(0, (own.num_groups, -1)))
+    width = own.num_heads * value.shape[1]
+    output = torch.eye(width, dtype=x.dtype) if own.output is None else own.output
+    return value, output.unflatten(1, (own.num_heads, -1)), own.weights(q, k)
