@@ -268,6 +268,7 @@ def test_changed_code_draws_a_finished_run_again(figure3, monkeypatch, tmp_path)
         "castin2024/prediction",
         "castin2024/robustness",
         "castin2024/scaling-factor",
+        "castin2024/sink-law",
         "castin2024/splitting",
         "castin2024/text-edits",
         "castin2024/worst-input",

@@ -36,11 +36,11 @@ def frozen_column(layer: Attention, x: Float[Tensor, "n d"]) -> FrozenColumn:
     value, output, p = _parts(layer, x)
     n = p.shape[-1]
     received = torch.einsum("his,gis->shg", p, p)
-    inner = torch.einsum("ohv,ogw->hvgw", output, output)
-    sizes = torch.einsum("hvgw,hvd,gwd->hg", inner, value, value)
+    values, outputs = value.flatten(0, 1), output.flatten(1)
+    inner = (outputs.T @ outputs).view(*value.shape[:2], *value.shape[:2])
+    sizes = (inner * (values @ values.T).view_as(inner)).sum((1, 3))
     token = int((received * sizes).sum((1, 2)).argmax())
     weighted = (received[token][:, None, :, None] * inner).flatten(2).flatten(0, 1)
-    values = value.flatten(0, 1)
     squares, vectors = torch.linalg.eigh(values.T @ weighted @ values)
     written = torch.einsum("ohv,hv->ho", output, value @ vectors[:, -1]).square().sum(1)
     own = received.diagonal(dim1=1, dim2=2)  # (s, h): Σ_i P_h,is²

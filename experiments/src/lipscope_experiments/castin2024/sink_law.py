@@ -65,17 +65,14 @@ PLAN = (
 
 @dataclass(frozen=True)
 class Point:
-    """One layer at one length of one passage: sigma and the frozen column, by head if measured."""
+    """One layer, or one head of it, at one length of one passage: sigma and the frozen column."""
 
     n: int
     sigma: float
     norm: float
     mass: float
     received: float
-    sigmas: tuple[float, ...] = ()  # of heads
-    heads: tuple[tuple[int, float, float], ...] = ()
-    token: int = 0
-    rest: Record | None = None  # at the longest length: what carries sigma
+    rest: Record | None = None  # of layers, at the longest length: what carries sigma
 
 
 @dataclass(frozen=True)
@@ -139,23 +136,6 @@ class LayerLaw:
         """Whether its weights are those of a new model."""
         return self.model.endswith(_RANDOM)
 
-    def by_head(self) -> Iterator[LayerLaw]:
-        """Its heads, where they were measured."""
-        count = min((len(p.sigmas) for c in self.curves for p in c.points), default=0)
-        for h in range(count):
-            curves = [
-                Curve(
-                    c.text,
-                    tuple(
-                        replace(p, sigma=p.sigmas[h], mass=m, norm=norm, received=m, token=s)
-                        for p in c.points
-                        for s, m, norm in [p.heads[h]]
-                    ),
-                )
-                for c in self.curves
-            ]
-            yield replace(self, curves=tuple(curves), head=h)
-
 
 @dataclass(frozen=True)
 class Reading:
@@ -165,7 +145,7 @@ class Reading:
     text: str
     asked: dict[str, Any]
     lengths: tuple[int, ...]  # tokens of text, or pixels of a side
-    heads: bool
+    heads: bool = False  # whether it is heads that are measured
 
     def at(self, length: int) -> dict[str, Any]:
         """The options of one length."""
@@ -182,20 +162,32 @@ class Reading:
 def sink_law(study: Study) -> None:
     """Predicted against measured exponents, by layer and head."""
     missing: list[str] = []
-    found: dict[tuple[str, int], list[Curve]] = {}
-    for source in study.sources(missing):
-        for loaded in (source.model, _random(source.model)):
-            for layer, curve in _curves(study, source, loaded):
-                found.setdefault((loaded.name, layer), []).append(curve)
-    laws = [
-        LayerLaw(name, layer, layer in _STATED.get(name, ()), tuple(curves))
-        for (name, layer), curves in found.items()
+    sources = [*study.sources(missing)]
+    every = [
+        LayerLaw(model, layer, layer in _STATED.get(model, ()), tuple(curves), head)
+        for (model, layer, head), curves in _all_curves(study, sources).items()
     ]
-    heads = [head for law in laws for head in law.by_head()]
+    laws, heads = ([one for one in every if (one.head is None) is whole] for whole in (True, False))
     _draw_law(study, laws)
     _of_law(study, laws, heads)
     _law_tables(study, laws)
     study.remark(*PLAN, *_how(study), *missing)
+
+
+def _all_curves(
+    study: Study, sources: Sequence[Source]
+) -> dict[tuple[str, int, int | None], list[Curve]]:
+    """By model, layer and head: trained models, then random weights, heads last."""
+    found: dict[tuple[str, int, int | None], list[Curve]] = {}
+    trained = {source.model.name: source.model for source in sources}
+    fresh = {name: _random(model) for name, model in trained.items()}
+    for models, heads in ((trained, False), (fresh, False), (trained, True)):
+        for source in sources:
+            loaded = models[source.model.name]
+            for reading in _readings(study, source, loaded, heads):
+                for (layer, head), curve in _curves(study, source, loaded, reading):
+                    found.setdefault((loaded.name, layer, head), []).append(curve)
+    return found
 
 
 def _random(loaded: LoadedModel) -> LoadedModel:
@@ -211,65 +203,66 @@ def _layers(study: Study, loaded: LoadedModel) -> list[int]:
     return named or list(range(0, depth, math.ceil(depth / 12)))
 
 
-def _readings(study: Study, source: Source, loaded: LoadedModel) -> Iterator[Reading]:
+def _readings(study: Study, source: Source, loaded: LoadedModel, heads: bool) -> Iterator[Reading]:
+    """The passages of a text, or the pictures."""
     name, trained = loaded.name, not loaded.name.endswith(_RANDOM)
+    shallow = int(loaded.config.num_hidden_layers) <= 12
     if source.sees:
         patch = int(loaded.config.patch_size)
         count = None if study.images != "random" else study.pick(3, 10)
         asked = {"images": study.images, "samples": count}
-        yield Reading(name, source.name, asked, tuple(patch * side for side in _SIDES), False)
+        if not heads:
+            yield Reading(name, source.name, asked, tuple(patch * side for side in _SIDES))
         return
-    most = 128 if int(loaded.config.num_hidden_layers) <= 12 else 256
-    lengths = tuple(n for n in (16, 32, 64, 128, 256) if n <= study.pick(64, most))
+    if heads and not shallow:
+        return
+    most = 128 if shallow else 256
+    several = trained and shallow and not heads and not study.quick
+    every = (16, 64, 128) if heads else (16, 32, 64, 128, 256)
     content = source.asked["data"]
-    for place in _PLACES[: 2 if trained and most == 128 and not study.quick else 1]:
+    for place in _PLACES[: 2 if several else 1]:
         start = int(place * max(len(content) - _LETTERS * most, 0))
         asked = {"data": content[start : start + _LETTERS * most], "samples": 1}
-        by_head = trained and most == 128 and place == _PLACES[0]
-        yield Reading(name, f"{source.name}, from {place:.0%}", asked, lengths, by_head)
+        lengths = tuple(n for n in every if n <= study.pick(64, most))
+        yield Reading(name, f"{source.name}, from {place:.0%}", asked, lengths, heads)
 
 
-def _curves(study: Study, source: Source, loaded: LoadedModel) -> Iterator[tuple[int, Curve]]:
-    """Every layer on every passage or picture of a source."""
-    layers = _layers(study, loaded)
-    for reading in _readings(study, source, loaded):
-        points: dict[tuple[int, int], list[Point]] = {}
-        for length in reading.lengths:
-            for each, point in _points(study, loaded, reading, length, layers):
-                points.setdefault(each, []).append(point)
-        for (sample, layer), mine in points.items():
-            yield layer, Curve(f"picture {sample}" if source.sees else source.name, tuple(mine))
+def _curves(
+    study: Study, source: Source, loaded: LoadedModel, reading: Reading
+) -> Iterator[tuple[tuple[int, int | None], Curve]]:
+    """Every layer, or head, on one passage or all pictures."""
+    points: dict[tuple[int, int, int | None], list[Point]] = {}
+    for length in reading.lengths:
+        for each, point in _points(study, loaded, reading, length):
+            points.setdefault(each, []).append(point)
+    for (sample, layer, head), mine in points.items():
+        text = f"picture {sample}" if source.sees else source.name
+        yield (layer, head), Curve(text, tuple(mine))
 
 
 def _points(
-    study: Study, loaded: LoadedModel, reading: Reading, length: int, layers: list[int]
-) -> Iterator[tuple[tuple[int, int], Point]]:
-    """Every window or picture at every layer, with its sample and layer."""
-    where, last = f"{reading.name}, {reading.text}, {length}", length == reading.lengths[-1]
+    study: Study, loaded: LoadedModel, reading: Reading, length: int
+) -> Iterator[tuple[tuple[int, int, int | None], Point]]:
+    """At one length: every sample, layer and, if asked for, head."""
+    layers, last = _layers(study, loaded), length == reading.lengths[-1]
+    where = f"{reading.name}, {reading.text}, {length}" + ", heads" * reading.heads
     asked = {"layers": layers, "tol": _TOL, **reading.at(length)}
-    rows = study.measure(where, loaded, **asked)
-    apart = (
-        study.measure(f"heads, {where}", loaded, per_head=True, **asked) if reading.heads else ()
-    )
-    by_head = grouped(sorted(apart, key=lambda r: r.head or 0), lambda r: (r.sample, r.layer))
-    key = {"text": reading.text, "length": length, "layers": layers, "last": last}
+    rows = study.measure(where, loaded, per_head=reading.heads, **asked)
+    key = {"text": reading.text, "length": length, "layers": layers, "rest": last}
     (columns,) = study.values(
         f"columns, {reading.name}", [key], lambda **_: _columns(loaded, reading, length, key)
     )
-    spread = _spread(rows)
+    spread = {} if reading.heads else _spread(rows)
     for row in rows:
-        column = columns["at"][f"{row.sample}, {row.layer}"]
-        yield (
-            (row.sample, row.layer or 0),
-            Point(
-                row.num_tokens,
-                row.sigma or math.nan,
-                **{name: column[name] for name in ("norm", "mass", "received", "token")},
-                heads=tuple((s, m, norm) for s, m, norm in column["heads"]),
-                sigmas=tuple(r.sigma or math.nan for r in by_head.get((row.sample, row.layer), ())),
-                rest=None if column["rest"] is None else column["rest"] | spread[row.id],
-            ),
-        )
+        column, rest = columns["at"][f"{row.sample}, {row.layer}"], None
+        parts = [column[name] for name in ("norm", "mass", "received")]
+        if row.head is not None:
+            parts = [column["heads"][row.head][i] for i in (2, 1, 1)]
+        elif column["rest"] is not None:
+            rest = column["rest"] | spread[row.id]
+        norm, mass, received = parts
+        point = Point(row.num_tokens, row.sigma or math.nan, norm, mass, received, rest)
+        yield (row.sample, row.layer or 0, row.head), point
 
 
 def _columns(loaded: LoadedModel, reading: Reading, length: int, key: Record) -> Record:
@@ -278,7 +271,7 @@ def _columns(loaded: LoadedModel, reading: Reading, length: int, key: Record) ->
     for one in layers_of(loaded, **asked):
         column = frozen_column(one.attention, one.x)
         rest = None
-        if key["last"]:
+        if key["rest"]:
             rest = {"frozen": frozen_norm(one.attention, one.x)}
             rest["whole"] = column_norm(one.linearise(), column.token)
         found[f"{one.sample}, {one.layer}"] = asdict(column) | {"rest": rest}
@@ -435,9 +428,9 @@ def _draw_law(study: Study, laws: Sequence[LayerLaw]) -> None:
     every = [value for some in points.values() for pair in some for value in pair]
     if not every:
         return
-    ends = min(every), max(every)
+    low, high = min(every), max(every)
     series = [Series(name, some, "points") for name, some in points.items() if some]
-    series.append(Series("measured = predicted", ((ends[0],) * 2, (ends[1],) * 2), "dashes"))
+    series.append(Series("measured = predicted", ((low, low), (high, high)), "dashes"))
     panel = Panel(
         "Every dot a layer of a model",
         tuple(series),
