@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
+from scipy.linalg import eigh
 from torch import Tensor
 
 from lipscope import Attention, Operator, top_singular
@@ -41,8 +42,10 @@ def frozen_column(layer: Attention, x: Float[Tensor, "n d"]) -> FrozenColumn:
     sizes = (inner * (values @ values.T).view_as(inner)).sum((1, 3))
     token = int((received * sizes).sum((1, 2)).argmax())
     weighted = (received[token][:, None, :, None] * inner).flatten(2).flatten(0, 1)
-    squares, vectors = torch.linalg.eigh(values.T @ weighted @ values)
-    written = torch.einsum("ohv,hv->ho", output, value @ vectors[:, -1]).square().sum(1)
+    gram = (values.T @ weighted @ values).numpy()
+    (square,), vector = eigh(gram, subset_by_index=[len(gram) - 1] * 2)
+    along = value @ torch.from_numpy(vector[:, 0])
+    written = torch.einsum("ohv,hv->ho", output, along).square().sum(1)
     own = received.diagonal(dim1=1, dim2=2)  # (s, h): Σ_i P_h,is²
     mass = float((written / written.sum() * own[token]).sum() / n)
     best, places = own.max(0)
@@ -50,7 +53,7 @@ def frozen_column(layer: Attention, x: Float[Tensor, "n d"]) -> FrozenColumn:
         (int(s), math.sqrt(float(m) / n), float(m.sqrt() * product_norm(output[:, h].T, value[h])))
         for h, (s, m) in enumerate(zip(places, best, strict=True))
     ]
-    top = math.sqrt(max(float(squares[-1]), 0.0))
+    top = math.sqrt(max(float(square), 0.0))
     return FrozenColumn(token, top, math.sqrt(mass), float(p[..., token].mean()), tuple(heads))
 
 

@@ -9,6 +9,9 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
+import torch
+
+from lipscope import LayerAtInput, Operator, TopSingular, top_singular
 from lipscope.charts import Panel, Series
 from lipscope.models import LoadedModel, reinitialised
 from lipscope.records import (
@@ -33,6 +36,7 @@ _PLACES = (1 / 3, 2 / 3)  # where passages begin, as parts of a text
 _STATED = {"minilm": (0, 1, 2, 3, 4, 5), "smollm2": (0, 5, 10, 15, 20, 25, 29)}
 _BESIDES = {"smollm2": (2, 7, 12, 17, 22, 27)}
 _RANDOM = ", random weights"
+_FEW = 4  # texts that random weights read
 
 PLAN = (
     "Written before the runs. Question: is the exponent of sigma in n, layer by layer, that of the "
@@ -182,7 +186,11 @@ def _all_curves(
     trained = {source.model.name: source.model for source in sources}
     fresh = {name: _random(model) for name, model in trained.items()}
     for models, heads in ((trained, False), (fresh, False), (trained, True)):
+        texts = [*dict.fromkeys(source.name for source in sources if not source.sees)]
+        few = texts[:_FEW] if models is fresh else texts
         for source in sources:
+            if not source.sees and source.name not in few:
+                continue
             loaded = models[source.model.name]
             for reading in _readings(study, source, loaded, heads):
                 for (layer, head), curve in _curves(study, source, loaded, reading):
@@ -218,7 +226,7 @@ def _readings(study: Study, source: Source, loaded: LoadedModel, heads: bool) ->
         return
     most = 128 if shallow else 256
     several = trained and shallow and not heads and not study.quick
-    every = (16, 64, 128) if heads else (16, 32, 64, 128, 256)
+    every = (16, 32, 64, 128, 256) if shallow and not heads else (16, 64, most)
     content = source.asked["data"]
     for place in _PLACES[: 2 if several else 1]:
         start = int(place * max(len(content) - _LETTERS * most, 0))
@@ -244,53 +252,56 @@ def _points(
     study: Study, loaded: LoadedModel, reading: Reading, length: int
 ) -> Iterator[tuple[tuple[int, int, int | None], Point]]:
     """At one length: every sample, layer and, if asked for, head."""
-    layers, last = _layers(study, loaded), length == reading.lengths[-1]
-    where = f"{reading.name}, {reading.text}, {length}" + ", heads" * reading.heads
-    asked = {"layers": layers, "tol": _TOL, **reading.at(length)}
-    rows = study.measure(where, loaded, per_head=reading.heads, **asked)
-    key = {"text": reading.text, "length": length, "layers": layers, "rest": last}
-    (columns,) = study.values(
-        f"columns, {reading.name}", [key], lambda **_: _columns(loaded, reading, length, key)
+    key = {
+        "text": reading.text,
+        "length": length,
+        "layers": _layers(study, loaded),
+        "heads": reading.heads,
+        "rest": length == reading.lengths[-1] and not reading.heads,
+    }
+    (found,) = study.values(
+        f"columns, {reading.name}", [key], lambda **_: _measured(loaded, reading, key)
     )
-    spread = {} if reading.heads else _spread(rows)
-    for row in rows:
-        column, rest = columns["at"][f"{row.sample}, {row.layer}"], None
-        parts = [column[name] for name in ("norm", "mass", "received")]
-        if row.head is not None:
-            parts = [column["heads"][row.head][i] for i in (2, 1, 1)]
-        elif column["rest"] is not None:
-            rest = column["rest"] | spread[row.id]
-        norm, mass, received = parts
-        point = Point(row.num_tokens, row.sigma or math.nan, norm, mass, received, rest)
-        yield (row.sample, row.layer or 0, row.head), point
+    for one in found["points"]:
+        yield (one["sample"], one["layer"], one["head"]), Point(**one["point"])
 
 
-def _columns(loaded: LoadedModel, reading: Reading, length: int, key: Record) -> Record:
-    found = {}
-    asked = {"layers": key["layers"], "dtype": "float32", **reading.at(length)}
+def _measured(loaded: LoadedModel, reading: Reading, key: Record) -> Record:
+    """Sigma and the frozen column, of every layer or head at one length."""
+    asked = {"layers": key["layers"], "dtype": "float32", **reading.at(key["length"])}
+    points: list[Record] = []
     for one in layers_of(loaded, **asked):
+        where, n = {"sample": one.sample, "layer": one.layer}, len(one.x)
         column = frozen_column(one.attention, one.x)
-        rest = None
-        if key["rest"]:
-            rest = {"frozen": frozen_norm(one.attention, one.x)}
-            rest["whole"] = column_norm(one.linearise(), column.token)
-        found[f"{one.sample}, {one.layer}"] = asdict(column) | {"rest": rest}
-    return {"at": found}
+        if key["heads"]:
+            for h, (_, mass, norm) in enumerate(column.heads):
+                sigma = _top(one.attention.head(h).linearise(one.x)).sigma
+                point = Point(n, sigma, norm, mass, mass)
+                points.append({**where, "head": h, "point": asdict(point)})
+            continue
+        top = _top(one.linearise())
+        rest = _carried(one, column.token, top) if key["rest"] else None
+        point = Point(n, top.sigma, column.norm, column.mass, column.received, rest)
+        points.append({**where, "head": None, "point": asdict(point)})
+    return {"points": points}
 
 
-def _spread(rows: Any) -> dict[str, Record]:
-    """The top token of every row, its text, and over how many tokens the direction spreads."""
-    found = {}
-    for id_, mine in grouped(rows.tokens, lambda one: one.id).items():
-        shares = [one.share_in or 0.0 for one in mine]
-        top = max(mine, key=lambda one: one.share_in or 0.0)
-        found[id_] = {
-            "index": top.index,
-            "words": top.text,
-            "held": top.share_in or 0.0,
-            "tokens": 1 / max(math.fsum(v * v for v in shares), 1e-12),
-        }
-    return found
+def _top(op: Operator) -> TopSingular:
+    return top_singular(op, tol=_TOL, generator=torch.Generator().manual_seed(0))
+
+
+def _carried(one: LayerAtInput, token: int, top: TopSingular) -> Record:
+    """What carries sigma: the top token, over how many the direction spreads, parts of sigma."""
+    shares = top.v.double().square().sum(-1)
+    index = int(shares.argmax())
+    return {
+        "index": index,
+        "words": one.tokens[index],
+        "held": float(shares[index]),
+        "tokens": 1 / float(shares.square().sum()),
+        "frozen": frozen_norm(one.attention, one.x),
+        "whole": column_norm(one.linearise(), token),
+    }
 
 
 # --- what is said
@@ -446,10 +457,12 @@ def _how(study: Study) -> list[str]:
     texts = ", ".join(text.name for text in study.texts)
     return [
         f"Texts: {texts}. Passages of MiniLM with its special tokens from a third and from two "
-        "thirds of every text, 16 to 128 tokens; of SmolLM2 from a third, 16 to 256. Pictures of "
+        "thirds of every text, 16, 32, 64 and 128 tokens; of SmolLM2 from a third, 16, 64 and 256. "
+        "Pictures of "
         f"{', '.join(map(str, _SIDES))} patches a side and a class token; positions interpolated.",
         "MiniLM and DINOv2: all layers. SmolLM2: the layers of the pilot and "
         f"{', '.join(map(str, _BESIDES['smollm2']))}, chosen before the runs. Random weights: one "
-        "draw, first, middle and last layer. Heads: MiniLM's, the first passage of every text.",
+        f"draw, first, middle and last layer, the first {_FEW} texts. Heads: MiniLM's, the first "
+        "passage of every text, 16, 64 and 128 tokens.",
         f"Sigma to {_TOL:.0%}, in float32. Intervals: {CONFIDENCE:.0%} over texts.",
     ]
