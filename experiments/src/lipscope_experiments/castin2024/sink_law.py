@@ -382,7 +382,9 @@ def _law_tables(study: Study, laws: Sequence[LayerLaw]) -> None:
         {
             "model": "model",
             "layer": lambda law: f"{law.layer}{' (stated)' if law.stated else ''}",
-            "column / sigma": lambda law: average(law.over_texts(lambda c: c.share), (0, math.inf)),
+            "column / sigma": lambda law: average(
+                law.over_texts(lambda c: c.share), (0.0, math.inf)
+            ),
             "sink": lambda law: "yes" if law.is_sink else "no",
             **{
                 name: lambda law, of=of: _signed(law.over_texts(of)) for name, of in _SLOPES.items()

@@ -408,6 +408,13 @@ class JacobianColumns(JacobianRows):
         self.outer_gram = outer.T @ outer
         self.support = self.support.T
 
+    def squares(self) -> tuple[Tensor, Tensor]:
+        """Squared norms of the columns, from below and above, as far as rounding may hide them."""
+        ones = torch.ones_like(self.support, dtype=self.at.x.dtype)
+        hidden = torch.cat([self._hidden(ones, rows) for rows in self._chunks()])
+        above = self.eigenvalues(ones)
+        return (above - 2 * hidden).clamp_min(0), above
+
     def _bent(self, rows: slice, m: Tensor) -> Tensor:
         """``s_j (I - x_j x_j^T) m_j`` in the basis, up to a rotation; ``m`` without a norm."""
         if self.slope is None:
