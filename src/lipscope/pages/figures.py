@@ -41,11 +41,10 @@ from lipscope.charts import (
 )
 from lipscope.errors import InputError
 from lipscope.pages.content import Content
-from lipscope.pages.items import REAL, SETTING
+from lipscope.pages.items import REAL, SETTING, windows_of
 from lipscope.pages.points import axes, axis
 from lipscope.pages.pushed import Push
 from lipscope.pages.sections import bounds_of
-from lipscope.pages.windows import SCALE
 from lipscope.records import Bound, Measurement, TokenShare, comparisons, usable
 
 Records = list[dict[str, Any]]
@@ -286,20 +285,9 @@ class _View:
         held = [k for k in windows.windows if self.here(points[k]) and points[k]["head"] is None]
         if not held:
             return []
-        k = max(held, key=lambda k: points[k]["sigma"] or 0.0)
-        window = windows.windows[k]
-        columns = windows.texts[window["text"]], window["in"], window["out"], window["norm"]
-        return [
-            TokenShare(
-                id=str(k),
-                index=i,
-                text=text.replace(" ", "▁", 1) if text.startswith(" ") else text,
-                share_in=None if share is None else share / SCALE,
-                share_out=None if out is None else out / SCALE,
-                norm=norm,
-            )
-            for i, (text, share, out, norm) in enumerate(zip(*columns, strict=True))
-        ]
+        worst = max(held, key=lambda k: points[k]["sigma"] or 0.0)
+        row = self.content.points.items[worst].row
+        return windows_of(self.content.runs, [row.id])[row.id]
 
 
 def _line_names(frame: Frame, means: Records, fits: Records, of: Grown) -> Records:
