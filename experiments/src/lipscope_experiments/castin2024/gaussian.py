@@ -17,7 +17,16 @@ from lipscope.dynamics import closure, evolve, gaussian_flow
 from lipscope.pages import number
 from lipscope.records import slope_of
 from lipscope_experiments.experiment import Study, experiment, grid
-from lipscope_experiments.findings import Record, average, chosen, curve, grouped, mean_of, share
+from lipscope_experiments.findings import (
+    Record,
+    average,
+    chosen,
+    curve,
+    grouped,
+    line,
+    mean_of,
+    share,
+)
 from lipscope_experiments.simple_layers import eye, normal
 
 # Public code: Euler's steps, projected to semidefinite matrices; blown up where the trace
@@ -44,15 +53,14 @@ def gaussian(study: Study) -> None:
     limits = study.values("limits", [one for one in drawn if one["kind"] != "L2"], _limit)
     sizes = (100, 1000, 10_000, 100_000)[: pick(3, 4)]
     few, seeds = (100, 400)[: pick(1, 2)], range(pick(4, 8))
-    line = study.values("particles", grid(a=_SCALES, n=sizes, seed=seeds), _particles_on_a_line)
+    keys = grid(a=_SCALES, n=sizes, seed=seeds)
+    particles = study.values("particles", keys, _particles_on_a_line)
     plane = study.values("plane", grid(kind=_LAYERS, n=few, seed=seeds), _particles_in_the_plane)
-    _draw_laws(study, line)
+    _draw_laws(study, particles)
     remarks = _animation(study)
     _of_blow_up(study, blown)
     _of_ranks(study, ranks)
-    _of_particles(study, line)
-    _blow_table(study, blown)
-    _rank_table(study, ranks)
+    _of_particles(study, particles)
     _limit_table(study, limits)
     study.table(
         "Particles against the closure in the plane, t = 0.5: relative errors",
@@ -76,19 +84,25 @@ def gaussian(study: Study) -> None:
     )
 
 
-def _euler(cov: Tensor, a: Tensor, step: float, rest: float = 0.0) -> tuple[Tensor, int, bool]:
-    """Euler's steps for V = I until they rest or blow up: state, how many, whether the latter."""
-    s = cov.numpy().copy()
-    both = (a + a.T).numpy()
-    for count in range(_MOST):
+def _euler_steps(cov: Tensor, a: Tensor, step: float) -> Iterator[tuple[np.ndarray, float]]:
+    """Euler's steps for V = I, projected: eigenvalues, and the norm of the velocity before."""
+    s, both = cov.numpy(), (a + a.T).numpy()
+    while True:
         rate = s @ both @ s
         s = s + step * rate
         values, vectors = np.linalg.eigh((s + s.T) / 2)
         values[values < 0] = 1e-14
         s = vectors * values @ vectors.T
-        if np.linalg.norm(rate) < rest or np.trace(s) > _BLOWN:
-            return torch.from_numpy(s), count + 1, bool(np.trace(s) > _BLOWN)
-    return torch.from_numpy(s), _MOST, False
+        yield values, float(np.linalg.norm(rate))
+
+
+def _euler(cov: Tensor, a: Tensor, step: float, rest: float = 0.0) -> tuple[Tensor, int, bool]:
+    """Until they rest or blow up: eigenvalues, how many steps, whether the latter."""
+    values, count = np.zeros(0), 0
+    for count, (values, rate) in enumerate(_euler_steps(cov, a, step), 1):
+        if rate < rest or values.sum() > _BLOWN or count == _MOST:
+            break
+    return torch.from_numpy(values), count, bool(values.sum() > _BLOWN)
 
 
 def _blow_up(d: int, seed: int) -> Record:
@@ -125,8 +139,6 @@ def _of_blow_up(study: Study, found: Sequence[Record]) -> None:
         f"relative error {average(off)} in the mean, {number(max(off), 3)} at most",
     )
 
-
-def _blow_table(study: Study, found: Sequence[Record]) -> None:
     def known(mine: list[Record], key: str) -> list[float]:
         return [r[key] for r in mine if r[key] is not None]
 
@@ -156,8 +168,8 @@ def _rank(d: int, seed: int) -> Record:
         "rank": flow.ranks(1e-6)[-1],
         "off": float(torch.linalg.matrix_norm(flow.covariances[-1] - limit, 2)) / size,
         "counted": int((flow.eigenvalues[0] > _COUNTS).sum()),
-        "euler": int((torch.linalg.eigvalsh(stepped) > _COUNTS).sum()),
-        "euler_off": abs(float(torch.linalg.eigvalsh(stepped)[-1]) / size - 1),
+        "euler": int((stepped > _COUNTS).sum()),
+        "euler_off": abs(float(stepped[-1]) / size - 1),
         "steps": count,
         "evaluations": flow.evaluations,
     }
@@ -181,9 +193,6 @@ def _of_ranks(study: Study, found: Sequence[Record]) -> None:
         f"{average([float(r['steps']) for r in found])} steps, where the adaptive flow asks "
         f"{average([float(r['evaluations']) for r in found])} times, to t = {_FAR:g}",
     )
-
-
-def _rank_table(study: Study, found: Sequence[Record]) -> None:
     lines = []
     for d, mine in grouped(found, "d"):
         for name, key in (("exact limit", "kernel"), ("adaptive", "counted"), ("Euler", "euler")):
@@ -236,50 +245,39 @@ def _of_particles(study: Study, found: Sequence[Record]) -> None:
         )
 
 
-def _draw_laws(study: Study, line: Sequence[Record]) -> None:
+def _draw_laws(study: Study, particles: Sequence[Record]) -> None:
     times = torch.linspace(0, 0.48, 25)
     flow = gaussian_flow(_on_a_line(1.0), torch.zeros(1), eye(1), times)
-    curves = [Series("normal law", _pairs(flow.times, flow.covariances[:, 0, 0]), "dashes")]
+    variance = flow.covariances[:, 0, 0].tolist()
+    curves = [line("normal law", flow.times.tolist(), variance, "dashes")]
     for n in (100, study.pick(1000, 100_000)):
         x = normal(f"line|{n}|0", n, 1)
         end = evolve(_interpolated(_on_a_line(1.0)), x, times, rtol=1e-5)
-        curves.append(Series(f"{n:,} tokens", _pairs(times, end.states.var((1, 2)))))
-    near = tuple(
-        curve(f"A = {a:g}", mine, "n", "error", "points") for a, mine in grouped(line, "a")
-    )
+        curves.append(line(f"{n:,} tokens", times.tolist(), end.states.var((1, 2)).tolist()))
+    by = grouped(particles, "a")
+    near = [curve(f"A = {a:g}", mine, "n", "error", "points") for a, mine in by]
     panels = [
-        Panel("A = V = 1: blow-up at t = 1/2", tuple(curves), "t", "variance", log_x=False),
+        Panel("A = V = 1: blow-up at t = 1/2", curves, "t", "variance", log_x=False),
         Panel("particles half of the way to it", near, "tokens", "relative error"),
         Panel("K = -Q, d = 3: two eigenvalues stay", _decay(), "t", "eigenvalue of Σ"),
     ]
     study.draw("gaussian", "Normal laws under attention", panels)
 
 
-def _decay() -> tuple[Series, ...]:
+def _decay() -> list[Series]:
     """The flow and projected Euler steps from the start of the tests, rank two in the limit."""
     q = torch.tensor([[2.0, 0.0, 0.0]]).double()
     cov = torch.tensor([[6.0, 3.0, 2.0], [3.0, 4.0, 1.0], [2.0, 1.0, 3.0]]).double()
     layer, a = DotProduct(q, -q, eye(3), scale=1.0), -(q.T @ q)
     flow = gaussian_flow(layer, torch.zeros(3), cov, torch.logspace(-2, 2, 41))
-    stepped, euler = cov, []
-    for k in range(1, 1112):
-        moved = stepped @ a @ stepped
-        values, vectors = torch.linalg.eigh(stepped + 0.09 * (moved + moved.T))
-        stepped = vectors * values.clamp_min(1e-14) @ vectors.T
-        if k in {round(1.25**i) for i in range(32)}:
-            euler.append((0.09 * k, values.clamp_min(1e-14)))
-    return (
-        *(Series("flow", _pairs(flow.times, flow.eigenvalues[:, i])) for i in range(3)),
-        Series(
-            "Euler, steps of 0.09",
-            tuple((t, float(v)) for t, values in euler for v in values if v > 1e-4),
-            "points",
-        ),
-    )
-
-
-def _pairs(x: Tensor, y: Tensor) -> tuple[tuple[float, float], ...]:
-    return tuple(zip(x.tolist(), y.tolist(), strict=True))
+    shown = {round(1.25**i) for i in range(32)}
+    steps = enumerate(itertools.islice(_euler_steps(cov, a, 0.09), 1111), 1)
+    euler = [(0.09 * k, float(v)) for k, (values, _) in steps if k in shown for v in values]
+    flows = flow.eigenvalues.T.tolist()
+    return [
+        *(line("flow", flow.times.tolist(), values) for values in flows),
+        Series("Euler, steps of 0.09", [(t, v) for t, v in euler if v > 1e-4], "points"),
+    ]
 
 
 def _animation(study: Study) -> list[str]:

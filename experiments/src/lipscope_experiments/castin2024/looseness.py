@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 from lipscope import Bound, L2Attention
-from lipscope.charts import Panel, Series
+from lipscope.charts import Panel
 from lipscope.linalg import Metric, infinity_norm
 from lipscope.models import LoadedModel
 from lipscope.records import looseness as looseness_of
 from lipscope.theorems import bounds_at
 from lipscope_experiments.experiment import Study, experiment, grid, layers_of
-from lipscope_experiments.findings import Record, chosen, grouped, middle
+from lipscope_experiments.findings import Record, chosen, grouped, line, middle
 from lipscope_experiments.simple_layers import top
 from lipscope_experiments.texts import Text
 
@@ -140,7 +140,7 @@ def _bound_point(of: Bound, metric: str, ratio: float) -> Record:
 
 
 def _ratio_of(points: Sequence[Record], theorem: str) -> str:
-    ratios = [p["ratio"] for p in points if p["theorem"] == theorem]
+    ratios = [p["ratio"] for p in chosen(points, theorem=theorem)]
     return (
         f"{middle(ratios, 1)} times the measured norm"
         if ratios
@@ -153,11 +153,10 @@ def _draw_bounds(study: Study, points: Sequence[Record]) -> None:
     mine = chosen(points, layers="as they are", metric="frobenius")
     series = []
     for theorem, name in _SHOWN.items():
-        by = dict(grouped(chosen(mine, theorem=theorem), "n"))
-        medians = ((n, statistics.median(p["ratio"] for p in by[n])) for n in sorted(by))
-        if by:
-            series.append(Series(name, tuple(medians)))
-    panel = Panel("Frobenius norm", tuple(series), y="bound / sigma")
+        if by := dict(grouped(chosen(mine, theorem=theorem), "n")):
+            ratios = {n: statistics.median(p["ratio"] for p in by[n]) for n in sorted(by)}
+            series.append(line(name, ratios, ratios.values()))
+    panel = Panel("Frobenius norm", series, y="bound / sigma")
     study.draw("looseness", "Bounds above sigma", [panel], ["Medians over layers and texts."])
 
 

@@ -37,6 +37,10 @@ class _Draw:
         return statistics.median(r.radius_rms or 0.0 for r in self.rows if r.layer == layer)
 
 
+Built = list[tuple[int, Adversarial]]
+"""Inputs that were built, with the seed of the weights."""
+
+
 @experiment(
     "castin2024/random-gpt2",
     title="How Smooth Is Attention?, Figure 1, third column: GPT-2 with random weights",
@@ -45,7 +49,7 @@ class _Draw:
 def random_gpt2(study: Study) -> None:
     """Both quantities on text, and sigma on two clusters at the radius of text and of the paper."""
     cases: list[_Draw] = []
-    built: list[tuple[int, Adversarial]] = []
+    built: Built = []
     layers = first_and_middle(study.load(study.models[0]))
     lengths = study.pick([10, 20, 40], [10, 20, 40, 70, 100])
     options: dict[str, Any] = {"lengths": lengths, "samples": study.pick(3, 10)}
@@ -60,8 +64,8 @@ def random_gpt2(study: Study) -> None:
         cases += mine
         found = adversarial(study, drawn, layers[1:], mine[0].rows, every=4, lengths=lengths)
         built += [(seed, one) for one in found]
-    _draw_both(study, cases, built, layers)
-    _of_both(study, cases, built, layers)
+    _draw_both(study, cases, built)
+    _of_both(study, cases, built)
     study.table(
         "Exponents in n on text, 95 % intervals over its windows",
         [(case, key.layer, fit) for case in cases for key, fit in case.rows.growth().items()],
@@ -92,13 +96,9 @@ def _draws(study: Study) -> Iterator[tuple[int, LoadedModel]]:
         yield seed, replace(again, name=f"{first.name}, seed {seed}")
 
 
-def _of_both(
-    study: Study,
-    cases: Sequence[_Draw],
-    built: Sequence[tuple[int, Adversarial]],
-    layers: Sequence[int],
-) -> None:
+def _of_both(study: Study, cases: Sequence[_Draw], built: Built) -> None:
     fits = [fit.slope for case in cases for fit in case.rows.growth().values() if fit]
+    layers = list(cases[0].coded)
     coded = {layer: [slope_of(case.coded[layer]) for case in cases] for layer in layers}
     slopes = {
         name: middle(slope_of(curve) for _, one in built for curve in one.curves(name))
@@ -141,15 +141,10 @@ _SAID = (
 )
 
 
-def _draw_both(
-    study: Study,
-    cases: Sequence[_Draw],
-    built: Sequence[tuple[int, Adversarial]],
-    layers: Sequence[int],
-) -> None:
+def _draw_both(study: Study, cases: Sequence[_Draw], built: Built) -> None:
     panels = []
     fits = [one for case in cases for one in case.rows.growth().items()]
-    for layer in layers:
+    for layer in cases[0].coded:
         rows = [row for case in cases for row in case.rows if row.layer == layer]
         sigma = curve("sigma", rows, "num_tokens", "sigma", "points")
         coded = tuple(pair for case in cases for pair in case.coded[layer])
