@@ -158,6 +158,12 @@ def test_hostile_chains() -> None:
     for _ in range(50):
         e = move(x, 1e-3, "token", g)
         assert float((f(x + e) - f(x)).norm() / e.norm()) <= found.value
+    for eps in (10.0, 1e6, 1e200):  # far beyond what anything holds for: finite, or refused
+        try:
+            wide = certify_map(f, x, eps=eps)
+        except InputError:
+            continue
+        assert 1 <= wide.value <= wide.sigma_bound < float("inf")
     some = torch.tensor([0.01, 0.0, 0.02])
     found = certify_map(f, x, eps=some)
     for _ in range(50):

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -45,6 +46,10 @@ _SLACK = 1e-9  # of the sum, with room
 _DENSE = 512  # coordinates up to which attention's second derivatives are formed
 _THIN = 1e-9  # least axes of an ellipsoid
 _COLUMNS = 256  # of a layer's Jacobian that are made at a time
+_TOO_FAR = (
+    "No certificate: within `eps` the input of a norm could vanish, or a bound overflows; choose a "
+    "smaller `eps`."
+)
 _SPECTRUM = 3072  # largest matrix whose eigenvalues are found; a factor bounds those of others
 
 
@@ -280,14 +285,13 @@ def certify_map(
     except NotApplicableError as error:
         raise refusal(error) from error
     except (OutOfReachError, OverflowError):
-        raise InputError(
-            "No certificate: within `eps` the input of a norm could vanish, or a bound overflows; "
-            "choose a smaller `eps`."
-        ) from None
+        raise InputError(_TOO_FAR) from None
     size = at.size
     if min(at.point.jacobian.flatten(0, 1).shape) <= _SPECTRUM:
         size = norm_above(at.point.jacobian.flatten(0, 1)[None])[0]
     value, anywhere = (float(size + left) * (1 + _SLACK) for left in at.left)
+    if not math.isfinite(value + anywhere):
+        raise InputError(_TOO_FAR)
     if sigma is None:
         top = sigma_of(chain, x, None)
         sigma = top.sigma, top.upper
