@@ -12,7 +12,7 @@ from lipscope.attacks import attack_in_ball
 from lipscope.attention import Rotary
 from lipscope.certificates import certify_map
 from lipscope.certificates.activation import Units
-from lipscope.models import ActivationName, Branch, Chain, Feed, Norm, read_map
+from lipscope.models import ActivationName, Branch, Chain, Feed, Norm, read_map, whole_text
 from small_layers import move
 from tiny import TINY
 
@@ -177,14 +177,16 @@ def test_hostile_chains() -> None:
 def test_maps_of_models_are_certified(family: str, map: str) -> None:
     """The same sigma as `measure`; an attack in the ball; the chain is the map itself."""
     model = ls.load_model(f"random:{family}:{TINY[family]}")
-    at = model.at(TEXT, layer=1, length=5, map=map, dtype="float64")
+    read = {"special_tokens": True, "longest": 5}
+    batch = {"input_ids": whole_text(TEXT, model.loaded.reader_of_text(), **read)}
+    at = model.at(batch, layer=1, map=map, dtype="float64")
     found = at.certify(1e-3, random=5, ascents=1)
     assert found.map == map and found.form == "slopes" and found.heads == ()
     assert found.layer == (None if map == "model" else 1)
     assert found.sigma == at.sigma and not found.violated
     assert at.sigma <= found.value <= found.sigma_bound <= 1.4 * at.sigma
     assert found.largest_ratio is not None and found.largest_ratio <= found.value
-    chain, x = read_map(model.model, at._map.item.arguments, layer=1, map=map)
+    chain, x = read_map(model.model, batch, layer=1, map=map)
     near = x + 0.1 * gaussian(3, *x.shape)
     assert torch.allclose(chain(near), at(near), atol=1e-9 * float(at(near).abs().max()))
 
