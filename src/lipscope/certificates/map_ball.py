@@ -289,7 +289,8 @@ def certify_map(
     size = at.size
     if min(at.point.jacobian.flatten(0, 1).shape) <= _SPECTRUM:
         size = norm_above(at.point.jacobian.flatten(0, 1)[None])[0]
-    value, anywhere = (float(size + left) * (1 + _SLACK) for left in at.left)
+    near, anywhere = (float(size + left) * (1 + _SLACK) for left in at.left)
+    value = min(near, anywhere)  # a mean of slopes
     if not math.isfinite(value + anywhere):
         raise InputError(_TOO_FAR)
     if sigma is None:
