@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from lipscope.cli import catalogue, certify, doctor, layers, reproduce, rows, sweep
+from lipscope.cli import catalogue, certify, doctor, explore, layers, reproduce, rows, sweep
 from lipscope.cli.terminal import errors, note
 from lipscope.errors import InputError
 
@@ -72,6 +72,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
     sweep.sweep: "lipscope sweep growth.yaml --out runs/growth --workers 2",
     rows.rows: 'lipscope rows runs/demo --where "layer = 3 and sigma > 10" --to csv',
     reproduce.reproduce: "lipscope reproduce castin2024/figure1 --quick --out runs/figure1",
+    explore.explore: "lipscope explore minilm --text FILE",
     rows.report: "lipscope report runs/demo runs/bounds -o report.html --svg figures",
     doctor.doctor: "lipscope doctor",
 }

@@ -23,6 +23,7 @@ FEATURES = {
     "measures": "exact transport between measures of unequal weights",
     "cluster": "sweeps on a Dask cluster",
     "gguf": "models stored as GGUF, such as smollm2",
+    "explore": "the live page of lipscope explore",
     "onnx": "models stored as ONNX graphs, such as dinov2",
     "timm": "models of timm, by name",
     "dev": "the checks of make test",

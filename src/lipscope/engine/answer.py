@@ -22,6 +22,7 @@ from lipscope.linalg import (
     Operator,
     Product,
     TopSingular,
+    Watch,
     bracketed,
     difference,
     frobenius_interval,
@@ -138,12 +139,14 @@ def answer(
     memory: int,
     key: str,
     reference: ReferenceModel | None = None,
+    watch: Watch | None = None,
 ) -> list[Answer]:
     """Answer a job for a layer, or for each of its heads, within so many bytes of memory.
 
     ``key`` names the model, layer, length and sample; with the seed it fixes the starts. With a
     ``reference``, the model itself between the map's ends, the Jacobian is compared with its finite
-    difference along the direction that was found.
+    difference along the direction that was found. ``watch`` sees the intervals of sigma as they
+    narrow; it may raise at every product with the Jacobian, where it is told of none.
 
     Raises:
         InputError: If the two disagree.
@@ -155,7 +158,7 @@ def answer(
     halved = memory
     while True:
         try:
-            found = _Solve(layer, spec, job, halved, key, heads).answers(began, reference)
+            found = _Solve(layer, spec, job, halved, key, heads, watch).answers(began, reference)
         except (RuntimeError, MemoryError) as problem:
             if out_of_memory(problem) and halved > _LEAST_MEMORY:
                 halved //= 2
@@ -179,11 +182,14 @@ class _Solve:
         memory: int,
         key: str,
         heads: list[int | None],
+        watch: Watch | None,
     ) -> None:
-        self.layer, self.spec, self.job = layer, spec, job
+        self.layer, self.spec, self.job, self.watch = layer, spec, job, watch
         self.memory, self.key, self.heads = memory, key, heads
         self.n = layer.x.shape[0]
         self.jacobian = self._jacobian()
+        if watch is not None:
+            self.jacobian = _interruptible(self.jacobian, watch)
         self.norms = layer.x.norm(dim=1)
         rms = self.norms.square().mean().sqrt()
         # Where the input is zero, D is too: no token may move in proportion to its norm.
@@ -323,6 +329,7 @@ class _Solve:
             operator,
             [self._generator(head, purpose) for head in self.heads],
             memory=self.memory // 2,
+            watch=self.watch if purpose == "sigma" else None,
             **self.spec.solver(),
         )
 
@@ -395,6 +402,19 @@ class _Solve:
         if not (one.positional or one.causal or one.window or one.mask is not None):
             return None
         return "copies of a token share its position and read what it reads"
+
+
+def _interruptible(op: Operator, watch: Watch) -> Operator:
+    """The same operator, whose every product begins with a chance to raise."""
+
+    def told(product: Product) -> Product:
+        def inside(vector: Tensor) -> Tensor:
+            watch(None)
+            return product(vector)
+
+        return inside
+
+    return replace(op, matvec=told(op.matvec), rmatvec=told(op.rmatvec))
 
 
 def _embedded(vector: Tensor, index: Tensor | None, n: int) -> Tensor:

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NoReturn
@@ -49,11 +50,25 @@ def parse_tokens(text: str, num_tokens: int, option: str) -> list[int] | None:
     """Token indices of ``all`` (None), ``first``, ``last``, ``not-first``, ``a:b`` or ``a%:b%``.
 
     A range of shares holds every token of which a part lies in it: its size goes with the number of
-    tokens. Of tokens that move also ``copies``, which is all of them.
+    tokens. Several ranges ``a:b`` stand with commas between them, upwards. Of tokens that move also
+    ``copies``, which is all of them.
 
     >>> parse_tokens("1:3", 8, "move"), parse_tokens("90%:100%", 32, "move")
     ([1, 2, 3], [28, 29, 30, 31])
+    >>> parse_tokens("0:2,5", 8, "move")
+    [0, 1, 2, 5]
     """
+    if "," in text:
+        parts = [parse_tokens(part, num_tokens, option) for part in text.split(",")]
+        chosen = [index for part in parts for index in part or ()]
+        if not all(re.fullmatch(r"[\d:]+", part) for part in text.split(",")) or any(
+            b <= a for a, b in pairwise(chosen)
+        ):
+            raise InputError(
+                f"`--{option}` should name ranges a:b that count upwards and do not meet, such as "
+                f"0:2,5. Found `{text}`."
+            )
+        return chosen
     named = {
         "all": None,
         "first": [0],

@@ -27,9 +27,10 @@ from lipscope.engine.verbs.measure import bounds, directions
 from lipscope.engine.verbs.push import Pushed, push
 from lipscope.engine.verbs.split import Splitting, split
 from lipscope.errors import InputError
-from lipscope.linalg import Operator
+from lipscope.linalg import Operator, Watch
 from lipscope.models import ExactNorm, Pooled
 from lipscope.pages import Rows
+from lipscope.plugins import load_plugins
 from lipscope.records import Measurement
 from lipscope.theorems import Normed
 
@@ -176,6 +177,20 @@ class OpenModel(Shown, ReadyModel):
             **options,
         )
 
+    def explore(self, text: str | None = None) -> Any:
+        """The live page on this model, as `lipscope explore` opens it: in a notebook a frame.
+
+        Needs the extra ``explore``.
+
+        Args:
+            text: What the page begins with; an example if None.
+
+        Returns:
+            The page: its ``address``, and ``end()``.
+        """
+        (room,) = load_plugins("lipscope.live")
+        return room.explore(self, text)
+
     def display_lines(self) -> Iterator[tuple[str, str]]:
         """The lines of its display."""
         count = sum(p.numel() for p in self.model.parameters())
@@ -293,6 +308,22 @@ class LayerAtInput(Shown):
     def row(self) -> Measurement:
         """The row of `measure`."""
         return self._map.finished[self.head or 0].row
+
+    def rows(self, watch: Watch | None = None) -> Rows:
+        """The row, or that of every head with ``per_head``, with the tokens.
+
+        Args:
+            watch: Called after every step with a function that gives the intervals
+                ``(sigma, upper)`` so far, one a row, and with None before every product with the
+                Jacobian. What it raises ends the solve.
+        """
+        self._map.watch = watch
+        try:
+            found = self._map.finished
+        finally:
+            self._map.watch = None
+        tokens = [token for one in found for token in one.tokens]
+        return Rows([one.row for one in found], tokens)
 
     @property
     def id(self) -> str:

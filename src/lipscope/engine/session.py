@@ -36,7 +36,7 @@ from lipscope.engine.ready_model import (
 )
 from lipscope.engine.spec import REAL, Spec
 from lipscope.errors import InputError, memory_for
-from lipscope.linalg import Operator
+from lipscope.linalg import Operator, Watch
 from lipscope.models import (
     WHOLE,
     ExactNorm,
@@ -81,6 +81,7 @@ class MapAtInput:
     ) -> None:
         self._session, self.spec = session, session.spec
         self.job, self.window, self.model = job, window, window.model
+        self.watch: Watch | None = None  # told of intervals as they narrow
         if given is not None:
             self.__dict__["given"] = given
 
@@ -259,7 +260,7 @@ class MapAtInput:
             with self.window.ready():
                 check = self._session.first(job) and whole_tokens
                 reference = self.window.reference(self.map) if check else None
-                return answer(self.map, spec, job, self._session.memory, key, reference)
+                return answer(self.map, spec, job, self._session.memory, key, reference, self.watch)
 
         asked = job, spec.per_head, spec.rest, spec.average, spec.directions
         return keep_last(self.window.answers, asked, make)

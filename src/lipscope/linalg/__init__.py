@@ -31,6 +31,7 @@ from lipscope.linalg.operator import (
 from lipscope.linalg.singular import (
     SMALLEST_TOL as SMALLEST_TOL,
     TopSingular as TopSingular,
+    Watch as Watch,
     golub_kahan as golub_kahan,
     top_singular as top_singular,
     top_singular_batch as top_singular_batch,

@@ -41,7 +41,9 @@ _PARTS = {
 }
 _SECTIONS = ("compare", "decided", "depth", "edits", "gains", "push")
 """Sections with files of their own: ``NAME.html``, which `page.html` names, and ``NAME.js``."""
-_SCRIPTS = ("state", "charts", "sections", "link", "keys", "tables", *_SECTIONS, "signals", "start")
+SHARED = ("elements", "drawing", "words", "tables", "keys")
+"""Scripts of every page, whatever it is about."""
+_SCRIPTS = (*SHARED, "state", "charts", "sections", "link", *_SECTIONS, "signals", "start")
 
 
 def page(content: Content) -> str:
@@ -50,7 +52,7 @@ def page(content: Content) -> str:
     Text of rows reaches it in two ways only: as JSON in which ``<`` is an escape, shown by
     scripts as text, and as escaped HTML. Its content policy forbids it to fetch anything.
     """
-    specs, inks = _charts(tuple(content.layers), content.training.turn)
+    specs, inks = charts_of(tuple(content.layers), content.training.turn)
     data = printable(content.as_plain()) | {"specs": specs, "inks": inks}
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     words = {
@@ -60,31 +62,32 @@ def page(content: Content) -> str:
         "methods": _methods(content),
         "provenance": _provenance(content),
         "references": _sources(content.bounds),
-    } | {name: _asset(f"{name}.html") for name in _SECTIONS}
-    return _asset("page.html").format(
+    } | {name: asset(f"{name}.html") for name in _SECTIONS}
+    return asset("page.html").format(
         **printable(words),
-        css=_asset("page.css") + _layer_colours(len(content.layers)),
+        css=asset("page.css") + _layer_colours(len(content.layers)),
         data=text.replace("<", "\\u003c"),
-        vega=_vega(),
-        scripts="\n".join(_asset(f"{name}.js") for name in _SCRIPTS),
+        vega=vega(),
+        scripts="\n".join(asset(f"{name}.js") for name in _SCRIPTS),
     )
 
 
 @functools.lru_cache(maxsize=8)  # half of a page's time, and the same for every other page
-def _charts(layers: tuple[str, ...], turn: float | None) -> tuple[dict[str, Any], dict[str, str]]:
+def charts_of(layers: tuple[str, ...], turn: float | None) -> tuple[dict[str, Any], dict[str, str]]:
     """The specifications of all charts, and the colours of their names."""
     return in_the_page(blank_charts(layers, turn), len(layers))
 
 
 @functools.cache
-def _vega() -> str:
+def vega() -> str:
     """Vega, as vl-convert brings it along: inside vega-embed."""
     script = vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]
     # In a function: its short names would otherwise be those of the whole page.
     return "(() => {" + script.replace("</script", "<\\/script") + "\n})();"
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of the page."""
     place = importlib.resources.files("lipscope.pages") / "assets" / name
     return place.read_text(encoding="utf-8")
 

@@ -49,7 +49,7 @@ def windows_for(
     for k in chosen:
         if some := tokens.get(items[k].row.id):
             words = texts.setdefault(tuple(spaced(some)), len(texts))
-            windows[k] = {"text": words} | _window_shares(some)
+            windows[k] = {"text": words} | window_shares(some)
     excerpts, begins = _excerpts(runs, items)
     real = sum(item.kind == REAL for item in items)
     remark = None
@@ -84,7 +84,8 @@ def _worst_windows(items: Sequence[Item]) -> list[int]:
     return chosen
 
 
-def _window_shares(tokens: Sequence[TokenShare]) -> dict[str, Any]:
+def window_shares(tokens: Sequence[TokenShare]) -> dict[str, Any]:
+    """What the scripts read of the tokens of a row: the largest shares, all shares, norms."""
     # From the shares themselves: those of long windows are few hundred-thousandths each.
     moved = [token.share_in or 0.0 for token in tokens]
     order = sorted(range(len(moved)), key=lambda k: -moved[k])

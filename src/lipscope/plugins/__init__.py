@@ -34,6 +34,8 @@ def load_plugins(group: str) -> tuple[ModuleType, ...]:
     for entry in sorted(entry_points(group=group), key=lambda one: one.name):
         try:
             found.append(importlib.import_module(entry.module))
+        except InputError:  # which says what to do
+            raise
         except Exception as problem:
             of = f" of {entry.dist.name}" if entry.dist else ""
             raise InputError(

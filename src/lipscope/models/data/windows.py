@@ -117,7 +117,8 @@ def windows_of_text(
     """Cut a text into windows by length, shortest first, then sample.
 
     ``spread``: sample s starts at token ``floor(s (T - n_max) / max(samples - 1, 1))`` for
-    every length, so that lengths are compared on the same passages. ``disjoint``: sample s is a
+    every length, so that lengths are compared on the same passages; at 0 where special tokens fill
+    the length. ``disjoint``: sample s is a
     stretch of ``N`` = the sum of all lengths, from token ``floor(s (T - N) / max(samples - 1, 1))``
     on, with one window of each length after the other, so that no two windows share text.
     Special tokens are added around each window and counted in its length. Windows are distinct:
@@ -134,15 +135,16 @@ def windows_of_text(
             f"Found {min(lengths)}; use longer lengths or --no-special-tokens."
         )
     total, stretch = len(ids), sum(lengths) if kind == "disjoint" else max(lengths)
-    needed = samples * stretch if kind == "disjoint" else stretch
+    needed = samples * stretch if kind == "disjoint" else stretch - extra
     if total < needed:
         raise InputError(
             f"The text should have at least {needed} tokens for {samples} {kind} windows of up to "
             f"{max(lengths)}. Found {total}; use a longer text, shorter lengths or fewer samples."
         )
     # A short text has fewer places than samples: the same one twice would be one sample.
-    samples = min(samples, total - stretch + 1)
-    places = [s * (total - stretch) // max(samples - 1, 1) for s in range(samples)]
+    room = max(total - stretch, 0)
+    samples = min(samples, room + 1)
+    places = [s * room // max(samples - 1, 1) for s in range(samples)]
     passed = 0  # tokens of a sample's stretch that shorter windows have taken
     windows: dict[tuple[int, ...], Window] = {}
     for n in lengths:

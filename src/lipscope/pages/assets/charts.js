@@ -1,5 +1,4 @@
-// Charts: made once, given other data when something else is chosen.
-const views = new Map();
+// The charts of the report: what each draws, and what its marks tell.
 const MANY = 1500;  // points that a chart draws; more cannot be told apart
 
 const thin = (rows) => (rows.length <= MANY ? rows
@@ -13,12 +12,9 @@ const focusAbout = () => `${layerName(state.layer)}, ${headName(state.head)}; th
 const asked = (option) => `Not measured in this selection: add ${option} to `
   + "lipscope measure.";
 
-// What sections of their own draw besides their charts, in the order of their files.
-const DRAWERS = [];
-
 // For each chart: its specification, what it draws (null: nothing), and why it is empty. One
 // that has no place in the page names the section that it closes, and its title.
-const CHARTS = {
+Object.assign(CHARTS, {
   focus: { spec: "focus", say: () => `Sigma against the number of tokens, ${focusAbout()}`,
     data: () => ({ points: points.filter((p) => real(p) && p.layer === state.layer),
       means: means.filter(real) }),
@@ -65,7 +61,7 @@ const CHARTS = {
       means: means.filter(real) }),
     signals: () => ({ axes: axes("real"), layer: state.front, head: state.head }),
     empty: asked("--average") },
-};
+});
 
 function localSlopes(fit) {
   return fit.local.map((slope, k) => ({ layer: fit.layer, head: fit.head, kind: fit.kind, slope,
@@ -104,125 +100,21 @@ function sandwich() {
     ?? some.find((b) => b.layer === state.layer && b.head === state.head) ?? some[0];
 }
 
-async function draw(id) {
-  const chart = CHARTS[id];
-  const box = $(id);
-  const data = chart.data();
-  const empty = Object.values(data)[0].length === 0;
-  const spec = typeof chart.spec === "function" ? chart.spec() : chart.spec;
-  let view = views.get(id);
-  if (empty || (view && view.spec !== spec)) {
-    view?.view.finalize();
-    views.delete(id);
-    view = undefined;
-    box.replaceChildren();
-    box.parentElement.querySelector(".tools")?.remove();
-  }
-  box.setAttribute("aria-label", empty ? "" : chart.say());
-  if (empty) {
-    box.append(make("p", { class: "note" }, chart.empty ?? "Nothing to draw."));
-    return asTable(id, null);
-  }
-  if (!view) {
-    box.replaceChildren();
-    const embedded = await vegaEmbed(box, filled(D.specs[spec], data, chart.signals()), { mode: "vega",
-      renderer: "svg", actions: false, defaultStyle: false, hover: true, tooltip: hover });
-    view = { spec, view: embedded.view };
-    view.view.addEventListener("click", (_, item) => clicked(item?.datum));
-    views.set(id, view);
-    box.parentElement.querySelector("figcaption").append(make("span", { class: "tools" },
-      make("button", { class: "as-table", type: "button", onclick: () => turnTable(id) }, "Table"),
-      make("button", { class: "save", type: "button", onclick: () => save(id) }, "SVG")));
-  } else {
-    for (const [name, value] of Object.entries(chart.signals())) view.view.signal(name, value ?? null);
-    for (const [name, rows] of Object.entries(data)) view.view.data(name, structuredClone(rows));
-    await view.view.runAsync();
-  }
-  const tools = box.parentElement.querySelector(".tools");
-  tools.firstChild.setAttribute("aria-label", `Show this chart as a table: ${chart.say()}`);
-  tools.lastChild.setAttribute("aria-label", `Save this chart as SVG: ${chart.say()}`);
-  reachable(box);
-  return asTable(id, data);
-}
-
-function placed(id) {
-  const { section, title } = CHARTS[id];
-  if (!$(id)) $(section).append(make("figure", {}, make("figcaption", {}, make("b", {}, title)),
-    make("div", { class: "chart", id, role: "img" })));
-}
-
-// The specification with its first data and choices inside.
-function filled(spec, data, signals) {
-  const own = structuredClone(spec);
-  for (const d of own.data) if (d.name in data) d.values = structuredClone(data[d.name]);
-  for (const g of own.signals) if (g.name in signals) g.value = signals[g.name] ?? null;
-  return own;
-}
-
 // What a mark stands for, by the name of its index: what it chooses, and what it tells.
-const MARKS = {
+Object.assign(MARKS, {
   i: [pick, (i) => explainPoint(points[i])],
   m: [(m) => choose({ layer: means[m].layer, head: means[m].head }), (m) => explainMean(means[m])],
   t: [(t) => chooseStep(steps[t]), (t) => explainStep(steps[t])],
   f: [(f) => choose({ layer: fits[f].layer, front: fits[f].layer }), (f) => explainFit(fits[f])],
-};
-const markOf = (datum) => Object.keys(MARKS).find((name) => datum?.[name] !== undefined);
-
-function clicked(datum) {
-  const name = markOf(datum);
-  if (name) MARKS[name][0](datum[name]);
-}
-
+});
 function chooseStep(t) {
   const s = group().settings.find((k) => D.settings[k].step === t.step);
   choose({ s, layer: t.layer, front: t.layer });
 }
 
-// The chart as it would be printed: colours of the light theme instead of their names.
-async function save(id) {
-  let svg = await views.get(id).view.toSVG();
-  for (const [name, colour] of Object.entries(D.inks)) svg = svg.replaceAll(`var(${name})`, colour);
-  const link = make("a", { download: `${id}.svg`,
-    href: URL.createObjectURL(new Blob([svg], { type: "image/svg+xml" })) });
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
-}
-
-// --- under the mouse ---------------------------------------------------------------------
-
-const hideTip = () => { $("tip").style.display = "none"; };
-for (const kind of ["scroll", "pointerdown", "keydown", "pointercancel"]) {
-  document.addEventListener(kind, hideTip, { capture: true, passive: true });
-}
-document.addEventListener("pointerover", (e) => { if (!e.target.closest?.(".chart")) hideTip(); });
-
-function hover(_, event, item, value) {
-  const told = value === null || value === undefined || value === "" ? [] : explain(item.datum, value);
-  showTip(told, event?.clientX, event?.clientY);  // none when a chart goes
-}
-
-function showTip(told, x, y) {
-  const tip = $("tip");
-  tip.style.display = told.length ? "block" : "none";
-  if (!told.length) return;
-  tip.replaceChildren(...told);
-  const { width, height } = tip.getBoundingClientRect();
-  const right = x + 16 + width > window.innerWidth;
-  tip.style.left = `${Math.max(4, right ? x - width - 12 : x + 16)}px`;
-  tip.style.top = `${Math.max(4, Math.min(y + 14, window.innerHeight - height - 6))}px`;
-}
-
 const between = (m) => `[${number(m.low)}, ${upward(m.high)}]`;
 const meanOf = (m) => (m.count > 1
   ? `mean of ${m.count} windows, with 95 % for the sampling of text` : "one window: the solver's interval");
-const line = (text) => make("div", {}, text);
-function explain(datum, value) {
-  const name = markOf(datum);
-  if (name) return MARKS[name][1](datum[name]);
-  if (datum.group !== undefined) return explainBound(datum);
-  return Object.entries(value).map(([key, text]) => line(`${key}: ${text}`));
-}
-
 const explainBound = (b) => [make("b", {}, b.name), line(`${b.n} tokens`),
   line(b.upper > b.value ? `mean of the windows, in ${ends({ sigma: b.value, upper: b.upper })}`
     : number(b.value))];
@@ -265,3 +157,44 @@ function explainFit(f) {
     f.note ? line(f.note) : ""];
 }
 const interval = (f) => (f.low === null ? "" : ` [${f.low.toFixed(2)}, ${f.high.toFixed(2)}]`);
+
+// --- as tables
+
+const order = (layer) => D.layers.indexOf(layer);
+Object.assign(COLUMNS, {
+  layer: column("layer", (r) => order(String(r.layer)), (r) => r.layer),
+  head: column("head", (r) => r.head ?? -1, (r) => r.head ?? "all"),
+  n: column("tokens", (r) => r.n),
+  input: column("input", (r) => (r.kind === "real" ? r.sample : r.kind), inputName, "whole"),
+  ends: column("[sigma, upper]", (r) => r.sigma, ends),
+  rest: column("without top token", (r) => r.rest, (r) => number(r.rest)),
+  radius: column("radius", (r) => r.radius, (r) => number(r.radius)),
+  rank: column("stable rank", (r) => r.rank, (r) => number(r.rank)),
+  step: column("step", (r) => r.step),
+  sigma: column("sigma", (r) => r.sigma, (r) => number(r.sigma)),
+  relative: column("relative", (r) => r.relative, (r) => number(r.relative)),
+  share: column("share of top token", (r) => r.share, (r) => percent(r.share)),
+  between: column("interval", (r) => r.low, between),
+  count: column("windows", (r) => r.count),
+  top: column("top token is most often", (r) => r.top ?? "", (r) => (r.top ? `${r.top} (${r.often})` : "–"), "whole"),
+  series: column("series", (r) => r.kind, (r) => KINDS[r.kind] ?? r.kind, "whole"),
+  exponent: column("exponent", (r) => r.slope, (r) => r.slope.toFixed(2) + interval(r)),
+  law: column("power law", (r) => String(r.fits), (r) => (r.fits === false ? "no" : r.fits ? "yes" : "–"), "whole"),
+  span: column("lengths", (r) => r.from, (r) => r.span),
+  slope: column("slope", (r) => r.slope, (r) => r.slope.toFixed(2)),
+  name: column("line", (r) => r.name, (r) => r.name, "text"),
+  value: column("value", (r) => r.value, (r) => (r.upper > r.value ? ends({ sigma: r.value, upper: r.upper }) : number(r.value))),
+});
+Object.assign(TABLES, {
+  focus: ["points", "n input ends rest"],
+  real: ["points", "layer n input ends"],
+  adversarial: ["points", "layer n input ends"],
+  exponents: ["fits", "layer series exponent law"],
+  slopes: ["slopes", "layer span slope"],
+  steps: ["means", "step layer sigma between count"],
+  heatmap: ["cells", "layer head sigma between relative share top count"],
+  bounds: ["lines", "name n value"],
+  "radius-n": ["points", "layer n input radius"],
+  "sigma-radius": ["points", "layer n input radius ends"],
+  rank: ["points", "layer n input rank"],
+});

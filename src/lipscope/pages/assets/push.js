@@ -1,5 +1,4 @@
 // Pushes: one chart, and a slider over the sizes at which the model was run.
-Object.assign(state, { push: 0, along: 0, size: 0 });
 // A link may name what this page does not have.
 const pushed = () => D.pushes[state.push] ?? D.pushes[0];
 const course = () => pushed()?.directions[state.along] ?? pushed()?.directions[0];

@@ -1,13 +1,4 @@
 // Everything that is no chart: key figures, shaded text, tables, notes.
-const cell = (said, kind) => (kind === "row" ? make("th", { scope: kind }, said)
-  : make("td", kind ? { class: kind } : {}, ...[said].flat()));
-// A table, if there are rows: of each column its heading, what it says of a row, and the kind of its cells.
-const list = (id, rows, columns, front = () => false) => fill(id, !rows.length ? null
-  : make("thead", {}, make("tr", {}, ...columns.map(([name, , kind]) => make("th",
-    { scope: "col", class: kind === "number" ? kind : null }, name)))),
-make("tbody", {}, ...rows.map((r) => make("tr", { class: front(r) ? "front" : null },
-  ...columns.map(([, of, kind]) => cell(of(r), kind))))));
-
 // --- overview ------------------------------------------------------------------------------
 
 function drawFigures() {
@@ -50,18 +41,6 @@ function drawText() {
   drawTokens(w);
 }
 
-// The shade follows the cube root: a thousandth of the top can still be told from none.
-function spans(words, shares, norms) {
-  const top = Math.max(...shares, 1);
-  return words.map((word, k) => {
-    const share = (shares[k] ?? 0) / D.scale;
-    const span = make("span", { title: `token ${k}: ${percent(share)}, norm ${number(norms[k])}`,
-      class: shares[k] === top ? "top" : null }, word);
-    span.style.setProperty("--p", (78 * Math.cbrt((shares[k] ?? 0) / top)).toFixed(1));
-    return span;
-  });
-}
-
 function drawTokens(w) {
   if (!w) return fill("tokens");
   const words = D.texts[w.text];
@@ -76,10 +55,6 @@ function drawTokens(w) {
 }
 
 // --- directions in words ---------------------------------------------------------------------
-
-const SPACES = { vocabulary: "tokens in its place", "read-out": "the model's logits",
-  window: "the other tokens here" };
-const VERBS = [["right", "Moves"], ["left", "Answers"]];
 
 function drawWords() {
   const found = D.directions[state.picked] ?? [];
@@ -100,33 +75,6 @@ function drawWords() {
   $("words-note").textContent = "Readings by their cosine with the vector at this token, the nearest first. "
     + "Chance: the largest of 99 random directions; a vector that no reading is nearer to reads as nothing, "
     + "and a random one is nearer once in a hundred times. Spanned: by the ten nearest readings together.";
-}
-
-function wordsOf(t) {
-  const chips = (sign, words) => make("p", { class: "chips" }, make("b", {}, sign), ...words.length
-    ? words.map(([word, cosine]) => {
-      const chip = make("span", { title: `cosine ${number(cosine, 2)}` }, word);
-      chip.style.setProperty("--p", (70 * cosine).toFixed(1));
-      return chip;
-    }) : ["–"]);
-  const nothing = make("p", { class: "quiet" }, "reads as nothing");
-  const numbers = t.reads === null ? "" : `nearest ${number(t.cosine, 2)} (chance ${number(t.chance_cosine, 2)}), `
-    + `spanned ${percent(t.spanned)} (chance ${percent(t.chance_spanned)}); read in: ${SPACES[t.space]}`;
-  return make("div", { class: "reading" }, make("p", {}, make("q", {}, t.text),
-    ` (${t.index}), ${percent(t.share)} of the vector`),
-  ...t.reads ? [chips("+", t.plus), chips("−", t.minus)] : [nothing], make("p", { class: "note" }, numbers));
-}
-
-function drawHeadParts(heads) {
-  if (!heads.length) return fill("words-heads");
-  const most = Math.max(...heads.map(([, share]) => Math.abs(share)));
-  return fill("words-heads", make("figcaption", {}, make("b", {}, "Parts of the heads in the answer"),
-    make("span", {}, "⟨u, Jₕ v⟩ / sigma: together 1; a negative one works against it")),
-  make("div", { class: "bars" }, ...heads.toSorted((a, b) => a[0] - b[0]).flatMap(([head, share]) => {
-    const bar = make("i", { class: share < 0 ? "against" : null });
-    bar.style.width = `${(100 * Math.abs(share) / most).toFixed(1)}%`;
-    return [make("span", {}, head), make("div", {}, bar), make("span", {}, percent(share))];
-  })));
 }
 
 // --- growth --------------------------------------------------------------------------------

@@ -1,6 +1,4 @@
-// What the page carries, what is chosen, and the controls that choose it.
-const D = JSON.parse(document.getElementById("data").textContent);
-const $ = (id) => document.getElementById(id);
+// What the report carries, what is chosen, and the controls that choose it.
 
 const records = (columns) => {
   const names = Object.keys(columns);
@@ -16,7 +14,8 @@ const fits = D.fits.map((f, k) => ({ ...f, f: k }));
 // s: setting, layer and head: chosen; front: the layer in front of charts of all (null: none).
 const state = { s: 0, source: null, built: null, layer: null, head: null, front: null, picked: -1,
   quantity: "sigma", length: null, trained: null, metric: null, place: null, rank: 1, sort: "sigma", kind: "real",
-  ratio: "sigma", at: null, every: null, deep: null, taken: 0, edited: 0, decided: 0, watched: 0, seen: null, theme: null, tables: "" };
+  ratio: "sigma", at: null, every: null, deep: null, taken: 0, edited: 0, decided: 0, watched: 0, seen: null, push: 0, along: 0, size: 0,
+  theme: null, tables: "" };
 
 const setting = () => D.settings[state.s];
 const tokensOf = (s) => (s.move === "all" && s.read === "all"
@@ -24,35 +23,9 @@ const tokensOf = (s) => (s.move === "all" && s.read === "all"
 const ours = (p) => p.s === state.s && (p.source === null || p.source === state.source);
 const here = (p) => ours(p) && p.head === state.head;
 const card = () => D.cards.find((c) => here(c) && c.layer === state.layer);
-const number = (v, digits = 4) => {
-  if (v === null || v === undefined) return "–";
-  if (v !== 0 && (Math.abs(v) < 1e-4 || Math.abs(v) >= 1e6)) return v.toExponential(digits - 1);
-  const places = v === 0 ? 0 : digits - 1 - Math.floor(Math.log10(Math.abs(v)));
-  return v.toFixed(Math.min(Math.max(places, 0), 12));
-};
-const upward = (v) => {  // an upper end is rounded upwards, so that what is shown still holds
-  if (!v || v < 0) return number(v);
-  const step = 10 ** (Math.floor(Math.log10(v)) - 3);
-  return number(Math.ceil(v / step * (1 - 1e-12)) * step);
-};
-const percent = (v) => (v === null || v === undefined ? "–"
-  : `${(100 * v).toFixed(Math.abs(v) >= 0.0995 ? 0 : Math.abs(v) >= 0.01 ? 1 : 2)} %`);
-const ends = (p) => `[${number(p.sigma)}, ${upward(p.upper)}]`;
 const layerName = (layer) => (layer === "model" ? "whole model" : `layer ${layer}`);
 const headName = (head) => (head === null ? "all heads" : `head ${head}`);
 const inputName = (p) => (p.kind === "real" ? `window ${p.sample}` : p.kind);
-
-// Elements with text as text: nothing that a row says can become markup.
-function make(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (value !== null && value !== false) element.setAttribute(name, value);
-  }
-  element.append(...children.filter((c) => c !== null && c !== undefined));
-  return element;
-}
-const fill = (id, ...children) => $(id).replaceChildren(...children.filter((c) => c !== null));
 
 // --- choosing ----------------------------------------------------------------------------
 
@@ -111,18 +84,6 @@ function pick(i) {
 
 // --- controls ----------------------------------------------------------------------------
 
-function select(label, value, options, change) {
-  const list = make("select", { "aria-label": label, onchange: (e) => change(options[e.target.selectedIndex][0]) });
-  for (const [key, text] of options) {
-    const option = make("option", {}, text);
-    option.selected = key === value;
-    list.append(option);
-  }
-  list.disabled = options.length < 2;
-  return make("label", {}, label, list);
-}
-
-const distinct = (values) => [...new Set(values)];
 const FIELDS = [["Model", (s) => s.model], ["Map", (s) => s.map], ["Metric", (s) => s.metric],
   ["Tokens", tokensOf], ["Text", (s) => s.text || "not named"]];
 const ALONE = { Tokens: "all move, all read", Text: null };  // said only where others are there
@@ -169,15 +130,4 @@ function controls() {
       .find((l) => l.firstChild.textContent === focused);
     label?.querySelector("select").focus();
   }
-}
-
-const THEMES = ["automatic", "light", "dark"];
-function nextTheme() {
-  state.theme = THEMES[(THEMES.indexOf(state.theme ?? "automatic") + 1) % 3];
-  remember();
-  themed();
-}
-function themed() {
-  document.documentElement.dataset.theme = state.theme ?? "automatic";
-  $("theme").textContent = `Theme: ${state.theme ?? "automatic"}`;
 }

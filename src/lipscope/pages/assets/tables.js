@@ -1,44 +1,8 @@
 // Every chart as a table: the numbers that it draws, sorted as one likes.
 const column = (name, of, show = of, kind = "number") => ({ name, of, show, kind });
-const order = (layer) => D.layers.indexOf(layer);
-const COLUMNS = {
-  layer: column("layer", (r) => order(String(r.layer)), (r) => r.layer),
-  head: column("head", (r) => r.head ?? -1, (r) => r.head ?? "all"),
-  n: column("tokens", (r) => r.n),
-  input: column("input", (r) => (r.kind === "real" ? r.sample : r.kind), inputName, "whole"),
-  ends: column("[sigma, upper]", (r) => r.sigma, ends),
-  rest: column("without top token", (r) => r.rest, (r) => number(r.rest)),
-  radius: column("radius", (r) => r.radius, (r) => number(r.radius)),
-  rank: column("stable rank", (r) => r.rank, (r) => number(r.rank)),
-  step: column("step", (r) => r.step),
-  sigma: column("sigma", (r) => r.sigma, (r) => number(r.sigma)),
-  relative: column("relative", (r) => r.relative, (r) => number(r.relative)),
-  share: column("share of top token", (r) => r.share, (r) => percent(r.share)),
-  between: column("interval", (r) => r.low, between),
-  count: column("windows", (r) => r.count),
-  top: column("top token is most often", (r) => r.top ?? "", (r) => (r.top ? `${r.top} (${r.often})` : "–"), "whole"),
-  series: column("series", (r) => r.kind, (r) => KINDS[r.kind] ?? r.kind, "whole"),
-  exponent: column("exponent", (r) => r.slope, (r) => r.slope.toFixed(2) + interval(r)),
-  law: column("power law", (r) => String(r.fits), (r) => (r.fits === false ? "no" : r.fits ? "yes" : "–"), "whole"),
-  span: column("lengths", (r) => r.from, (r) => r.span),
-  slope: column("slope", (r) => r.slope, (r) => r.slope.toFixed(2)),
-  name: column("line", (r) => r.name, (r) => r.name, "text"),
-  value: column("value", (r) => r.value, (r) => (r.upper > r.value ? ends({ sigma: r.value, upper: r.upper }) : number(r.value))),
-};
+const COLUMNS = {};
 // For each chart: which of its data, and their columns; without an entry all that its first data hold.
-const TABLES = {
-  focus: ["points", "n input ends rest"],
-  real: ["points", "layer n input ends"],
-  adversarial: ["points", "layer n input ends"],
-  exponents: ["fits", "layer series exponent law"],
-  slopes: ["slopes", "layer span slope"],
-  steps: ["means", "step layer sigma between count"],
-  heatmap: ["cells", "layer head sigma between relative share top count"],
-  bounds: ["lines", "name n value"],
-  "radius-n": ["points", "layer n input radius"],
-  "sigma-radius": ["points", "layer n input radius ends"],
-  rank: ["points", "layer n input rank"],
-};
+const TABLES = {};
 const columnsOf = (id, rows) => TABLES[id]?.[1].split(" ").map((name) => COLUMNS[name])
   ?? Object.keys(rows[0]).filter((k) => rows.every((r) => typeof r[k] !== "object" || r[k] === null))
     .map((k) => column(k, (r) => r[k], (r) => (typeof r[k] === "number" ? number(r[k]) : r[k] ?? "–")));

@@ -1,0 +1,14 @@
+"""The live page: type a text, and see where attention is fragile."""
+
+from importlib.util import find_spec
+
+from lipscope.errors import InputError, install
+
+if not (find_spec("starlette") and find_spec("uvicorn")):
+    raise InputError(
+        f"The live page needs the extra `explore`; run `{install('explore')}` in the folder of "
+        "lipscope."
+    )
+
+from lipscope.explore.notebook import Explored as Explored, explore as explore
+from lipscope.explore.server import Server as Server, served as served

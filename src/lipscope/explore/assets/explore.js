@@ -1,0 +1,362 @@
+// The live page: what is chosen is asked at once, and numbers are drawn as they come.
+const FIRST = { theme: null, ...D.asked, layer: null };
+const state = { ...FIRST, tables: "", push: 0, along: 0, size: 0 };
+const SELF = crypto.randomUUID();  // this window, so that its newer question takes the place of the older
+const names = ["model", "map", "metric", "move", "read", "mask"];
+
+// --- asking ------------------------------------------------------------------------------
+
+const running = new Map();
+// Tells of every event of an answer; a newer question of the same kind takes its place.
+async function ask(place, question, tell) {
+  running.get(place)?.abort();
+  const stop = new AbortController();
+  running.set(place, stop);
+  const mine = () => running.get(place) === stop;
+  try {
+    const answer = await fetch("ask", { method: "POST", signal: stop.signal,
+      headers: { "content-type": "application/json" }, body: JSON.stringify({ window: `${SELF} ${place}`, ...question }) });
+    if (!answer.ok) return mine() && tell({ event: "error", text: await answer.text() });
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let held = "";;) {
+      const { done, value } = await reader.read();
+      if (done || !mine()) return undefined;
+      const parts = (held + value).split("\n\n");
+      held = parts.pop();
+      for (const part of parts) if (part.startsWith("data: ") && mine()) tell(JSON.parse(part.slice(6)));
+    }
+  } catch (problem) {
+    if (problem.name !== "AbortError" && mine()) tell({ event: "error", text: "lipscope explore has ended: start it again." });
+  }
+  return undefined;
+}
+
+const question = () => ({ text: state.text, ...Object.fromEntries(names.map((n) => [n, state[n]])) });
+
+let seen = { layers: new Map() };  // what the answer said so far
+let waiting = false;
+function askAll() {
+  performance.clearMarks();
+  performance.mark("asked");
+  document.documentElement.dataset.drawn = "";
+  remember();
+  const fresh = { layers: new Map(), asked: null, done: false };
+  ask("all", question(), (event) => {
+    if (event.event === "error") return problem(event.text);
+    problem("");
+    if (event.event === "asked") Object.assign(fresh, { asked: event });
+    if (event.event === "rough") fresh.layers.set(event.layer, { rough: event.ends[0], row: null });
+    if (event.event === "rows") fresh.layers.set(event.layer, { row: event.rows[0], words: event.words });
+    if (event.event === "done") Object.assign(fresh, { done: true, seconds: event.seconds });
+    if (event.event === "rough" || event.event === "rows") {
+      if (!performance.getEntriesByName("first").length) soon(() => performance.mark("first"));
+    }
+    seen = { ...fresh, before: seen.done ? seen : seen.before };
+    if (event.event === "done") soon(() => { performance.mark("tight"); finished(); document.documentElement.dataset.drawn = "yes"; });
+    return soon();
+  });
+}
+
+// Drawn once a frame, however many events came.
+const after = [];
+function soon(then) {
+  if (then) after.push(then);
+  if (waiting) return;
+  waiting = true;
+  requestAnimationFrame(() => { waiting = false; drawSeen(); after.splice(0).forEach((one) => one()); });
+}
+
+function problem(text) {
+  $("problem").hidden = !text;
+  if ($("problem").textContent !== text) $("problem").textContent = text;
+}
+
+// --- layers ------------------------------------------------------------------------------
+
+const layerName = (layer) => (layer === null ? "model" : `layer ${layer}`);
+// Of a layer that is not solved anew yet, what stood there before: nothing jumps.
+const shownOf = (layer) => seen.layers.get(layer) ?? (seen.before?.layers.has(layer)
+  ? { ...seen.before.layers.get(layer), old: true } : null);
+const endsOf = (one) => (one.row ? [one.row.sigma, one.row.upper] : one.rough);
+const layersShown = () => distinct([...(seen.before?.layers.keys() ?? []), ...seen.layers.keys()])
+  .filter((layer) => !seen.done || seen.layers.has(layer)).sort((a, b) => a - b);
+
+let axis = [1, 10];
+function fitAxis(ends) {
+  const low = Math.min(...ends.map(([s]) => s).filter((v) => v > 0));
+  const high = Math.max(...ends.map(([, u]) => Math.min(u, 1e6 * low)));
+  if (!(low < Infinity)) return;
+  const nice = (v, up) => { const p = 10 ** Math.floor(Math.log10(v));
+    const steps = [1, 2, 5, 10]; return p * (up ? steps.find((s) => s * p >= v) : steps.findLast((s) => s * p <= v)); };
+  const [a, b] = [nice(low / 1.05, false), nice(high * 1.05, true)];
+  if (a < axis[0] || b > axis[1] || a > axis[0] * 5 || b < axis[1] / 5) axis = [a, b];
+}
+const placeOf = (v) => 100 * Math.min(Math.max(Math.log(v / axis[0]) / Math.log(axis[1] / axis[0]), 0), 1);
+
+function drawAxis() {
+  const ticks = [];
+  for (let p = 10 ** Math.floor(Math.log10(axis[0])); p <= axis[1]; p *= 10) ticks.push(...[1, 2, 5].map((s) => s * p));
+  const some = ticks.filter((t) => t >= axis[0] * 0.999 && t <= axis[1] * 1.001);
+  fill("axis", ...some.map((t) => { const mark = make("span", {}, number(t, 1).replace(/\.0$/, "")); mark.style.left = `${placeOf(t)}%`; return mark; }));
+}
+
+function lineOf(table, key, name, choose) {
+  const found = table.querySelector(`tr[data-key="${key}"]`);
+  if (found) return found;
+  const line = make("tr", { "data-key": key }, make("th", { scope: "row" }, choose
+    ? make("button", { type: "button", onclick: choose }, name) : name),
+  make("td", { class: "track" }, make("div", {}, make("i", { class: "beside range" }), make("i", { class: "beside dot" }),
+    make("i", { class: "range" }), make("i", { class: "dot" }))),
+  make("td", { class: "number ends" }), make("td", { class: "number" }), make("td", { class: "top" }));
+  table.querySelector("tbody").append(line);
+  return line;
+}
+
+function place(line, which, ends) {
+  const [range, dot] = line.querySelectorAll(which);
+  range.hidden = dot.hidden = !ends || !(ends[0] > 0);
+  if (range.hidden) return;
+  const [a, b] = ends.map(placeOf);
+  range.style.left = `${a}%`;
+  range.style.width = `${Math.max(b - a, 0)}%`;
+  dot.style.left = `${a}%`;
+}
+
+function drawLine(line, one) {
+  const ends = endsOf(one);
+  const row = one.row;
+  line.classList.toggle("rough", !row || Boolean(one.old));
+  place(line, "i:not(.beside)", ends);
+  const [, , value, relative, top] = line.children;
+  value.textContent = ends && ends[0] !== null ? `[${number(ends[0])}, ${upward(ends[1])}]` : row?.status ?? "–";
+  if (!row) return;
+  relative.textContent = number(row.relative, 3);
+  top.replaceChildren(...row.top_token === null ? ["–"] : [make("q", {}, (one.words[row.top_token] ?? "").trim()), ` ${percent(row.top_share)}`]);
+  line.title = row.error ?? row.note ?? "";
+}
+
+function drawSeen() {
+  const shown = layersShown().map((layer) => [layer, shownOf(layer)]).filter(([, one]) => one);
+  fitAxis(shown.map(([, one]) => endsOf(one)).filter((ends) => ends?.[0] > 0));
+  drawAxis();
+  const table = $("layers");
+  for (const line of [...table.querySelectorAll("tbody tr")]) {
+    if (!shown.some(([layer]) => `${layer}` === line.dataset.key)) line.remove();
+  }
+  for (const [layer, one] of shown) drawLine(lineOf(table, `${layer}`, layer ?? "all", () => chooseLayer(layer)), one);
+  if (state.layer === null || !shown.some(([layer]) => layer === state.layer)) {
+    if (seen.done) state.layer = largest()?.[0] ?? null;
+  }
+  for (const line of table.querySelectorAll("tbody tr")) {
+    const chosen = line.dataset.key === `${state.layer}`;
+    line.classList.toggle("front", chosen);
+    line.querySelector("button").setAttribute("aria-pressed", String(chosen));
+  }
+  drawTokens();
+  const { asked } = seen;
+  if (asked) $("counted").textContent = `${asked.length} tokens${asked.cut ? ", the first of a longer text" : ""}`;
+}
+
+function largest() {
+  const some = [...seen.layers].filter(([, one]) => one.row?.sigma > 0);
+  return some.sort((a, b) => b[1].row.sigma - a[1].row.sigma)[0];
+}
+
+function chooseLayer(layer) {
+  state.layer = layer;
+  remember();
+  drawSeen();
+}
+
+function finished() {
+  const top = largest();
+  const rough = [...seen.layers.values()].some((one) => one.row?.status === "max_steps");
+  $("layers-note").textContent = `Each interval holds with probability ${1 - (top?.[1].row.delta ?? 0.01)}; pale numbers are `
+    + `still narrowing, and not yet compared with the model itself.${rough ? " Where steps ran out, intervals stay wide." : ""}`;
+  $("status").textContent = top ? `${seen.layers.size} layers at ${seen.asked?.length} tokens. The largest sigma is ${ends(top[1].row)} `
+    + `at ${layerName(top[0])}, top token ${top[1].words[top[1].row.top_token] ?? "none"}.` : "No sigma.";
+}
+
+// --- tokens ------------------------------------------------------------------------------
+
+const SCOPES = { in: "move", out: "read" };
+function drawTokens() {
+  const one = shownOf(state.layer);
+  if (!one?.row) return;
+  for (const side of Object.keys(SCOPES)) {
+    const box = $(side);
+    const chosen = indices(state[SCOPES[side]], one.words.length);
+    const focus = [...box.children].indexOf(document.activeElement);
+    const current = Math.max(0, [...box.children].findIndex((e) => e.tabIndex === 0));
+    box.replaceChildren(...spans(one.words, one.row[side], one.row.norm).map((span, k) => {
+      span.setAttribute("role", "option");
+      span.setAttribute("aria-selected", String(chosen.includes(k)));
+      span.tabIndex = k === Math.min(current, one.words.length - 1) ? 0 : -1;
+      return span;
+    }));
+    if (focus >= 0) box.children[Math.min(focus, box.children.length - 1)]?.focus();
+  }
+  $("about-in").textContent = $("about-out").textContent = layerName(state.layer);
+  document.querySelector(".ramp-ends").textContent = `0 to ${percent(Math.max(...one.row.in) / D.scale)}, by its cube root`;
+  $("moving").textContent = state.move === "all" ? "" : `Moves: ${state.move}.`;
+  $("reading").textContent = state.read === "all" ? "" : `Read: ${state.read}.`;
+}
+
+// Tokens in the words of `measure`, and back.
+function indices(scope, n) {
+  const every = [...Array(n).keys()];
+  if (scope === "all") return every;
+  if (scope === "not-first") return every.slice(1);
+  return scope.split(",").flatMap((part) => { const [a, b] = part.split(":").map(Number); return every.slice(a, (b ?? a) + 1); });
+}
+function scopeOf(chosen, n) {
+  const some = [...chosen].sort((a, b) => a - b);
+  if (!some.length || some.length === n) return "all";
+  if (some.length === n - 1 && some[0] === 1) return "not-first";
+  const runs = [];
+  for (const k of some) if (runs.at(-1)?.[1] === k - 1) runs.at(-1)[1] = k; else runs.push([k, k]);
+  return runs.map(([a, b]) => (a === b ? `${a}` : `${a}:${b}`)).join(",");
+}
+
+function scoped(side, chosen) {
+  const n = $(side).children.length;
+  state[SCOPES[side]] = scopeOf(chosen, n);
+  controls();
+  drawTokens();
+  askAll();
+}
+const range = (a, b) => [...Array(Math.abs(b - a) + 1).keys()].map((k) => k + Math.min(a, b));
+function clickedToken(side, k) {
+  const n = $(side).children.length;
+  const chosen = new Set(indices(state[SCOPES[side]], n));
+  if (side === "in") {
+    if (chosen.has(k)) chosen.delete(k); else chosen.add(k);
+    return scoped(side, chosen);
+  }
+  return scoped(side, chosen.size === 1 && chosen.has(k) ? [] : [k]);
+}
+
+let drag = null;
+for (const side of Object.keys(SCOPES)) {
+  const box = $(side);
+  const indexAt = (event) => [...box.children].indexOf(document.elementFromPoint(event.clientX, event.clientY)?.closest("[role=option]"));
+  const mark = (a, b) => [...box.children].forEach((e, k) => e.classList.toggle("dragged", a !== null && range(a, b).includes(k)));
+  box.addEventListener("pointerdown", (event) => {
+    const k = indexAt(event);
+    if (k < 0 || event.button) return;
+    drag = { side, from: k, to: k };
+    box.setPointerCapture(event.pointerId);
+    event.preventDefault();
+  });
+  box.addEventListener("pointermove", (event) => {
+    if (drag?.side !== side) return;
+    const k = indexAt(event);
+    if (k >= 0) drag.to = k;
+    if (drag.to !== drag.from) mark(drag.from, drag.to);
+  });
+  box.addEventListener("pointerup", () => {
+    if (drag?.side !== side) return;
+    const { from, to } = drag;
+    drag = null;
+    mark(null);
+    rove(box, to);
+    if (from === to) clickedToken(side, from); else scoped(side, range(from, to));
+  });
+  box.addEventListener("pointercancel", () => { drag = null; mark(null); });
+  let anchor = null;
+  box.addEventListener("keydown", (event) => {
+    const k = [...box.children].indexOf(document.activeElement);
+    const last = box.children.length - 1;
+    const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+    const next = event.key === "Home" ? 0 : event.key === "End" ? last : step ? Math.min(Math.max(k + step, 0), last) : null;
+    if (k < 0) return;
+    if (next !== null) {
+      anchor = event.shiftKey ? anchor ?? k : null;
+      rove(box, next);
+      if (anchor !== null) mark(anchor, next);
+      event.preventDefault();
+    } else if (event.key === " " || event.key === "Enter") {
+      if (anchor === null || anchor === k) clickedToken(side, k); else scoped(side, range(anchor, k));
+      anchor = null;
+      event.preventDefault();
+    } else if (event.key === "Escape") {
+      anchor = null;
+      scoped(side, []);
+    }
+  });
+}
+function rove(box, k) {
+  [...box.children].forEach((e, i) => { e.tabIndex = i === k ? 0 : -1; });
+  box.children[k]?.focus({ preventScroll: true });
+}
+
+// --- controls ----------------------------------------------------------------------------
+
+const MAPS = ["attention", "heads", "normed", "residual", "block", "model"];
+const METRICS = ["frobenius", "token-relative", "max-token", "infinity"];
+const MASKS = [["own", "as the model has it"], ["yes", "causal"], ["no", "none"]];
+function choose(change) {
+  Object.assign(state, change);
+  controls();
+  askAll();
+}
+function controls() {
+  const focused = document.activeElement?.closest?.("label")?.firstChild?.textContent;
+  const plain = (some) => some.map((one) => [one, one]);
+  fill("controls",
+    D.models.length > 1 ? select("Model", state.model, D.models.map((m, k) => [k, m.name]), (model) => choose({ model })) : null,
+    toggle("Without the first token", state.move === "not-first", (on) => choose({ move: on ? "not-first" : "all" })),
+    toggle("All tokens move", state.move === "all" && state.read === "all", () => choose({ move: "all", read: "all" })),
+    select("Mask", state.mask, MASKS, (mask) => choose({ mask })),
+    select("Map", state.map, plain(MAPS), (map) => choose({ map })),
+    select("Metric", state.metric, plain(METRICS), (metric) => choose({ metric })));
+  $("model-name").textContent = D.models[state.model].name;
+  if (focused) [...document.querySelectorAll("#controls label")].find((l) => l.firstChild.textContent === focused)?.querySelector("select")?.focus();
+}
+const toggle = (name, on, change) => make("button", { type: "button", "aria-pressed": String(on), onclick: () => change(!on) }, name);
+
+const EXAMPLES = [
+  ["A famous beginning", "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness."],
+  ["A contradiction", "The film was not good, and nobody who saw it said that it was not bad."],
+  ["One word again and again", "never never never never never never never never never never"],
+  ["A question with its answer", "What is the capital of France? The capital of France is Paris."],
+  ["Code", "def area(r):\n    return 3.14159 * r ** 2"],
+];
+
+// --- the view as a link --------------------------------------------------------------------
+
+let later = 0;
+function remember() {
+  clearTimeout(later);  // a browser refuses to write twenty addresses a second
+  later = setTimeout(() => history.replaceState(null, "", `#${fragment()}`), 250);
+}
+function fragment() {
+  const view = new URLSearchParams();
+  for (const [name, value] of Object.entries(state)) if (value !== FIRST[name] && name in FIRST) view.set(name, value ?? "");
+  return view.toString();
+}
+function restored() {
+  const found = { ...FIRST };
+  for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
+    if (!Object.hasOwn(FIRST, name)) continue;
+    found[name] = name === "model" || name === "layer" ? (value === "" ? null : Number(value)) : value;
+  }
+  if (!D.models[found.model]) found.model = 0;
+  Object.assign(state, found);
+  $("text").value = state.text;
+  themed();
+  controls();
+  askAll();
+}
+
+// --- the page begins -------------------------------------------------------------------------
+
+$("theme").addEventListener("click", nextTheme);
+$("controls").addEventListener("submit", (event) => event.preventDefault());
+$("text").addEventListener("input", () => { state.text = $("text").value; Object.assign(state, { move: keeps(state.move), read: keeps(state.read) }); controls(); askAll(); });
+// Tokens that were chosen by their places are others in another text.
+const keeps = (scope) => (["all", "not-first"].includes(scope) ? scope : "all");
+$("examples").append(select("Examples", null, [[null, "Choose …"], ...EXAMPLES.map(([name, text]) => [text, name])],
+  (text) => { if (text) { $("text").value = text; choose({ text, move: keeps(state.move), read: keeps(state.read) }); } }));
+window.addEventListener("hashchange", restored);
+restored();

@@ -1,0 +1,281 @@
+"""The local server of the page: this machine only, by a secret address, one origin."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.resources
+import json
+import secrets
+import socket
+import threading
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from lipscope.engine import OpenModel, load_model
+from lipscope.errors import InputError
+from lipscope.explore.answers import Event
+from lipscope.explore.question import MOST_LETTERS, Question, question_of
+from lipscope.explore.solver import Solver
+from lipscope.pages import live_data, live_script, live_section, live_style
+
+HOST = "127.0.0.1"
+_BEGINS = (
+    "It was the best of times, it was the worst of times, it was the age of wisdom, it was the "
+    "age of foolishness."
+)
+_LARGEST = 128 * 1024  # bytes of a request
+_PATIENCE = 5.0  # seconds in which a request must be whole
+_MOST_OPEN = 128  # connections
+_BEAT = 1.0  # seconds between signs of life, by which a window that went is noticed
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors {frames}"
+)
+_NOTEBOOKS = "http://127.0.0.1:* http://localhost:* vscode-webview:"
+
+
+class Server:
+    """A page about open models, served to this machine alone.
+
+    Args:
+        models: The open models; the first is shown.
+        asked: What the page begins with.
+        framed: Whether a notebook may show it in a frame.
+    """
+
+    def __init__(
+        self, models: Sequence[OpenModel], asked: Question, *, framed: bool = False
+    ) -> None:
+        self.solvers = [Solver(model) for model in models]
+        self._asked, self._framed = asked, framed
+        self._token = secrets.token_urlsafe(24)
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.bind((HOST, 0))
+        self._host = f"{HOST}:{self._socket.getsockname()[1]}"
+        config = uvicorn.Config(
+            _Guard(self._app(), self._host, self._token, self._policy()),
+            http=_Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            h11_max_incomplete_event_size=16 * 1024,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+
+    @property
+    def address(self) -> str:
+        """Where the page is; whoever knows it may ask."""
+        return f"http://{self._host}/{self._token}/"
+
+    def run(self) -> None:
+        """Serve until interrupted."""
+        try:
+            self._server.run(sockets=[self._socket])
+        finally:
+            self.end()
+
+    def start(self) -> None:
+        """Serve in a thread, until `end` or the end of the process."""
+        threading.Thread(target=self.run, name="explore", daemon=True).start()
+
+    def end(self) -> None:
+        """End it at once."""
+        self._server.should_exit = self._server.force_exit = True
+        for solver in self.solvers:
+            solver.end()
+
+    # --- what it answers
+
+    def _app(self) -> Starlette:
+        files = {
+            "": ("text/html", self._page()),
+            "page.js": ("text/javascript", f"{live_script()}\n{_asset('explore.js')}"),
+            "page.css": ("text/css", f"{live_style()}\n{_asset('explore.css')}"),
+        }
+        routes = [
+            Route(f"/{name}", _constant(kind, text.encode()), methods=["GET"])
+            for name, (kind, text) in files.items()
+        ]
+        return Starlette(routes=[*routes, Route("/ask", self._ask, methods=["POST"])])
+
+    def _page(self) -> str:
+        about = [{"name": solver.model.name} for solver in self.solvers]
+        data = live_data(models=about, asked=vars(self._asked))
+        return _asset("explore.html").format(data=data, push=live_section("push"))
+
+    def _policy(self) -> str:
+        return _POLICY.format(frames=_NOTEBOOKS if self._framed else "'none'")
+
+    async def _ask(self, request: Request) -> Response:
+        given = await _json_of(request)
+        if given is None:
+            return _refused(413, "A request should be a small JSON object.")
+        try:
+            window = str(given.pop("window"))[:64]
+            asked = question_of(given, len(self.solvers))
+        except (InputError, KeyError) as problem:
+            return _refused(400, str(problem))
+        return StreamingResponse(
+            self._events(window, asked), media_type="text/event-stream; charset=utf-8"
+        )
+
+    async def _events(self, window: str, asked: Question) -> AsyncIterator[bytes]:
+        """What is told of a question, as it comes; a window that goes is noticed by its silence."""
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event | None]()
+
+        def tell(event: Event | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the server has ended
+                loop.call_soon_threadsafe(queue.put_nowait, event)
+
+        solver = self.solvers[asked.model]
+        ticket = solver.ask(window, asked, tell)
+        try:
+            while True:
+                try:
+                    event = await asyncio.wait_for(queue.get(), _BEAT)
+                except TimeoutError:
+                    yield b":\n\n"
+                    continue
+                if event is None:
+                    return
+                yield f"data: {json.dumps(event)}\n\n".encode()
+        finally:
+            solver.drop(ticket)
+
+
+def served(
+    models: Sequence[str | OpenModel], text: str | None = None, *, framed: bool = False
+) -> Server:
+    """A server of the page, once its first question is answered.
+
+    Raises:
+        InputError: If a model cannot be opened, or not be asked about a text.
+    """
+    opened = [load_model(one) for one in models]
+    asked = Question(text=_BEGINS if text is None else text[:MOST_LETTERS])
+    server = Server(opened, asked, framed=framed)
+    for solver in server.solvers:
+        if problem := solver.first(asked):
+            server.end()
+            raise InputError(problem)
+    return server
+
+
+def _constant(kind: str, content: bytes) -> Any:
+    async def file(_: Request) -> Response:
+        return Response(content, media_type=kind)
+
+    return file
+
+
+def _refused(status: int, text: str) -> Response:
+    return Response(text, status, media_type="text/plain")
+
+
+async def _json_of(request: Request) -> dict[str, Any] | None:
+    """The JSON object of a request; None if it is none, too large, or too slow."""
+    content = b""
+    try:
+        async with asyncio.timeout(_PATIENCE):
+            async for part in request.stream():
+                content += part
+                if len(content) > _LARGEST:
+                    return None
+        found = json.loads(content)
+    except (TimeoutError, ClientDisconnect, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+class _Guard:
+    """Refuses whatever does not come from this page by its secret address.
+
+    ``Host`` is compared against rebinding of names, ``Origin`` against other pages.
+    """
+
+    def __init__(self, app: ASGIApp, host: str, token: str, policy: str) -> None:
+        self._app, self._host, self._token = app, host, token
+        self._headers = [
+            (b"content-security-policy", policy.encode()),
+            (b"x-content-type-options", b"nosniff"),
+            (b"referrer-policy", b"no-referrer"),
+            (b"cross-origin-resource-policy", b"same-origin"),
+            (b"cross-origin-opener-policy", b"same-origin"),
+            (b"cache-control", b"no-store"),
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *self._headers]
+            await send(message)
+
+        why = self._why_not(scope)
+        if why is not None:
+            await _refused(*why)(scope, receive, guarded)
+            return
+        inside = dict(scope)
+        inside["path"] = scope["path"][1 + len(self._token) :]
+        await self._app(inside, receive, guarded)
+
+    def _why_not(self, scope: Scope) -> tuple[int, str] | None:
+        headers: dict[bytes, list[bytes]] = {}
+        for name, value in scope.get("headers", ()):
+            headers.setdefault(name, []).append(value)
+        allowed = [name.encode() for name in (self._host, self._host.replace(HOST, "localhost"))]
+        hosts, origins = headers.get(b"host", []), headers.get(b"origin", [])
+        if len(hosts) != 1 or hosts[0] not in allowed:
+            return 403, "This page is for this machine alone; forward the port to use it from afar."
+        if any(one != b"http://" + hosts[0] for one in origins):
+            return 403, "No other page may ask."
+        parts = scope["path"].encode().split(b"/", 2)
+        if len(parts) < 3 or not secrets.compare_digest(parts[1], self._token.encode()):
+            return 404, "Not found: open the address that `lipscope explore` printed."
+        if scope["method"] == "POST":
+            if not origins:
+                return 403, "Questions come from the page."
+            sizes = headers.get(b"content-length", [b"0"])
+            if not sizes[0].isdigit() or int(sizes[0]) > _LARGEST:
+                return 413, f"A request should have at most {_LARGEST:,} bytes."
+        return None
+
+
+class _Protocol(H11Protocol):
+    """HTTP whose connections are few, and closed when no request comes."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Take a connection, if there are not too many."""
+        super().connection_made(transport)
+        if len(self.connections) > _MOST_OPEN:
+            transport.abort()
+            return
+        self._late = self.loop.call_later(_PATIENCE, self._give_up)
+
+    def _give_up(self) -> None:
+        if self.cycle is None:
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget a connection."""
+        if self._late is not None:
+            self._late.cancel()
+        super().connection_lost(exc)
+
+
+def _asset(name: str) -> str:
+    return (importlib.resources.files("lipscope.explore") / "assets" / name).read_text("utf-8")

@@ -1,0 +1,52 @@
+// What every page is made of: elements, numbers as they are said, controls, the theme.
+const D = JSON.parse(document.getElementById("data").textContent);
+const $ = (id) => document.getElementById(id);
+const number = (v, digits = 4) => {
+  if (v === null || v === undefined) return "–";
+  if (v !== 0 && (Math.abs(v) < 1e-4 || Math.abs(v) >= 1e6)) return v.toExponential(digits - 1);
+  const places = v === 0 ? 0 : digits - 1 - Math.floor(Math.log10(Math.abs(v)));
+  return v.toFixed(Math.min(Math.max(places, 0), 12));
+};
+const upward = (v) => {  // an upper end is rounded upwards, so that what is shown still holds
+  if (!v || v < 0) return number(v);
+  const step = 10 ** (Math.floor(Math.log10(v)) - 3);
+  return number(Math.ceil(v / step * (1 - 1e-12)) * step);
+};
+const percent = (v) => (v === null || v === undefined ? "–"
+  : `${(100 * v).toFixed(Math.abs(v) >= 0.0995 ? 0 : Math.abs(v) >= 0.01 ? 1 : 2)} %`);
+const ends = (p) => `[${number(p.sigma)}, ${upward(p.upper)}]`;
+// Elements with text as text: nothing that a row says can become markup.
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value !== null && value !== false) element.setAttribute(name, value);
+  }
+  element.append(...children.filter((c) => c !== null && c !== undefined));
+  return element;
+}
+const fill = (id, ...children) => $(id).replaceChildren(...children.filter((c) => c !== null));
+
+function select(label, value, options, change) {
+  const list = make("select", { "aria-label": label, onchange: (e) => change(options[e.target.selectedIndex][0]) });
+  for (const [key, text] of options) {
+    const option = make("option", {}, text);
+    option.selected = key === value;
+    list.append(option);
+  }
+  list.disabled = options.length < 2;
+  return make("label", {}, label, list);
+}
+
+const distinct = (values) => [...new Set(values)];
+
+const THEMES = ["automatic", "light", "dark"];
+function nextTheme() {
+  state.theme = THEMES[(THEMES.indexOf(state.theme ?? "automatic") + 1) % 3];
+  remember();
+  themed();
+}
+function themed() {
+  document.documentElement.dataset.theme = state.theme ?? "automatic";
+  $("theme").textContent = `Theme: ${state.theme ?? "automatic"}`;
+}
