@@ -145,8 +145,8 @@ def answer(
 
     ``key`` names the model, layer, length and sample; with the seed it fixes the starts. With a
     ``reference``, the model itself between the map's ends, the Jacobian is compared with its finite
-    difference along the direction that was found. ``watch`` sees the intervals of sigma as they
-    narrow; it may raise at every product with the Jacobian, where it is told of none.
+    difference along the direction that was found. ``watch`` sees the intervals of sigma
+    after every step of the solver, and may end it.
 
     Raises:
         InputError: If the two disagree.
@@ -188,8 +188,6 @@ class _Solve:
         self.memory, self.key, self.heads = memory, key, heads
         self.n = layer.x.shape[0]
         self.jacobian = self._jacobian()
-        if watch is not None:
-            self.jacobian = _interruptible(self.jacobian, watch)
         self.norms = layer.x.norm(dim=1)
         rms = self.norms.square().mean().sqrt()
         # Where the input is zero, D is too: no token may move in proportion to its norm.
@@ -402,19 +400,6 @@ class _Solve:
         if not (one.positional or one.causal or one.window or one.mask is not None):
             return None
         return "copies of a token share its position and read what it reads"
-
-
-def _interruptible(op: Operator, watch: Watch) -> Operator:
-    """The same operator, whose every product begins with a chance to raise."""
-
-    def told(product: Product) -> Product:
-        def inside(vector: Tensor) -> Tensor:
-            watch(None)
-            return product(vector)
-
-        return inside
-
-    return replace(op, matvec=told(op.matvec), rmatvec=told(op.rmatvec))
 
 
 def _embedded(vector: Tensor, index: Tensor | None, n: int) -> Tensor:

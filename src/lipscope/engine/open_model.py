@@ -313,9 +313,9 @@ class LayerAtInput(Shown):
         """The row, or that of every head with ``per_head``, with the tokens.
 
         Args:
-            watch: Called after every step with a function that gives the intervals
-                ``(sigma, upper)`` so far, one a row, and with None before every product with the
-                Jacobian. What it raises ends the solve.
+            watch: Called after every step, which is two products with the Jacobian, with a function
+                that gives the intervals ``(sigma, upper)`` so far, one a row. What it raises ends
+                the solve.
         """
         self._map.watch = watch
         try:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
-from lipscope.engine import LayerAtInput, OpenModel
+from torch.overrides import TorchFunctionMode
+
+from lipscope.charts import as_svg
+from lipscope.engine import DecisionCertificate, OpenModel, directions, push
 from lipscope.errors import InputError
 from lipscope.explore.question import MOST_TOKENS, Question, as_command, as_python
 from lipscope.models import whole_text
-from lipscope.pages import token_shares, token_words
+from lipscope.pages import Rows, directions_in_words, pushes_in, token_shares, token_words
 
 Event = dict[str, Any]
 Tell = Callable[[Event], None]
@@ -23,44 +26,56 @@ _ROW = (
     *("upper", "delta", "relative", "status", "note", "error", "top_token", "top_share"),
     *("derivative_error", "products", "seconds"),
 )
+_CERTIFIED = (
+    *("decision_name", "rival_name", "margin", "ball", "tokens", "words", "radius", "first_order"),
+    *("attack", "nearest", "words_within", "seconds", "note"),
+)
 
 
-def events_of(model: OpenModel, asked: Question, check: Check, tell: Tell) -> Iterator[Event]:
-    """What a question is answered with; rough intervals are told aside, as nobody keeps them.
+class _Interruptible(TorchFunctionMode):
+    """A place where torch asks before every function whether anybody waits for the answer."""
+
+    def __init__(self, check: Check) -> None:
+        super().__init__()
+        self._check = check
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._check()
+        return func(*args, **(kwargs or {}))
+
+
+def events_of(
+    model: OpenModel, asked: Question, check: Check, tell: Tell
+) -> Generator[Event, None, None]:
+    """The events that answer a question; what is on its way is told aside, as nobody keeps it.
 
     ``check`` is called between products and raises when nobody waits any more.
     """
     began = time.perf_counter()
     if not asked.text.strip():
         raise InputError("Type a text: there is none yet.")
-    yield from _ANSWERS[asked.kind](model, asked, check, tell)
+    for event in _ANSWERS[asked.kind](model, asked, check, tell):
+        check()
+        yield event
     yield {"event": "done", "seconds": time.perf_counter() - began}
 
 
-def tokens_of(model: OpenModel, text: str) -> tuple[int, bool]:
+def length_of(model: OpenModel, text: str) -> tuple[int, bool]:
     """How many tokens of a text are read, and whether it has more."""
     most = min(MOST_TOKENS, model.loaded.max_tokens or MOST_TOKENS)
     ids = whole_text(text, model.loaded.reader_of_text(), longest=most + 1)
-    count = min(ids.shape[1], most)
-    return count, ids.shape[1] > most
+    return min(ids.shape[1], most), ids.shape[1] > most
 
 
 def _measured(model: OpenModel, asked: Question, check: Check, tell: Tell) -> Iterator[Event]:
-    length, cut = tokens_of(model, asked.text)
-    yield {
-        "event": "asked",
-        "length": length,
-        "cut": cut,
-        "python": as_python(asked, model.name, length),
-        "command": as_command(asked, model.name, length),
-    }
-    for at in _layers(model, asked, length):
-        check()
-        rows = at.rows(_Watch(at.layer, check, tell))
+    length, cut = length_of(model, asked.text)
+    said = {name: say(asked, model.name, length) for name, say in _SAID.items()}
+    yield {"event": "asked", "length": length, "cut": cut} | said
+    for layer, rows in _rows(model, asked, check, tell):
         tokens = {row.id: [t for t in rows.tokens if t.id == row.id] for row in rows}
         yield {
             "event": "rows",
-            "layer": at.layer,
+            "layer": layer,
             "words": token_words(tokens[rows[0].id]),
             "rows": [
                 {name: getattr(row, name) for name in _ROW} | token_shares(tokens[row.id])
@@ -69,9 +84,18 @@ def _measured(model: OpenModel, asked: Question, check: Check, tell: Tell) -> It
         }
 
 
-def _layers(model: OpenModel, asked: Question, length: int) -> Iterator[LayerAtInput]:
+_SAID = {"python": as_python, "command": as_command}
+
+
+def _rows(
+    model: OpenModel, asked: Question, check: Check, tell: Tell
+) -> Iterator[tuple[int | None, Rows]]:
+    """The rows of each layer."""
     layers = "all" if asked.layer is None else [asked.layer]
-    yield from model.layers(asked.text, lengths=length, layers=layers, **asked.options)
+    length, _ = length_of(model, asked.text)
+    for at in model.layers(asked.text, lengths=length, layers=layers, **asked.options):
+        yield at.layer, at.rows(_Watch(at.layer, check, tell))
+        check()
 
 
 class _Watch:
@@ -81,10 +105,8 @@ class _Watch:
         self._layer, self._check, self._tell = layer, check, tell
         self._steps, self._next = 0, 0.0
 
-    def __call__(self, now: Callable[[], Sequence[tuple[float, float]]] | None) -> None:
+    def __call__(self, now: Callable[[], Sequence[tuple[float, float]]]) -> None:
         self._check()
-        if now is None:
-            return
         self._steps += 1
         if self._steps < _ROUGH or time.perf_counter() < self._next:
             return
@@ -94,4 +116,88 @@ class _Watch:
         self._next = time.perf_counter() + _EVERY
 
 
-_ANSWERS: dict[str, Callable[..., Iterator[Event]]] = {"measure": _measured}
+def _pushed(model: OpenModel, asked: Question, check: Check, tell: Tell) -> Iterator[Event]:
+    where = _one_layer(model, asked)
+    options = {name: asked.options[name] for name in ("map", "causal") if name in asked.options}
+
+    def told(done: int, total: int, _: Any) -> None:
+        tell({"event": "progress", "text": f"{done} of {total} directions"})
+
+    with _Interruptible(check):
+        found = push(
+            model,
+            asked.text,
+            draws=1,
+            certificate=False,
+            among=asked.texts or None,
+            progress=told,
+            **where,
+            **options,
+        )
+    (shown,) = pushes_in(found.rows, found.places, found.directions, found.steps)
+    yield {"event": "push", "push": shown.as_plain()}
+
+
+def _in_words(model: OpenModel, asked: Question, check: Check, _: Tell) -> Iterator[Event]:
+    where = _one_layer(model, asked)
+    options = {name: v for name, v in asked.options.items() if name != "per_head"}
+    with _Interruptible(check):
+        found = directions(model, asked.text, k=1, **where, **options)
+    yield {"event": "words", "directions": directions_in_words(found.directions)}
+
+
+def _one_layer(model: OpenModel, asked: Question) -> dict[str, Any]:
+    return {"layer": asked.layer or 0, "length": length_of(model, asked.text)[0]}
+
+
+def _certified(model: OpenModel, asked: Question, check: Check, tell: Tell) -> Iterator[Event]:
+    def told(text: str) -> None:
+        tell({"event": "progress", "text": text})
+
+    with _Interruptible(check):
+        found = model.decision(asked.text, between=asked.texts or None)
+        tell({"event": "decision", **{one: getattr(found, one) for one in _DECIDED}})
+        for tokens in found.groups(asked.ball, None):  # pyright: ignore[reportArgumentType]
+            one = found.certified(asked.ball, tokens, told)  # pyright: ignore[reportArgumentType]
+            yield {"event": "decision", **{name: getattr(found, name) for name in _DECIDED}}
+            yield {"event": "certificate", **_plain(one)}
+
+
+_DECIDED = ("answer_name", "runner_up_name", "by", "margin", "words")
+
+
+def _plain(one: DecisionCertificate) -> Event:
+    values = {name: getattr(one, name) for name in _CERTIFIED}
+    return {
+        name: None if isinstance(v, float) and not math.isfinite(v) else v
+        for name, v in values.items()
+    }
+
+
+def _kept(model: OpenModel, asked: Question, check: Check, tell: Tell) -> Iterator[Event]:
+    """A file of what is shown: the static report, the rows, or the figure."""
+    rows, tokens = [], []
+    for _, some in _rows(model, asked, check, tell):
+        rows += some
+        tokens += some.tokens
+    found = Rows(rows, tokens)
+    made = {
+        "report": ("html", "text/html", lambda: found.show().html),
+        "rows": (
+            "jsonl",
+            "application/x-ndjson",
+            lambda: "".join(f"{r.to_json()}\n" for r in found),
+        ),
+        "figure": ("svg", "image/svg+xml", lambda: as_svg(found.plot_layers())),
+    }
+    ending, kind, content = made[asked.kind]
+    yield {"event": "file", "name": f"explore.{ending}", "type": kind, "content": content()}
+
+
+_ANSWERS: dict[str, Callable[[OpenModel, Question, Check, Tell], Iterator[Event]]] = {
+    "measure": _measured,
+    "words": _in_words,
+    "push": _pushed,
+    "certify": _certified,
+    **dict.fromkeys(("report", "rows", "figure"), _kept),
+}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from lipscope.errors import InputError
@@ -12,7 +12,7 @@ from lipscope.errors import InputError
 MOST_TOKENS = 256
 MOST_LETTERS = 20_000
 _MASKS = {"own": None, "yes": True, "no": False}
-_KINDS = ("measure", "words", "push", "certify")
+_KINDS = ("measure", "words", "push", "certify", "report", "rows", "figure")
 _BALLS = ("joint", "each", "token")
 # What `measure` has too, with what it takes for granted.
 _OPTIONS = {"map": "attention", "metric": "frobenius", "move": "all", "read": "all"}
@@ -27,7 +27,7 @@ class Question:
     """
 
     text: str
-    kind: str = "measure"  # or ``words``, ``push``, ``certify``: of one layer, of the model
+    kind: str = "measure"  # or what else is wanted, such as ``push``
     model: int = 0  # which of the open models
     layer: int | None = None  # one alone; None for all
     heads: bool = False  # each head of the layer by itself
@@ -125,6 +125,3 @@ def as_command(asked: Question, name: str, length: int) -> str:
 
 def _layers(asked: Question) -> dict[str, Sequence[int]]:
     return {} if asked.layer is None else {"layers": [asked.layer]}
-
-
-NAMES = tuple(one.name for one in fields(Question))

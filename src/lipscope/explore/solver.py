@@ -12,11 +12,14 @@ from lipscope.errors import InputError
 from lipscope.explore.answers import Event, events_of
 from lipscope.explore.question import Question
 
-_KEPT = 64  # answers
+_KEPT = 32  # answers
 
 
-class SupersededError(Exception):
-    """Ends a question between two products: a newer one took its place, or nobody waits for it."""
+class SupersededError(BaseException):
+    """Ends a question between two products: a newer one took its place, or nobody waits for it.
+
+    No mistake of the question, so that nothing that handles mistakes stops it on its way.
+    """
 
 
 class Ticket:
@@ -139,7 +142,7 @@ class Solver:
             told = []
             ticket.tell({"event": "error", "text": text})
         with self._change:
-            if told:
+            if told and told[-2].get("event") != "file":  # which is large, and asked for once
                 self._kept[ticket.asked] = told
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)

@@ -262,9 +262,8 @@ def _project_out(z: Tensor, basis: Tensor) -> Tensor:
 SolverStatus = Literal["converged", "max_steps", "non_finite"]
 
 DEFAULT_MEMORY = 2**30  # bytes
-# Told of a run after every step, with a function that gives the intervals so far; of None at what
-# else takes time.
-Watch = Callable[[Callable[[], Sequence[tuple[float, float]]] | None], None]
+# Told of a run after every step, with a function that gives the intervals so far.
+Watch = Callable[[Callable[[], Sequence[tuple[float, float]]]], None]
 # Rounding allowance of the upper end: once converged the exact bound collapses onto sigma
 # and would fail by rounding alone (measured: 2.3e-7 in float32, 6e-16 in float64).
 SLACK = {torch.float32: 1e-5, torch.float64: 1e-12}

@@ -90,7 +90,7 @@ def write_figures(content: Content, folders: Mapping[str, Path]) -> list[Path]:
     """Every chart of the page that has something to draw, for every setting, in each format."""
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)
-    kinds = (_of_settings, training_charts, _of_bounds, _of_contrast, _of_depths, _of_gains)
+    kinds = (_of_settings, training_charts, _of_bounds, _of_contrast, depth_charts, _of_gains)
     charts = [one for charts_of in kinds for one in charts_of(content)]
     charts += push_charts(content.pushes)
     paths = [[at / f"{name}.{kind}" for kind, at in folders.items()] for name, _ in charts]
@@ -410,7 +410,7 @@ def _of_contrast(content: Content) -> Drawn:
             yield f"exponents-{name}", shifts_chart(Frame(layers=layers), grown, title=title)
 
 
-def _of_depths(content: Content) -> Drawn:
+def depth_charts(content: Content) -> Drawn:
     """Sigma through depth at the length of which most is known, once for each model and text."""
     best: dict[tuple[str, ...], dict[str, Any]] = {}
     for one in content.depths:

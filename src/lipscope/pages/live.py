@@ -35,7 +35,12 @@ def live_section(name: str) -> str:
 def live_data(**more: Any) -> str:
     """What the scripts start from, as JSON that HTML may hold: blank charts, and ``more``."""
     specs, inks = charts_of((), None)
-    held = {"specs": {name: specs[name] for name in _DRAWN}, "inks": inks, "scale": SCALE}
+    held = {
+        "strict": True,
+        "specs": {name: specs[name] for name in _DRAWN},
+        "inks": inks,
+        "scale": SCALE,
+    }
     text = json.dumps(printable(held | {"pushes": []} | more), ensure_ascii=False, allow_nan=False)
     return text.replace("<", "\\u003c")
 

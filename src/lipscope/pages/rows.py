@@ -143,6 +143,18 @@ class Rows(Sequence[Measurement], Shown):
             )
         return growth_figure(self._content(), **size)
 
+    def plot_layers(self) -> Chart:
+        """Sigma layer by layer, all heads together, see `lipscope.charts.depth_chart`.
+
+        Raises:
+            InputError: If these are not rows of several layers.
+        """
+        from lipscope.pages.figures import depth_charts
+
+        for _, chart in depth_charts(self._content()):
+            return chart
+        raise InputError("A figure of layers should have several of them. Found one at most.")
+
     def plot_bounds(self) -> Chart:
         """Sigma between its bounds, a chart for each layer.
 

@@ -2,7 +2,9 @@
 const FIRST = { theme: null, ...D.asked, layer: null };
 const state = { ...FIRST, tables: "", push: 0, along: 0, size: 0 };
 const SELF = crypto.randomUUID();  // this window, so that its newer question takes the place of the older
-const names = ["model", "map", "metric", "move", "read", "mask"];
+const NAMES = ["model", "map", "metric", "move", "read", "mask"];
+Object.assign(FIRST, { heads: false, panel: "", beside: "", second: 0, among: "", ball: "joint" });
+Object.assign(state, FIRST);
 
 // --- asking ------------------------------------------------------------------------------
 
@@ -31,7 +33,7 @@ async function ask(place, question, tell) {
   return undefined;
 }
 
-const question = () => ({ text: state.text, ...Object.fromEntries(names.map((n) => [n, state[n]])) });
+const question = () => ({ text: state.text, ...Object.fromEntries(NAMES.map((n) => [n, state[n]])) });
 
 let seen = { layers: new Map() };  // what the answer said so far
 let waiting = false;
@@ -51,7 +53,7 @@ function askAll() {
     if (event.event === "rough" || event.event === "rows") {
       if (!performance.getEntriesByName("first").length) soon(() => performance.mark("first"));
     }
-    seen = { ...fresh, before: seen.done ? seen : seen.before };
+    seen = { ...fresh, before: seen.done ? { ...seen, before: null } : seen.before };
     if (event.event === "done") soon(() => { performance.mark("tight"); finished(); document.documentElement.dataset.drawn = "yes"; });
     return soon();
   });
@@ -135,9 +137,10 @@ function drawLine(line, one) {
   line.title = row.error ?? row.note ?? "";
 }
 
+const ends2 = (layer) => (second.layers.has(layer) ? endsOf(second.layers.get(layer)) : null);
 function drawSeen() {
   const shown = layersShown().map((layer) => [layer, shownOf(layer)]).filter(([, one]) => one);
-  fitAxis(shown.map(([, one]) => endsOf(one)).filter((ends) => ends?.[0] > 0));
+  fitAxis(shown.flatMap(([layer, one]) => [endsOf(one), ends2(layer)]).filter((ends) => ends?.[0] > 0));
   drawAxis();
   const table = $("layers");
   for (const line of [...table.querySelectorAll("tbody tr")]) {
@@ -147,6 +150,7 @@ function drawSeen() {
   if (state.layer === null || !shown.some(([layer]) => layer === state.layer)) {
     if (seen.done) state.layer = largest()?.[0] ?? null;
   }
+  for (const [layer] of shown) place(lineOf(table, `${layer}`), "i.beside", ends2(layer));
   for (const line of table.querySelectorAll("tbody tr")) {
     const chosen = line.dataset.key === `${state.layer}`;
     line.classList.toggle("front", chosen);
@@ -166,6 +170,7 @@ function chooseLayer(layer) {
   state.layer = layer;
   remember();
   drawSeen();
+  askMore();
 }
 
 function finished() {
@@ -175,6 +180,185 @@ function finished() {
     + `still narrowing, and not yet compared with the model itself.${rough ? " Where steps ran out, intervals stay wide." : ""}`;
   $("status").textContent = top ? `${seen.layers.size} layers at ${seen.asked?.length} tokens. The largest sigma is ${ends(top[1].row)} `
     + `at ${layerName(top[0])}, top token ${top[1].words[top[1].row.top_token] ?? "none"}.` : "No sigma.";
+  askMore();
+}
+
+// --- heads, a second text, and what takes longer: asked when the layers are there ---------------
+
+function askMore() {
+  askHeads();
+  askBeside();
+  askPanel();
+}
+
+function askHeads() {
+  $("of-heads").hidden = !state.heads;
+  if (!state.heads || state.layer === null) return running.get("heads")?.abort();
+  $("heads-title").textContent = `Heads of ${layerName(state.layer)}`;
+  ask("heads", { ...question(), layer: state.layer, heads: true }, (event) => {
+    if (event.event === "error") { $("heads").tBodies[0].replaceChildren(); $("heads-title").textContent = event.text; return; }
+    const some = event.event === "rough" ? event.ends.map((rough) => ({ rough }))
+      : event.event === "rows" ? event.rows.map((row) => ({ row, words: event.words })) : [];
+    if (some.length) {
+      for (const line of [...$("heads").tBodies[0].children]) if (Number(line.dataset.key) >= some.length) line.remove();
+      some.forEach((one, head) => drawLine(lineOf($("heads"), `${head}`, head), one));
+    }
+  });
+  return undefined;
+}
+
+let second = { layers: new Map() };
+function askBeside() {
+  second = { layers: new Map() };
+  const text = state.beside.trim() ? state.beside : state.text;
+  if (state.panel !== "compare" || (text === state.text && state.second === state.model)) {
+    running.get("beside")?.abort();
+    return drawBeside();
+  }
+  const scope = text === state.text && state.second === state.model ? {} : { move: keeps(state.move), read: keeps(state.read) };
+  return ask("beside", { ...question(), ...scope, text, model: state.second }, (event) => {
+    if (event.event === "error") { $("differs").textContent = event.text; return; }
+    if (event.event === "rough") second.layers.set(event.layer, { rough: event.ends[0], row: null });
+    if (event.event === "rows") second.layers.set(event.layer, { row: event.rows[0], words: event.words });
+    if (event.event === "done") second.done = true;
+    soon(drawBeside);
+  });
+}
+
+// What differs, in a sentence: the largest ratio whose intervals do not meet.
+function drawBeside() {
+  const both = [...second.layers].map(([layer, b]) => [layer, seen.layers.get(layer)?.row, b.row]).filter(([, a, b]) => a?.sigma > 0 && b?.sigma > 0);
+  const apart = ([, a, b]) => a.upper < b.sigma || b.upper < a.sigma;
+  const ratio = ([, a, b]) => b.sigma / a.sigma;
+  const most = both.filter(apart).sort((x, y) => Math.abs(Math.log(ratio(y))) - Math.abs(Math.log(ratio(x))))[0];
+  const [here, there] = [largest()?.[0], [...second.layers].sort((x, y) => (y[1].row?.sigma ?? 0) - (x[1].row?.sigma ?? 0))[0]?.[0]];
+  $("differs").textContent = !second.done ? "" : !both.length ? "No layer has a number in both." : !most
+    ? `At all ${both.length} layers the intervals meet: no difference is shown.`
+    : `${layerName(most[0])} differs most: sigma ${number(most[2].sigma, 3)} beside ${number(most[1].sigma, 3)}, ${number(ratio(most), 3)} times as large; `
+      + `the intervals are apart at ${both.filter(apart).length} of ${both.length} layers. The largest is ${layerName(here)} here`
+      + `${here === there ? " as there." : `, ${layerName(there)} there.`}`;
+  list("differences", second.done ? both : [], [["layer", ([layer]) => layer ?? "all", "row"], ["this", ([, a]) => ends(a), "number"],
+    ["beside", ([, , b]) => ends(b), "number"], ["ratio", (one) => number(ratio(one), 3), "number"], ["", (one) => (apart(one) ? "" : "the intervals meet")]]);
+  drawSeen();
+}
+
+const PANELS = [["push", "Push it"], ["compare", "Compare"], ["certify", "Certify"], ["keep", "Keep"]];
+function drawPanels() {
+  fill("panels", ...PANELS.map(([name, text]) => make("button", { type: "button", "aria-expanded": String(state.panel === name),
+    "aria-controls": `panel-${name}`, onclick: () => { state.panel = state.panel === name ? "" : name; remember(); drawPanels(); askBeside(); askPanel();
+      document.querySelector(`#panels [aria-controls=panel-${name}]`).focus(); } }, text)));
+  for (const [name] of PANELS) $(`panel-${name}`).hidden = state.panel !== name;
+}
+
+function askPanel() {
+  for (const place of ["push", "words", "certify"]) if (place !== state.panel && !(place === "words" && state.panel === "push")) running.get(place)?.abort();
+  if (!seen.done) return;
+  if (state.panel === "push") askPush();
+  if (state.panel === "certify") stale();
+  if (state.panel === "keep") drawKeep();
+}
+
+function askPush() {
+  const asked = { ...question(), layer: state.layer ?? 0, heads: false };
+  const told = (text) => { $("push-progress").textContent = text; };
+  told(`Pushing ${layerName(state.layer)} …`);
+  ask("push", { ...asked, kind: "push" }, (event) => {
+    if (event.event === "error") { $("pushed").hidden = true; told(event.text); }
+    if (event.event === "progress") told(`Pushing ${layerName(state.layer)}: ${event.text}.`);
+    if (event.event !== "push") return;
+    told("");
+    $("pushed").hidden = false;
+    D.pushes = [event.push];
+    const { steps } = event.push.directions[0];
+    if (!(state.size < steps.length) || !state.size) state.size = Math.max(0, steps.findIndex((s) => s.relative >= 0.1));
+    drawPushed();
+  });
+  ask("words", { ...asked, kind: "words" }, (event) => {
+    if (event.event === "error") $("words").hidden = true;
+    if (event.event !== "words") return;
+    const [worst] = event.directions;
+    $("words").hidden = !worst;
+    if (!worst) return;
+    $("words-about").textContent = `${worst.said[0].toUpperCase()}${worst.said.slice(1)}.`;
+    fill("words-tokens", ...VERBS.map(([side, verb]) => make("div", {}, make("h4", {}, verb), ...worst.tokens.filter((t) => t.side === side).map(wordsOf))));
+    drawHeadParts(worst.heads);
+  });
+}
+
+// --- certify
+
+const BALLS = [["joint", "all tokens together"], ["token", "each token alone"], ["each", "every token by so much"]];
+function certifyControls(busy) {
+  fill("certify-controls", select("What may move", state.ball, BALLS, (ball) => { state.ball = ball; remember(); stale(); }),
+    make("button", { type: "button", onclick: () => (busy ? stopCertify() : certify()) }, busy ? "Stop" : "Certify"));
+}
+function stale() {
+  if (!running.get("certify") || running.get("certify").signal.aborted) certifyControls(false);
+}
+function stopCertify() {
+  running.get("certify")?.abort();
+  $("certify-progress").textContent = "Stopped.";
+  certifyControls(false);
+}
+function certify() {
+  const each = [];
+  let decided = null;
+  const told = (text) => { $("certify-progress").textContent = text; };
+  certifyControls(true);
+  told("Reading the model …");
+  for (const id of ["certified", "certified-tokens"]) fill(id);
+  $("certify-note").textContent = "";
+  ask("certify", { ...question(), move: "all", read: "all", kind: "certify", among: state.among, ball: state.ball }, (event) => {
+    if (event.event === "error") told(event.text);
+    if (event.event === "progress") told(event.text);
+    if (event.event === "decision") decided = event;
+    if (event.event === "certificate") each.push(event);
+    if (event.event === "done") told("");
+    if (decided) drawCertified(decided, each);
+    if (event.event === "done" || event.event === "error") { running.delete("certify"); certifyControls(false); }
+  });
+}
+const downward = (v) => { if (!v || v < 0) return number(v); const step = 10 ** (Math.floor(Math.log10(v)) - 2); return number(Math.floor(v / step * (1 + 1e-12)) * step, 3); };
+function drawCertified(decided, each) {
+  const [one] = each;
+  const alone = each.length && state.ball === "token";
+  const least = alone ? each.reduce((a, b) => (b.radius < a.radius ? b : a)) : one;
+  const parts = [["answer", decided.answer_name, `next: ${decided.runner_up_name}, margin ${number(decided.margin, 3)}`],
+    least ? ["certified radius", downward(least.radius), alone ? `of token “${least.words[0]}”, the smallest; no move within it changes the answer` : "no move within it changes the answer"] : null,
+    least ? ["attack", least.attack === null ? "none found" : upward(least.attack), least.attack === null ? "" : `changes it to ${least.rival_name}`] : null,
+    least ? ["first order", number(least.first_order, 3), "margin over slope: no bound"] : null];
+  fill("certified", ...parts.filter(Boolean).map(([name, value, about]) => make("div", {}, make("dt", {}, name), make("dd", {}, value, make("small", {}, about)))));
+  list("certified-tokens", alone ? each : [], [["token", (c) => c.tokens[0], "row"], ["", (c) => c.words[0]], ["certified radius", (c) => downward(c.radius), "number"],
+    ["attack", (c) => (c.attack === null ? "–" : upward(c.attack)), "number"], ["other words within", (c) => c.words_within ?? "–", "number"]]);
+  $("certify-note").textContent = `Decided by ${decided.by}.${one?.note ? ` ${one.note}.` : ""} Sizes are Frobenius norms of moves of the embeddings.`;
+}
+
+// --- keep
+
+const FILES = [["report", "Static report (HTML)"], ["rows", "Rows (JSON lines)"], ["figure", "Figure (SVG)"]];
+function drawKeep() {
+  $("link").value = `${location.origin}${location.pathname}#${fragment()}`;
+  $("python").value = seen.asked?.python ?? "";
+  $("command").value = seen.asked?.command ?? "";
+  fill("files", ...FILES.map(([kind, name]) => make("button", { type: "button", onclick: () => download(kind) }, name)));
+}
+function download(kind) {
+  $("keep-progress").textContent = "One moment …";
+  ask("keep", { ...question(), kind }, (event) => {
+    if (event.event === "error") $("keep-progress").textContent = event.text;
+    if (event.event !== "file") return;
+    $("keep-progress").textContent = `${event.name} is saved.`;
+    saveAs(event.name, event.content, event.type);
+  });
+}
+for (const button of document.querySelectorAll("[data-copy]")) {
+  button.addEventListener("click", async () => {
+    const from = $(button.dataset.copy);
+    from.select();
+    await navigator.clipboard.writeText(from.value).catch(() => document.execCommand("copy"));
+    button.textContent = "Copied";
+    setTimeout(() => { button.textContent = "Copy"; }, 1500);
+  });
 }
 
 // --- tokens ------------------------------------------------------------------------------
@@ -306,6 +490,7 @@ function controls() {
   fill("controls",
     D.models.length > 1 ? select("Model", state.model, D.models.map((m, k) => [k, m.name]), (model) => choose({ model })) : null,
     toggle("Without the first token", state.move === "not-first", (on) => choose({ move: on ? "not-first" : "all" })),
+    toggle("Single heads", state.heads, (heads) => { state.heads = heads; controls(); remember(); askHeads(); }),
     toggle("All tokens move", state.move === "all" && state.read === "all", () => choose({ move: "all", read: "all" })),
     select("Mask", state.mask, MASKS, (mask) => choose({ mask })),
     select("Map", state.map, plain(MAPS), (map) => choose({ map })),
@@ -339,13 +524,17 @@ function restored() {
   const found = { ...FIRST };
   for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
     if (!Object.hasOwn(FIRST, name)) continue;
-    found[name] = name === "model" || name === "layer" ? (value === "" ? null : Number(value)) : value;
+    found[name] = ["model", "layer", "second"].includes(name) ? (value === "" ? null : Number(value)) : name === "heads" ? value === "true" : value;
   }
-  if (!D.models[found.model]) found.model = 0;
+  for (const name of ["model", "second"]) if (!D.models[found[name]]) found[name] = 0;
   Object.assign(state, found);
   $("text").value = state.text;
+  $("beside").value = state.beside;
+  $("among").value = state.among;
   themed();
   controls();
+  drawPanels();
+  certifyControls(false);
   askAll();
 }
 
@@ -358,5 +547,10 @@ $("text").addEventListener("input", () => { state.text = $("text").value; Object
 const keeps = (scope) => (["all", "not-first"].includes(scope) ? scope : "all");
 $("examples").append(select("Examples", null, [[null, "Choose …"], ...EXAMPLES.map(([name, text]) => [text, name])],
   (text) => { if (text) { $("text").value = text; choose({ text, move: keeps(state.move), read: keeps(state.read) }); } }));
+$("beside").addEventListener("input", () => { state.beside = $("beside").value; remember(); askBeside(); });
+$("among").addEventListener("input", () => { state.among = $("among").value; remember(); stale(); });
+if (D.models.length > 1) {
+  $("beside-model").append(select("Second model", state.second, D.models.map((m, k) => [k, m.name]), (k) => { state.second = k; remember(); askBeside(); }));
+}
 window.addEventListener("hashchange", restored);
 restored();

@@ -26,7 +26,7 @@ async function draw(id) {
   if (!view) {
     box.replaceChildren();
     const embedded = await vegaEmbed(box, filled(D.specs[spec], data, chart.signals()), { mode: "vega",
-      renderer: "svg", actions: false, defaultStyle: false, hover: true, tooltip: hover });
+      renderer: "svg", actions: false, defaultStyle: false, hover: true, tooltip: hover, ast: D.strict ?? false });
     view = { spec, view: embedded.view };
     view.view.addEventListener("click", (_, item) => clicked(item?.datum));
     views.set(id, view);
@@ -71,8 +71,10 @@ function clicked(datum) {
 async function save(id) {
   let svg = await views.get(id).view.toSVG();
   for (const [name, colour] of Object.entries(D.inks)) svg = svg.replaceAll(`var(${name})`, colour);
-  const link = make("a", { download: `${id}.svg`,
-    href: URL.createObjectURL(new Blob([svg], { type: "image/svg+xml" })) });
+  saveAs(`${id}.svg`, svg, "image/svg+xml");
+}
+function saveAs(download, content, type) {
+  const link = make("a", { download, href: URL.createObjectURL(new Blob([content], { type })) });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
