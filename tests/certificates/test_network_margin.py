@@ -80,28 +80,32 @@ def test_derivatives_of_attention_stay_within_their_changes(kind: str, shape: st
     assert torch.allclose(bend.gradient, torch.einsum("id,idp->p", reads, j0), atol=1e-12)
     for radius in (1e-4, 0.3):
         ball = AttentionBall(at, radius, pieces=2)
-        one = ball.grid[-1]
+        one = ball.grid.of(torch.tensor([False, True]))
         lead = at.lead_rows
         assert lead is not None
         eye = torch.eye(D, dtype=F64).expand(2, 1, D, D)
         rowwise = ball.change_of(eye, lead[0][:, None])[-1, :, 0]
         alone = ball.change_of(k[:, :, None], at.lead_of(k))[-1]
-        joint = ball.joint_change(k, at.lead_together(k))[-1]
-        q = ball.hessian_change(bend, 1)
+        last = torch.tensor([0.0, 1.0], dtype=F64)
+        joint = ball.joint_change(k, last), ball.joint_change(k, last, lambda: at.lead_together(k))
+        q = ball.hessian_change(bend, last)
         for xi in directions(len(zero), at, radius):
             q1, k1, _ = layer.project(x + t @ xi)
             p = layer.weights(q1, k1)[:, rows]
-            assert bool((p <= one.upper + 1e-13).all() and (p >= one.lower - 1e-13).all())
+            assert bool((p <= one.upper[0] + 1e-13).all() and (p >= one.lower[0] - 1e-13).all())
             first = at.p * (at.a @ xi)
-            assert bool(((p - at.p - first).abs() <= one.beyond * (1 + 1e-9) + 1e-15).all())
-            assert bool(((p - at.p).norm(dim=-1) <= one.length * (1 + 1e-9) + 1e-15).all())
-            assert bool(((p - at.p).abs().sum(-1) <= one.total * (1 + 1e-9) + 1e-15).all())
+            assert bool(((p - at.p - first).abs() <= one.beyond[0] * (1 + 1e-9) + 1e-15).all())
+            assert bool(((p - at.p).norm(dim=-1) <= one.length[0] * (1 + 1e-9) + 1e-15).all())
+            assert bool(((p - at.p).abs().sum(-1) <= one.total[0] * (1 + 1e-9) + 1e-15).all())
             dj, room = jacobian(xi) - j0, 1e-12
             size = torch.linalg.matrix_norm(dj, 2)
             assert bool((size <= rowwise + room).all())
             read = k @ dj
             assert bool((read.norm(dim=-1) <= alone + room).all())
-            assert float(torch.linalg.matrix_norm(read.flatten(0, 1), 2)) <= float(joint) + room
+            flat = read.flatten(0, 1)
+            for form in joint:
+                left = torch.linalg.eigvalsh(flat.T @ flat - form)[-1]
+                assert float(left) <= 1e-11 * (1 + float(form.abs().max()))
             least = torch.linalg.eigvalsh(hessian(xi) - h0 + q)[0]
             assert float(least) >= -1e-11
 

@@ -6,6 +6,7 @@ proofs: ``docs/theory/decision.md``.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,18 +17,21 @@ from torch import Tensor
 from lipscope.attention import DotProduct
 from lipscope.certificates.forms import (
     SLACK,
+    added,
     norm_above,
+    root,
     top_bilinear,
     top_of_gram,
     top_value,
     weighted_gram,
 )
 
-PIECES = 8  # radii of the grid on which what grows with the radius is bounded
+PIECES = 16  # radii of the grid on which what grows with the radius is bounded
+_MARKS = 4  # groups of them that share their eigenvalues
 _CANCELS = 1e-13  # of the sizes of terms whose sum may vanish: rounding, with room
 _TINY = 1e-300  # a weight below it is one that underflows
 _FEW = 2e7  # largest tensor of forms of the pairs both of whose ends move
-_EXACT = 5e7  # largest tensor of second derivatives of all outputs that is formed
+_EXACT = 3e9  # products for second derivatives of all outputs
 
 
 def extreme_mean(
@@ -46,6 +50,23 @@ def extreme_size(g: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
     """``sup |<p, g>|`` over the same weights."""
     above, below = extreme_mean(g, lower, upper), extreme_mean(-g, lower, upper)
     return torch.maximum(above, below).clamp_min(0)
+
+
+def graded(
+    f: Callable[[Tensor], Tensor], w: Float[Tensor, "b ..."], rows: bool = False
+) -> Float[Tensor, "b ..."]:
+    """``f(w_b)``, from above, of norms ``f(w) = λ(sum_k w_k g_k g_k^T)^(1/2)`` on a grid of balls.
+
+    Once for every few of them: ``w_b <= c w'`` gives ``f(w_b) <= c^(1/2) f(w')``. ``rows``: ``f``
+    gives a norm for each row of weights, not one for all.
+    """
+    found = []
+    for some in w.clamp_min(0).chunk(_MARKS):
+        most = some.amax(0)
+        share = torch.where(most > 0, some / most, 0.0)
+        share = share.amax(-1) if rows else share.flatten(1).amax(1)
+        found.append(share.sqrt() * f(most))
+    return torch.cat(found)
 
 
 class AttentionAt:
@@ -104,10 +125,40 @@ class AttentionAt:
         return self.a @ self.a.mT
 
     @cached_property
+    def apart(self) -> Tensor:
+        """``>= |a_j - a_l|``, ``(h, i, j, l)``."""
+        diagonal = self.gram_a.diagonal(dim1=-2, dim2=-1)
+        both = diagonal[..., :, None] + diagonal[..., None, :]
+        return ((both - 2 * self.gram_a).clamp_min(0) + _CANCELS * both).sqrt()
+
+    @cached_property
+    def spread_centre(self) -> Tensor:
+        """`spread` of ``P``."""
+        return self.spread(self.p)
+
+    @cached_property
+    def bent_centre(self) -> Tensor:
+        """`bent_rows` of ``P``."""
+        return self.bent_rows(self.p, self.key_spread(self.p))
+
+    @cached_property
+    def keys_moved(self) -> Bool[Tensor, " j"]:
+        """Keys that move in some head; one where none does."""
+        moved = (self.key != 0).flatten(2).any(-1).any(0)
+        moved[0] |= ~moved.any()
+        return moved
+
+    @cached_property
     def gram_key(self) -> Tensor:
-        """Of the rows of all ``K_j T``, ``(h, j k, j k)``."""
-        rows = self.key.flatten(1, 2)
+        """Of the rows of all ``K_j T`` that move, ``(h, j k, j k)``."""
+        rows = self.key[:, self.keys_moved].flatten(1, 2)
         return rows @ rows.mT
+
+    @cached_property
+    def gram_value(self) -> Tensor:
+        """``V_j T T^T V_l^T``, ``(h, j, v, l, v)``."""
+        flat = self.value.flatten(1, 2)
+        return (flat @ flat.mT).unflatten(1, (self.n, -1)).unflatten(3, (self.n, -1))
 
     @cached_property
     def gram_query(self) -> Tensor:
@@ -135,7 +186,8 @@ class AttentionAt:
 
     def key_spread(self, w: Float[Tensor, "h i j"]) -> Float[Tensor, "h i"]:
         """``sup (sum_j w_ij |K_j T e|^2)^(1/2)`` over unit ``e``."""
-        root = w.clamp_min(0).sqrt().repeat_interleave(self.key.shape[2], -1)
+        w = w.clamp_min(0)[..., self.keys_moved]
+        root = w.sqrt().repeat_interleave(self.key.shape[2], -1)
         return top_value(self.gram_key[:, None] * root[..., :, None] * root[..., None, :]).sqrt()
 
     def together(self, c: Float[Tensor, "h i"]) -> Tensor:
@@ -184,52 +236,55 @@ class AttentionAt:
         """Rows whose query stays and one of whose keys moves."""
         return self.single.any(-1) & (self.norm_query == 0)
 
-    def bent(self, c: Float[Tensor, "h i"], w: Float[Tensor, "h i j"], spread: Tensor) -> Tensor:
+    def bent(
+        self, c: Float[Tensor, "b h i"], w: Float[Tensor, "b h i j"], spread: Tensor
+    ) -> Float[Tensor, " b"]:
         """``>= sup (sum_hij c_hi w_hij <e, S_hij f>^2)^(1/2)`` over unit ``e``, ``f``.
 
         ``spread``: the `key_spread` of ``w``.
         """
-        c = c.clamp_min(0)
-        found = self.together(c.sqrt() * spread)
+        found = graded(lambda c: self.together(c.sqrt()), c * spread.square())
         if self.turns is None:
             return found
         where, squares, _ = self.turns
-        weights = (c[..., None] * w)[where]
-        each = top_value(torch.einsum("m,mpq->pq", weights, squares)).sqrt()
-        return torch.minimum(found, each)
+        if not len(squares):
+            return 0 * found
 
-    def bent_rows(self, w: Float[Tensor, "h i j"], spread: Tensor) -> Float[Tensor, "h i"]:
+        def each(w: Tensor) -> Tensor:
+            return top_value(torch.einsum("m,mpq->pq", w, squares)).sqrt()
+
+        return torch.minimum(found, graded(each, (c[..., None] * w)[:, *where]))
+
+    def bent_rows(self, w: Float[Tensor, "*b h i j"], spread: Tensor) -> Float[Tensor, "*b h i"]:
         """The same for every row alone."""
         found = self.norm_query * spread
         if self.turns is None:
             return found
-        where, squares, _ = self.turns
-        each = torch.zeros_like(found).index_put(where[:2], w[where] * top_value(squares), True)
-        return torch.minimum(found, each.sqrt())
+        (h, i, j), squares, _ = self.turns
+        each = w[..., h, i, j] * top_value(squares)
+        rows = torch.zeros_like(found).flatten(-2).index_add(-1, h * found.shape[-1] + i, each)
+        return torch.minimum(found, rows.view_as(found).sqrt())
+
+    def of_heads(self, c: Float[Tensor, "h i"]) -> Float[Tensor, " h"]:
+        """``sup (sum_i c_hi |Q_i T e|^2)^(1/2)`` over unit ``e``, of every head."""
+        width = self.query.shape[2]
+        root = c.clamp_min(0).sqrt().repeat_interleave(width, -1)
+        rows = self.query.flatten(1, 2) * root[..., None]
+        return norm_above(rows)
+
+    def of_ends(
+        self, queries: Float[Tensor, "h i"], keys: Float[Tensor, "h j"]
+    ) -> tuple[Float[Tensor, "p p"], Float[Tensor, "p p"]]:
+        """``sum w_hi |Q_i T f|^2`` and ``sum w_hj |K_j T f|^2`` as forms."""
+        width = self.query.shape[2]
+        return (
+            weighted_gram(self.query.flatten(0, 2), queries.flatten().repeat_interleave(width)),
+            weighted_gram(self.key.flatten(0, 2), keys.flatten().repeat_interleave(width)),
+        )
 
     def of_velocities(self, w: Float[Tensor, "h i j"]) -> Tensor:
-        """``λ(sum_hij w a a^T)``."""
-        return top_of_gram(self.a.flatten(0, 2), w.flatten())
-
-    @cached_property
-    def second(self) -> Float[Tensor, "i d p p"] | None:
-        """Second derivatives of every output at the centre; None where they are too many."""
-        rows, wide = len(self.rows), self.output.shape[1]
-        if rows * wide * self.count**2 > _EXACT:
-            return None
-        found = self.v.new_zeros(rows, wide, self.count, self.count)
-        for i in range(rows):
-            p, a = self.p[:, i], self.a[:, i]
-            change = torch.einsum("hj,hjkp,hjq->hkpq", p, self.value, a)
-            half = torch.einsum("hdk,hkpq->dpq", self.output, change)
-            keys = torch.einsum("hj,hjd,hjkp->hdkp", p, self.v[:, i], self.key)
-            half = half + torch.einsum("hkp,hdkq->dpq", self.query[:, i], keys)
-            weighted = (p[..., None] * self.v[:, i]).flatten(0, 1).T  # (d, h j)
-            a = a.flatten(0, 1)
-            torch.matmul((weighted[..., None] * a).mT, a, out=found[i])
-            found[i] += half
-            found[i] += half.mT
-        return found
+        """``λ(sum_hij w a a^T)^(1/2)``."""
+        return top_of_gram(self.a.flatten(0, 2), w.flatten()).sqrt()
 
     def lead_of(self, reads: Float[Tensor, "i k d"]) -> Float[Tensor, "i k"]:
         """``>= sup |<p_ik, H_i[e, f]>|`` over unit ``e, f`` for every read-out alone.
@@ -269,49 +324,73 @@ class AttentionAt:
         h = h @ h
         return ((h * h.mT).sum((1, 2)).clamp_min(0) + _CANCELS * hidden**8) ** 0.125
 
-    def lead_together(self, reads: Float[Tensor, "i k d"]) -> Tensor | None:
-        """``>= (sum_ik |H_ik f|^2)^(1/2)`` over unit ``f``, of the read-outs of all rows."""
-        if self.second is None:
+    def lead_together(self, reads: Float[Tensor, "i k d"]) -> Float[Tensor, "p p"] | None:
+        """``sum_ik H_ik^2`` of the read-outs of all rows; None where that is much work."""
+        if not self.exact:
             return None
-        whole = self.second.new_zeros(self.count, self.count)
-        for one, second in zip(reads, self.second, strict=True):
-            rows = (one @ second.flatten(1)).view(-1, self.count)
-            whole += rows.T @ rows
-        return top_value(whole).sqrt()
+        return torch.stack([self._squares(i, one) for i, one in enumerate(reads)]).sum(0)
 
     @cached_property
-    def lead_rows(self) -> tuple[Tensor, Tensor] | None:
-        """``(sum_k |H_ik f|^2)^(1/2)`` of every row, ``(i,)``, and of all rows."""
-        if self.second is None:
+    def exact(self) -> bool:
+        """Whether second derivatives of all outputs are little work."""
+        inner = self.heads * (self.n + self.query.shape[2])
+        return len(self.rows) * self.output.shape[1] * inner * self.count**2 <= _EXACT
+
+    @cached_property
+    def lead_rows(self) -> tuple[Float[Tensor, " i"], Float[Tensor, "p p"]] | None:
+        """``(sum_k |H_ik f|^2)^(1/2)`` of every row, and the form of all rows."""
+        if not self.exact:
             return None
-        squares = [h.flatten(0, 1).T @ h.flatten(0, 1) for h in self.second]
+        eye = torch.eye(self.output.shape[1], dtype=self.p.dtype)
+        squares = torch.stack([self._squares(i, eye) for i in range(len(self.rows))])
         rows = torch.stack([top_value(one) for one in squares]).sqrt()
-        return rows, top_value(torch.stack(squares).sum(0)).sqrt()
+        return rows, squares.sum(0)
+
+    def _squares(self, i: int, reads: Float[Tensor, "k d"]) -> Float[Tensor, "p p"]:
+        """``sum_k H_k^2`` of read-outs of a row: ``H_k = X^T B_k + B_k^T X``, ``X = (a; Q)``."""
+        p = self.p[:, i]
+        w = torch.einsum("kd,hdv->khv", reads, self.output)
+        py = p * torch.einsum("kd,hjd->khj", reads, self.v[:, i])
+        of_a = p[..., None] * torch.einsum("khv,hjvp->khjp", w, self.value)
+        of_a = of_a + py[..., None] / 2 * self.a[:, i]
+        of_query = torch.einsum("khj,hjcp->khcp", py, self.key)
+        x = torch.cat([self.a[:, i].flatten(0, 1), self.query[:, i].flatten(0, 1)])
+        b = torch.cat([of_a.flatten(1, 2), of_query.flatten(1, 2)], 1)  # (k, q, p)
+        across = (b @ x.T).transpose(0, 1).flatten(1)  # of all k side by side, (q, k q)
+        half = x.T @ (torch.einsum("kqp,kup->qu", b, b) @ x / 2 + across @ b.flatten(0, 1))
+        rows = (root(x @ x.T) @ b).flatten(0, 1)
+        # where heads cancel, rounding hides it
+        hidden = _CANCELS * x.square().sum() * b.square().sum()
+        return half + half.T + rows.T @ rows + hidden * torch.eye(self.count, dtype=x.dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class Reach:
-    """What holds of the weights all over one ball."""
+    """What holds of the weights all over each ball ``b`` of a grid of radii."""
 
-    radius: float
-    upper: Tensor  # U, (h, i, j)
+    radius: Tensor  # (b,)
+    upper: Tensor  # U, (b, h, i, j)
     lower: Tensor
     change: Tensor  # D >= |P' - P|
     beyond: Tensor  # >= |P' - P - P a(e)|
-    total: Tensor  # tv >= sum_j |P' - P|, (h, i)
+    total: Tensor  # tv >= sum_j |P' - P|, (b, h, i)
     length: Tensor  # >= |P' - P|_2
     key_upper: Tensor  # `key_spread` of U, and of D
     key_change: Tensor
-    varied: Tensor  # sum_j varied_j g_j^2 >= Var'(g) where g_j = 0 for keys that stay, (h, i, j)
-    carried: Tensor  # its largest, and `length`, of the keys whose values move, (h, i)
+    varied: Tensor  # sum_j varied_j g_j^2 >= Var'(g) where g_j = 0 for keys that stay, (b, h, i, j)
+    carried: Tensor  # its largest, and `length`, of the keys whose values move, (b, h, i)
     value_length: Tensor
-    own_bent: Tensor  # (h, i): sd'(alpha), (E' alpha^2)^(1/2), and by D
+    own_bent: Tensor  # sd'(alpha), (E' alpha^2)^(1/2), and by D
     mean_bent: Tensor
     change_bent: Tensor
-    path: Tensor  # (h, i): integral of sd'(velocity)
+    path: Tensor  # integral of sd'(velocity)
     spread_upper: Tensor  # `spread` of U, D, and what is beyond
     spread_change: Tensor
     spread_beyond: Tensor
+
+    def of(self, balls: Bool[Tensor, " b"]) -> Reach:
+        """Some of the balls."""
+        return Reach(**{name: value[balls] for name, value in vars(self).items()})
 
 
 class AttentionBall:
@@ -319,25 +398,18 @@ class AttentionBall:
 
     def __init__(self, at: AttentionAt, radius: float, pieces: int = PIECES) -> None:
         self.at, self.radius, self.pieces = at, radius, pieces
-        self.grid: list[Reach] = []
-        path = at.p.new_zeros(at.p.shape[:2])
-        for k in range(pieces):
-            found = self._reach(radius * (k + 1) / pieces, path, radius / pieces)
-            path = found.path
-            self.grid.append(found)
+        r = at.p.new_tensor([radius * (k + 1) / pieces for k in range(pieces)])
+        upper, lower, first = map(torch.stack, zip(*map(self._weights, r.tolist()), strict=True))
+        self.grid = self._reach(r, upper, lower, first)
 
-    def _reach(self, r: float, path: Tensor, step: float) -> Reach:
+    def _weights(self, r: float) -> tuple[Tensor, Tensor, Tensor]:
+        """``U``, ``L`` and ``|P'/P - 1 - s'|`` on one ball."""
         at, p = self.at, self.at.p
         s = at.a.norm(dim=-1) * r + at.bend * r * r
-        b = s.amax(-1)
-        v = at.spread(p) * r + at.bent_rows(p, at.key_spread(p)) * r * r
+        v = at.spread_centre * r + at.bent_centre * r * r
         # the logits' changes have P-mean 0: Jensen below, Bennett above
-        z = 1 + v.square() * _bennett(b)  # infinite or not a number: nothing holds so far
-        gram = at.gram_a
-        diagonal = gram.diagonal(dim1=-2, dim2=-1)
-        both = diagonal[..., :, None] + diagonal[..., None, :]
-        apart = ((both - 2 * gram).clamp_min(0) + _CANCELS * both).sqrt()
-        apart = apart * r + at.bend_apart * r * r
+        z = 1 + v.square() * _bennett(s.amax(-1))  # infinite or not a number: nothing holds so far
+        apart = at.apart * r + at.bend_apart * r * r
         # a weight that underflows is not zero, and takes no other's place
         log = p.clamp_min(_TINY).log()
         ratio = log.masked_fill(at.hidden, -torch.inf)[..., None, :] - log[..., :, None]
@@ -349,22 +421,29 @@ class AttentionBall:
             p * (-s).exp() / z[..., None], torch.exp(-(ratio + apart).logsumexp(-1))
         )
         upper, lower = (w.masked_fill(at.hidden, 0.0) for w in (upper, lower))
+        return upper, lower, torch.maximum(torch.expm1(s) - s, s.exp() * (1 - 1 / z)[..., None])
+
+    def _reach(self, radius: Tensor, upper: Tensor, lower: Tensor, first: Tensor) -> Reach:
+        at, p = self.at, self.at.p
+        r = radius[:, None, None]
         change = torch.maximum(upper - p, p - lower).clamp_min(0)
         total = 2 * torch.minimum((upper - p).sum(-1), (p - lower).sum(-1)).clamp_min(0)
-        first = torch.maximum(torch.expm1(s) - s, s.exp() * (1 - 1 / z)[..., None])
-        beyond = torch.minimum(p * (first + at.bend * r * r), change + p * at.a.norm(dim=-1) * r)
-        key_upper, key_change = at.key_spread(upper), at.key_spread(change)
+        beyond = p * (first + at.bend * r[..., None].square())
+        beyond = torch.minimum(beyond, change + p * at.a.norm(dim=-1) * r[..., None])
+        key_upper, key_change = (graded(at.key_spread, w, rows=True) for w in (upper, change))
         # of one key alone: the largest p (1 - p)
         largest = torch.maximum(upper * (1 - upper), lower * (1 - lower))
         largest = torch.where((lower < 0.5) & (upper > 0.5), 0.25, largest)
         varied = torch.where(at.single, largest, upper)
         own_bent = 2 * r * at.bent_rows(varied, key_upper)
-        spread_upper = at.spread(upper)
-        path = path + step * (spread_upper + own_bent)
+        spread_upper, spread_change, spread_beyond = (
+            graded(at.spread, w, rows=True) for w in (upper, change, beyond)
+        )
+        path = (r[0] * (spread_upper + own_bent)).cumsum(0)
         length = torch.minimum(change.norm(dim=-1), total / 2**0.5)
         length = torch.minimum(length, upper.amax(-1).sqrt() * path)
         return Reach(
-            radius=r,
+            radius=radius,
             upper=upper,
             lower=lower,
             change=change,
@@ -381,15 +460,15 @@ class AttentionBall:
             own_bent=own_bent,
             path=path,
             spread_upper=spread_upper,
-            spread_change=at.spread(change),
-            spread_beyond=at.spread(beyond),
+            spread_change=spread_change,
+            spread_beyond=spread_beyond,
         )
 
     # --- change of the Jacobian
 
     def change_of(
         self, reads: Float[Tensor, "i g k d"], lead: Float[Tensor, "i g"] | None = None
-    ) -> Float[Tensor, "pieces i g"]:
+    ) -> Float[Tensor, "b i g"]:
         """``>= ‖R_ig (J(x) - J(x_0)) T‖`` of every group of read-outs of a row, on each ball.
 
         ``lead`` bounds the second derivatives at the centre, ``sup |R_ig H[e, f]|``.
@@ -398,15 +477,13 @@ class AttentionBall:
         w = torch.einsum("igkd,hdv->higkv", reads, at.output)
         y = torch.einsum("igkd,hijd->higjk", reads, at.v)
         if reads.shape[2] == 1:  # one read-out alone: rank 1
-            flat = at.value.flatten(1, 2)
-            gram = (flat @ flat.mT).unflatten(1, (at.n, -1)).unflatten(3, (at.n, -1))
             w1 = w[:, :, :, 0]
-            of_values = torch.einsum("higv,hjvlu,higu->higjl", w1, gram, w1)
+            of_values = torch.einsum("higv,hjvlu,higu->higjl", w1, at.gram_value, w1)
             size = top_value(of_values).sqrt()
         else:
             size = norm_above(reads)[None] * self._read_norms[:, None, None]
             size = torch.minimum(size, norm_above(w) * self._value_norms[:, None, None])
-        return torch.stack([_changes(one, at, y, size, lead) for one in self.grid])
+        return _changes(self.grid, at, y, size, lead)
 
     @cached_property
     def _value_norms(self) -> Float[Tensor, " h"]:
@@ -421,86 +498,185 @@ class AttentionBall:
         return norm_above(stack)
 
     def joint_change(
-        self, reads: Float[Tensor, "i k d"], lead: Tensor | None = None
-    ) -> Float[Tensor, " pieces"]:
-        """``>= ‖R (J(x) - J(x_0)) T‖`` of all rows together, on each ball.
+        self,
+        reads: Float[Tensor, "i k d"],
+        shares: Float[Tensor, " b"],
+        lead: Callable[[], Tensor | None] = lambda: None,
+    ) -> Float[Tensor, "p p"]:
+        """``F``: ``sum_b shares_b |R (J(x_b) - J(x_0)) T f| <= (f^T F f)^(1/2)``, x_b in ball b.
 
-        ``lead``: ``(sum_ik sup |H_ik f|^2)^(1/2)`` at the centre.
+        ``lead`` gives ``G``, ``sum_ik |H_ik f|^2 <= f^T G f`` at the centre, or None.
         """
-        at = self.at
-        outer = norm_above(reads) * self._read_norms[:, None]  # (h, i), of values as they are read
-        wide = norm_above(torch.einsum("ikd,hdv->hikv", reads, at.output))
-        wide = wide * self._value_norms[:, None]
-        less = wide.norm(dim=-1, keepdim=True) < outer.norm(dim=-1, keepdim=True)
-        outer = torch.where(less, wide, outer)
-        most = outer.amax(-1) + _TINY
+        at, used = self.at, shares > 0
+        one, shares = self.grid.of(used), shares[used]
+        seen = torch.einsum("ikd,hdv->hikv", reads, at.output)
+        metric = seen.mT @ seen  # (h, i, v, v)
         y = torch.einsum("ikd,hijd->hijk", reads, at.v)
-        gram = torch.einsum("hijk,hilk->hijl", y, y)
-        found, path = [], outer.new_zeros(())
-        for k, one in enumerate(self.grid):
-            step = one.radius - (self.grid[k - 1].radius if k else 0.0)
-            heavy = (outer / most[:, None]).square() * one.carried
-            path = path + step * self._moved(heavy, one)
-            found.append(self._joint(one, gram, outer, most.norm() * path, lead))
-        return torch.stack(found)
+        gram = y @ y.mT
+        c_upper, c_change, c_beyond = (
+            _top_weighted(gram, w) for w in (one.upper, one.change, one.beyond)
+        )
+        largest = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+        largest = largest.amax(-1) + (one.change * largest).sum(-1)
+        outer = torch.minimum(
+            norm_above(metric).sqrt() * self._value_norms[:, None],
+            norm_above(reads) * self._read_norms[:, None],
+        )
+        carried = (outer * one.radius[:, None, None]).square()
+        shared, squares = carried * one.carried, one.path.square()
+
+        def values(*each: Tensor) -> Tensor:
+            return min((self._averages(w, metric, shares) for w in each), key=_trace)
+
+        def velocities(*each: tuple[Tensor, Tensor]) -> Tensor:
+            found = (
+                self._velocities(c.sum(1, keepdim=True)[..., None] * w, shares) for c, w in each
+            )
+            return min(found, key=_trace)
+
+        def bends(c: Tensor, w: Tensor, key_w: Tensor) -> Tensor:
+            whole = c.sum(1, keepdim=True).expand_as(c)
+            far = one.radius.square()
+            sizes = far * (whole * key_w.square()).flatten(1).sum(1)
+            return self._bent(far * _evened(sizes, shares), whole, w, key_w)
+
+        by_mean, moved = squares[..., None] * one.varied, one.change * at.carries
+        beyond = one.beyond * at.carries
+        plain = [
+            values(moved.sum(-1, keepdim=True) * moved, by_mean),
+            velocities(
+                (c_change * (1 + one.total).square(), one.change),
+                (largest.square() * squares, one.upper),
+            ),
+            bends(c_upper, one.varied, one.key_upper),
+            velocities((shared, one.upper)),
+            bends(shared, one.varied, one.key_upper),
+        ]
+        # |E'y|^2: a mean that has moved meets E'a and, as bends are not centred, all of E'alpha
+        mean = torch.minimum(one.total * c_change, squares * c_upper)
+        rest = [
+            values(beyond.sum(-1, keepdim=True) * beyond),
+            velocities((c_beyond, one.beyond)),
+            velocities((mean * squares, one.upper)),
+            *min(
+                [
+                    bends(c_change, one.change, one.key_change),
+                    bends(mean, one.upper, one.key_upper),
+                ],
+                [bends(largest.square() * squares, one.varied, one.key_upper)],
+                key=_sizes,
+            ),
+            velocities((carried * _uneven(one, at).square(), one.change)),
+            plain[-1],
+        ]
+        if _sizes(rest) < _sizes(plain) and (first := lead()) is not None:
+            exact = [(shares @ one.radius).square() * first, *rest]
+            plain = min(plain, exact, key=_sizes)
+        return added(plain)
+
+    def _averages(
+        self, w: Float[Tensor, "b h i j"], metric: Float[Tensor, "h i v v"], shares: Tensor
+    ) -> Float[Tensor, "p p"]:
+        """Of ``sum_i (sum_h (sum_j w_hij |R_i V_hj f|^2)^(1/2))^2``, averaged."""
+        at = self.at
+        each = torch.einsum("bhij,hivu->bhjvu", w, metric)
+        flat = at.value.flatten(1, 2)
+        sizes = torch.einsum("bhjvu,hjvju->bh", each, at.gram_value).clamp_min(0)
+        heads = sizes.sqrt() + _TINY
+        heads = heads / heads.sum(1, keepdim=True)
+        each = _averaged(each / heads[:, :, None, None, None], (sizes / heads).sum(1), shares)
+        rows = torch.einsum("hjvu,hjup->hjvp", each, at.value).flatten(1, 2)
+        return torch.einsum("hvp,hvq->pq", flat, rows)
+
+    def _velocities(self, w: Float[Tensor, "b h i j"], shares: Tensor) -> Float[Tensor, "p p"]:
+        """Of ``sum w_hij <a_hij, f>^2``, averaged."""
+        sizes = (w * self.at.a.square().sum(-1)).flatten(1).sum(1)
+        return weighted_gram(self.at.a.flatten(0, 2), _averaged(w, sizes, shares).flatten())
 
     # --- change of the Hessian
 
-    def hessian_change(self, bend: Bend, piece: int) -> Float[Tensor, "p p"]:
-        """``Q`` with ``H(x) >= H(x_0) - Q`` for every x in a ball of the grid."""
-        at, one = self.at, self.grid[piece]
-        r, upper, lower, change, y = one.radius, one.upper, one.lower, one.change, bend.y
-        a, n = at.a.flatten(0, 2), bend.n.flatten(0, 2)
-        eye = torch.eye(at.count, dtype=a.dtype)
+    def hessian_change(self, bend: Bend, shares: Float[Tensor, " b"]) -> Float[Tensor, "p p"]:
+        """``sum_b shares_b Q_b``, ``H(x) >= H(x_0) - Q_b`` for every x in ball b of the grid."""
+        at, used, y = self.at, shares > 0, bend.y
+        one, shares = self.grid.of(used), shares[used]
+        r, upper, lower, change = one.radius[:, None, None], one.upper, one.lower, one.change
+        a, sizes = at.a.flatten(0, 2), at.a.square().sum(-1)
 
-        def total(w: Tensor) -> Tensor:
-            return weighted_gram(a, w.flatten())
+        def shared(w: Tensor) -> Tensor:
+            return torch.einsum("b,b...->...", shares, w)
+
+        def of_a(w: Tensor) -> Tensor:
+            return weighted_gram(a, shared(w).flatten())
 
         mean = extreme_size(y, lower, upper)  # |E'y|
         own = bend.n.norm(dim=-1)
         moved = r * torch.minimum(bend.size * one.value_length, (change * own).sum(-1))
-        wider = own * r + (moved + mean)[..., None]  # |y' - y|
+        wider = own * r[..., None] + (moved + mean)[..., None]  # |y' - y|
         large = y.abs() + wider
-        most = large.amax(-1)
         # 2 (Cov' - Cov)(n, a)
         rows = (~at.lone)[..., None].to(upper.dtype)  # the others have a form of their own
-        c = (rows * change * (1 + one.total)[..., None]).flatten()
-        of_n, of_a = weighted_gram(n, c), weighted_gram(a, c)
-        balance = float(torch.sqrt((top_value(of_a) + 1e-300) / (top_value(of_n) + 1e-300)))
-        q = balance * of_n + of_a / balance
-        # 2 Cov'(n, alpha) and 2 Cov'(n(e), q), in rows whose query moves
-        turns = (at.norm_query > 0).to(upper.dtype)[..., None]
-        values = top_of_gram(n, (turns * upper).flatten())
-        if bool((at.single.any(-1) | (turns[..., 0] == 0)).all()):
-            alone = (turns * at.single * one.varied).flatten()
-            values = torch.minimum(values, top_of_gram(bend.read.flatten(0, 2), alone))
-        values = values.sqrt()
-        scalar = 6 * r * values * at.bent(torch.ones_like(own[..., 0]), one.varied, one.key_upper)
-        # 2 (Cov' - Cov)(y, q)
-        w = turns * (change * y.abs() + mean[..., None] * upper)
-        keys = w.sum(1).repeat_interleave(at.key.shape[2], -1).flatten()
-        within = 2 * at.together(w.sum(-1).sqrt())
-        within = within * top_of_gram(at.key.flatten(0, 2), keys).sqrt() * eye
-        if at.turns is not None:
-            where, _, sizes = at.turns
-            each = 2 * torch.einsum("m,mpq->pq", w[where], sizes)
-            within = each if bool(top_value(each) < within[0, 0]) else within
-        q = q + within
-        # E'[y' (a + alpha)^2] - E[y a^2], means taken off
+        c = rows * change * (1 + one.total)[..., None]
+        q = _product(weighted_gram(bend.n.flatten(0, 2), shared(c).flatten()), of_a(c))
+        q = q + self._of_lone(bend, one, shares)
+        # E'[y' a^2] - E[y a^2], means taken off; or all of both, where y' is at least -fall
         deviation = extreme_mean(large.square(), lower, upper).sqrt()
-        q = q + total(rows * (change * y.abs() + upper * wider))
-        q = q + 2 * total(rows * self._mean_moved(one, deviation)) + self._of_lone(bend, one)
-        bent = 2 * r * at.bent(most, one.varied, one.key_upper)
-        mean_large = extreme_mean(large, lower, upper)
-        straight = torch.minimum(
-            top_value(total(turns * most[..., None] * upper)).sqrt(),
-            top_value(total(turns * upper * large)).sqrt()
-            + top_value(total((mean_large * one.path.square())[..., None] * turns * upper)).sqrt(),
+        each = change * y.abs() + upper * wider + 2 * self._mean_moved(one, deviation)
+        above = moved + extreme_mean(y, lower, upper)
+        fall = (own * r[..., None] + above[..., None] - y).amax(-1).clamp_min(0)
+        whole = at.p * y + upper * fall[..., None]
+        less = (whole * sizes).sum(-1) < (each * sizes).sum(-1)
+        q = q + of_a(rows * torch.where(less[..., None], whole, each))
+        # rows whose query moves bend: 2 Cov'(n, alpha), and E'[y' ((a + alpha)^2 - a^2)]
+        turns = (at.norm_query > 0).to(upper.dtype)
+        most = turns * torch.where(less, fall, large.amax(-1))
+        alone = at.single.any(-1)[..., None]
+        n = torch.where(alone[..., None], bend.read, bend.n)  # as variances of one key alone
+        w = turns[..., None] * torch.where(alone, at.single * one.varied, upper)
+        of_n = weighted_gram(n.flatten(0, 2), shared(w).flatten())
+        far = shares * one.radius.square()
+        bent = self._bent(far, turns.expand_as(most), one.varied, one.key_upper)
+        q = q + _product(of_n, bent)
+        bent = self._bent(far, most, one.varied, one.key_upper)
+        q = q + bent + _product(of_a(most[..., None] * upper), bent)
+        # 2 (Cov' - Cov)(y, q) and 2 Cov'(n(e), q)
+        gram = n @ n.mT
+        size = r * graded(lambda w: _top_weighted(gram, w).sqrt(), w, rows=True)
+        w = turns[..., None] * (change * y.abs() + mean[..., None] * upper)
+        if at.turns is not None:
+            where, _, forms = at.turns
+            w = shared(w + size[..., None] * one.varied.sqrt())
+            return q + 2 * torch.einsum("m,mpq->pq", w[where], forms)
+        return (
+            q
+            + _product(*at.of_ends(shared(w.sum(-1)), shared(w.sum(-2))))
+            + _product(
+                *at.of_ends(shared(size), torch.einsum("b,bhi,bhij->hj", shares, size, one.varied))
+            )
         )
-        scalar = scalar + 2 * straight * bent + bent.square()
-        return q + scalar * eye
 
-    def _of_lone(self, bend: Bend, one: Reach) -> Float[Tensor, "p p"]:
+    def _bent(
+        self, shares: Tensor, c: Float[Tensor, "b h i"], w: Float[Tensor, "b h i j"], key_w: Tensor
+    ) -> Float[Tensor, "p p"]:
+        """``sum shares_b c_hi sum_j w_hij alpha_j(e, f)^2`` for unit ``e``, as a form in ``f``.
+
+        ``key_w``: the `key_spread` of ``w``.
+        """
+        at = self.at
+        if at.turns is not None:
+            where, squares, _ = at.turns
+            w = torch.einsum("b,bhi,bhij->hij", shares, c, w)
+            return 4 * torch.einsum("m,mpq->pq", w[where], squares)
+        # <Q e, K f>^2, all rows of a head together or every one by itself; <Q f, K e>^2
+        together = graded(at.of_heads, c, rows=True).square()[..., None] * w.amax(-2)
+        each = torch.einsum("bhi,bhij->bhj", c * at.norm_query.square(), w)
+        sizes = at.key.square().sum((-2, -1))
+        less = (together * sizes).sum(-1) < (each * sizes).sum(-1)
+        keys = torch.where(less[..., None], together, each)
+        queries = torch.einsum("b,bhi->hi", shares, c * key_w.square())
+        of_query, of_key = at.of_ends(queries, torch.einsum("b,bhj->hj", shares, keys))
+        return 2 * (of_query + of_key)
+
+    def _of_lone(self, bend: Bend, one: Reach, shares: Float[Tensor, " b"]) -> Float[Tensor, "p p"]:
         """What rows ``p_s (Y + nu) + const`` add, ``p_s`` logistic in ``tau``.
 
         ``F'' = p (1 - p) (1 - 2 p) (Y + nu) tau^2 + 2 p (1 - p) nu tau``.
@@ -511,8 +687,9 @@ class AttentionBall:
         others = at.p[h, i].scatter(1, s[:, None], 0.0)
         mean = (others * bend.y[h, i]).sum(-1) / others.sum(-1).clamp_min(_TINY)
         apart = bend.y[h, i, s] - mean
-        lower, upper = one.lower[h, i, s], one.upper[h, i, s]
-        first = [m * (1 - m) for m in (lower, upper, p, p.new_tensor(0.5).clamp(lower, upper))]
+        lower, upper = one.lower[:, h, i, s], one.upper[:, h, i, s]
+        half = p.new_tensor(0.5).clamp(lower, upper)
+        first = [m * (1 - m) for m in (lower, upper, p.expand_as(lower), half)]
         turning = ((3 - 3**0.5) / 6, (3 + 3**0.5) / 6)
         at_turning = (p.new_tensor(t).clamp(lower, upper) for t in turning)
         second = torch.stack([m * (1 - m) * (1 - 2 * m) for m in (lower, upper, *at_turning)])
@@ -521,10 +698,11 @@ class AttentionBall:
         change = torch.stack([(m - first[2]).abs() for m in first]).amax(0)
         sizes = tau.norm(dim=-1), nu.norm(dim=-1)
         ratio = (sizes[0] + _TINY) / (sizes[1] + _TINY)
-        of_tau = apart.abs() * fall + second.abs().amax(0) * sizes[1] * one.radius + change / ratio
-        return weighted_gram(tau, of_tau) + weighted_gram(nu, change * ratio)
+        of_tau = apart.abs() * fall + second.abs().amax(0) * sizes[1] * one.radius[:, None]
+        of_tau = weighted_gram(tau, shares @ (of_tau + change / ratio))
+        return of_tau + weighted_gram(nu, shares @ (change * ratio))
 
-    def _mean_moved(self, one: Reach, deviation: Float[Tensor, "h i"]) -> Tensor:
+    def _mean_moved(self, one: Reach, deviation: Float[Tensor, "b h i"]) -> Tensor:
         """``w`` with ``|E'a E'[y a]| <= sum_j w_j a_j^2`` where ``E'y^2 <= deviation^2``."""
         by_path = (deviation * one.path)[..., None] * one.upper
         ratio = ((one.upper.sum(-1) + _TINY) / (one.change.sum(-1) + _TINY)).sqrt()[..., None]
@@ -534,59 +712,9 @@ class AttentionBall:
         less = (by_change * sizes).sum(-1) < (by_path * sizes).sum(-1)
         return torch.where(less[..., None], by_change, by_path)
 
-    def _moved(self, c: Tensor, one: Reach) -> Tensor:
-        """``>= (sum_hi c_hi Var'(velocity))^(1/2)``."""
-        straight = self.at.of_velocities(c[..., None] * one.upper).sqrt()
-        return straight + 2 * one.radius * self.at.bent(c, one.varied, one.key_upper)
-
-    def _joint(
-        self, one: Reach, gram: Tensor, outer: Tensor, path: Tensor, lead: Tensor | None
-    ) -> Tensor:
-        at, r, f = self.at, one.radius, 1 + one.total
-        c_upper, c_change, c_beyond = (
-            _top_weighted(gram, w) for w in (one.upper, one.change, one.beyond)
-        )
-        largest = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
-        largest = largest.amax(-1) + (one.change * largest).sum(-1)
-
-        def velocities(c: Tensor, w: Tensor) -> Tensor:
-            # (sum_i (sum_h c_hi d_hi)^2)^(1/2), d_hi^2 = sum_j w_hij <a_j, f>^2
-            whole = c.sum(0).expand_as(c)
-            return at.of_velocities(whole[..., None] * w).sqrt()
-
-        def bends(c: Tensor, w: Tensor, key_w: Tensor) -> Tensor:
-            return 2 * r * at.bent(c.sum(0).expand_as(c), w, key_w)
-
-        def averages(w: Tensor) -> Tensor:
-            return norm_above(outer[..., None] * w * at.carries).sum()
-
-        carried = (outer * r).square()
-        shared = carried * one.carried
-        plain = torch.minimum(averages(one.change), path)
-        plain = plain + torch.minimum(
-            velocities(c_change * f.square(), one.change),
-            velocities((largest * one.path).square(), one.upper),
-        )
-        plain = plain + bends(c_upper, one.varied, one.key_upper)
-        plain = plain + velocities(shared, one.upper) + bends(shared, one.varied, one.key_upper)
-        if lead is None:
-            return plain
-        # |E'y|^2: a mean that has moved meets E'a and, as bends are not centred, all of E'alpha
-        twice = one.path.square()
-        mean = torch.minimum(one.total * c_change, twice * c_upper)
-        rest = averages(one.beyond) + velocities(c_beyond, one.beyond)
-        rest = rest + velocities(mean * twice, one.upper)
-        rest = rest + torch.minimum(
-            bends(c_change, one.change, one.key_change) + bends(mean, one.upper, one.key_upper),
-            bends(largest.square() * twice, one.varied, one.key_upper),
-        )
-        rest = rest + velocities(carried * _uneven(one, at).square(), one.change)
-        rest = rest + bends(shared, one.varied, one.key_upper)
-        return torch.minimum(plain, r * lead + rest)
-
 
 def _uneven(one: Reach, at: AttentionAt) -> Tensor:
-    """``c`` with ``|(Cov' - Cov)(V e, a)| <= c ‖V‖ |e| (sum_j D_j a_j^2)^(1/2)``, ``(h, i)``."""
+    """``c`` with ``|(Cov' - Cov)(V e, a)| <= c ‖V‖ |e| (sum_j D_j a_j^2)^(1/2)``, ``(b, h, i)``."""
     change, moved = one.change, one.total.sqrt()
     centred = change.amax(-1).sqrt() + change.sum(-1).sqrt() * at.p.norm(dim=-1)
     found = centred + one.value_length * moved
@@ -596,30 +724,31 @@ def _uneven(one: Reach, at: AttentionAt) -> Tensor:
 
 
 def _changes(one: Reach, at: AttentionAt, y: Tensor, size: Tensor, lead: Tensor | None) -> Tensor:
-    """`AttentionBall.change_of` on one ball, ``(i, g)``; ``y``: values read, (h, i, g, j, k)."""
-    r, upper, change = one.radius, one.upper[:, :, None], one.change[:, :, None]
+    """`AttentionBall.change_of`; ``y``: values read, (h, i, g, j, k)."""
+
+    def x(t: Tensor) -> Tensor:
+        return t[:, :, :, None]
+
+    r, upper, change = one.radius[:, None, None, None], x(one.upper), x(one.change)
     if y.shape[-1] == 1:
         alone = y[..., 0]
         c_upper, c_change, c_beyond = (
-            (w[:, :, None] * alone.square()).sum(-1).sqrt()
+            torch.einsum("bhij,higj->bhig", w, alone.square()).sqrt()
             for w in (one.upper, one.change, one.beyond)
         )
-        lower = one.lower[:, :, None]
+        lower = x(one.lower)
         mean = extreme_size(alone, lower, upper)
         largest = alone.abs().amax(-1) + mean
         c_upper = torch.minimum(c_upper, extreme_mean(alone.square(), lower, upper).sqrt())
     else:
         gram = torch.einsum("higjk,higlk->higjl", y, y)
         c_upper, c_change, c_beyond = (
-            _top_weighted(gram, w[:, :, None]).sqrt() for w in (one.upper, one.change, one.beyond)
+            graded(lambda w: _top_weighted(gram, w).sqrt(), x(w), rows=True)
+            for w in (one.upper, one.change, one.beyond)
         )
         largest = y.norm(dim=-1)
         mean = (change * largest).sum(-1)
         largest = largest.amax(-1) + mean
-
-    def x(t: Tensor) -> Tensor:
-        return t[:, :, None]
-
     f = x(1 + one.total)
     shared = size * r * x(one.carried.sqrt())
     plain = size * x(one.value_length) + c_upper * x(one.own_bent)
@@ -628,7 +757,7 @@ def _changes(one: Reach, at: AttentionAt, y: Tensor, size: Tensor, lead: Tensor 
     )
     plain = plain + shared * x(one.spread_upper + one.own_bent)
     if lead is None:
-        return plain.sum(0)
+        return plain.sum(1)
     rest = size * x((one.beyond * at.carries).norm(dim=-1)) + c_beyond * x(one.spread_beyond)
     # |E'y|: a mean that has moved meets E'a and, as bends are not centred, all of E'alpha
     mean = torch.minimum(mean, torch.minimum(x(one.total.sqrt()) * c_change, x(one.path) * c_upper))
@@ -639,7 +768,7 @@ def _changes(one: Reach, at: AttentionAt, y: Tensor, size: Tensor, lead: Tensor 
     )
     rest = rest + size * r * x(_uneven(one, at) * one.spread_change)
     rest = rest + shared * x(one.own_bent)
-    return torch.minimum(plain.sum(0), r * lead + rest.sum(0))
+    return torch.minimum(plain.sum(1), r[..., 0] * lead + rest.sum(1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -670,6 +799,36 @@ def bend_of(at: AttentionAt, reads: Float[Tensor, "i d"]) -> Bend:
     h = h + h.T + weighted_gram(a, py.flatten())
     gradient = py.flatten() @ a + torch.einsum("hiv,hivp->p", w, at.mean_value)
     return Bend(gradient, h, y, read, n, size)
+
+
+def _evened(sizes: Float[Tensor, " b"], shares: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """``w`` with ``sum_b shares_b F_b(f)^(1/2) <= (sum_b w_b F_b(f))^(1/2)``: Cauchy-Schwarz.
+
+    ``sizes`` say how large ``F_b`` is; any are right.
+    """
+    root = sizes.clamp_min(0).sqrt() + _TINY
+    return (shares @ root) * shares / root
+
+
+def _averaged(w: Float[Tensor, "b ..."], sizes: Float[Tensor, " b"], shares: Tensor) -> Tensor:
+    """Weights of such a form, from those of ``F_b``."""
+    return torch.einsum("b,b...->...", _evened(sizes, shares), w)
+
+
+def _trace(form: Float[Tensor, "p p"]) -> float:
+    return float(form.diagonal().sum())
+
+
+def _sizes(forms: Sequence[Float[Tensor, "p p"]]) -> float:
+    """Of forms whose roots add up."""
+    return sum(max(_trace(form), 0.0) ** 0.5 for form in forms)
+
+
+def _product(left: Float[Tensor, "p p"], right: Float[Tensor, "p p"]) -> Float[Tensor, "p p"]:
+    """A form ``>= 2 (L(f) R(f))^(1/2)`` for forms that are not negative: ``θ L + R / θ``."""
+    sizes = top_value(left) + _TINY, top_value(right) + _TINY
+    theta = (sizes[1] / sizes[0]).sqrt()
+    return theta * left + right / theta
 
 
 def _top_weighted(gram: Tensor, w: Tensor) -> Tensor:

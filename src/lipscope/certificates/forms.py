@@ -5,7 +5,8 @@ In float64, with what rounding may hide of an eigenvalue on the safe side.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from jaxtyping import Float
@@ -14,7 +15,7 @@ from torch import Tensor
 SLACK = 1e-11  # of the eigenvalues of a matrix, relative to its largest, with room
 _HALF = 1e-7  # of a norm that is found through a root, with room
 _LARGE = 160  # from this width on a Cholesky factor proves what some products suggest
-_VECTORS, _ROUNDS, _STEP = 6, 6, 1e-3
+_VECTORS, _ROUNDS, _STEP = 6, 2, 1e-3
 
 
 class OutOfReachError(Exception):
@@ -36,17 +37,24 @@ def top_value(gram: Float[Tensor, "*b m m"]) -> Float[Tensor, "*b"]:
     return (values[..., -1] + SLACK * values.abs().amax(-1)).clamp_min(0)
 
 
+@cache
+def _start(m: int) -> Tensor:
+    generator = torch.Generator().manual_seed(m)
+    return torch.randn(m, _VECTORS, generator=generator, dtype=torch.float64)
+
+
 def _top_by_cholesky(gram: Float[Tensor, "m m"]) -> Tensor:
     """A shift ``s`` is above all eigenvalues where ``s - M`` has a Cholesky factor."""
     m = len(gram)
     size = gram.diagonal().sum()
     if not bool(size > 0):
         return gram.abs().sum()
-    generator = torch.Generator().manual_seed(m)
-    v = torch.randn(m, _VECTORS, generator=generator, dtype=gram.dtype)
+    v = _start(m).to(gram.dtype)
+    scaled = gram / size  # so that no product overflows
     for _ in range(_ROUNDS):
-        v = gram @ torch.linalg.qr(v).Q
-    low = torch.linalg.matrix_norm(v, 2)
+        v = scaled @ (scaled @ (scaled @ torch.linalg.qr(v).Q))
+    v = gram @ torch.linalg.qr(v).Q
+    low = torch.linalg.eigvalsh(v.T @ (v / size))[-1].clamp_min(0).sqrt() * size.sqrt()
     step, eye = _STEP, torch.eye(m, dtype=gram.dtype)
     while True:
         shift = low * (1 + step) + SLACK * size
@@ -79,8 +87,7 @@ def top_bilinear(left: Float[Tensor, "*#b k p"], right: Float[Tensor, "*#b k p"]
     """
     k = left.shape[-2]
     sizes = norm_above(left) * norm_above(right)
-    shape = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
-    rows = torch.cat([m.expand(*shape, *m.shape[-2:]) for m in (left, right)], -2)
+    rows = torch.cat(torch.broadcast_tensors(left, right), -2)
     c = root(rows @ rows.mT)
     values = torch.linalg.eigvalsh(c @ c.roll(k, -2)) / 2
     # a root has half of the digits
@@ -130,6 +137,12 @@ def young(*sizes: float) -> list[float]:
     least = 1e-9 * max(*sizes, 1e-300)
     total = sum(max(size, least) for size in sizes)
     return [max(size, least) / total for size in sizes]
+
+
+def added(forms: Sequence[Float[Tensor, "m m"]]) -> Float[Tensor, "m m"]:
+    """A form ``>= (sum_k F_k(f)^(1/2))^2`` of forms that are not negative."""
+    w = young(*(float(top_value(form)) ** 0.5 for form in forms))
+    return torch.stack([form / share for form, share in zip(forms, w, strict=True)]).sum(0)
 
 
 def least_in_ball(

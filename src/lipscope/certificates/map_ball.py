@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import DotProduct
-from lipscope.certificates.attention_ball import AttentionAt, AttentionBall
+from lipscope.certificates.attention_ball import PIECES, AttentionAt, AttentionBall
 from lipscope.certificates.balls import (
     BallCertificate,
     certificate_of,
@@ -25,7 +25,7 @@ from lipscope.certificates.balls import (
     sigma_of,
 )
 from lipscope.certificates.expansion import rest
-from lipscope.certificates.forms import OutOfReachError, ellipsoid, norm_above, young
+from lipscope.certificates.forms import OutOfReachError, ellipsoid, norm_above, top_value, young
 from lipscope.certificates.segment import Point, Reads, TokenBranch
 from lipscope.errors import InputError
 from lipscope.models import Branch, Chain
@@ -221,8 +221,12 @@ def _changes_along(
     w = young(float(norm_above(flat)), float(left) + _THIN)
     share = (left + _THIN).square() / w[1] * torch.eye(len(flat), dtype=y.dtype)
     t = ellipsoid(flat @ flat.T / w[0] + share).unflatten(0, y.shape)
-    whole = Reads(AttentionBall(AttentionAt(layer, y, t, torch.arange(len(y))), r), r).whole
-    return whole.mean(), whole[-1]
+    reads = Reads(AttentionBall(AttentionAt(layer, y, t, torch.arange(len(y))), r), r)
+    last = torch.nn.functional.one_hot(torch.tensor(PIECES - 1)).to(y.dtype)
+    average, farthest = (
+        top_value(reads.whole(shares)).sqrt() for shares in (torch.ones_like(last) / PIECES, last)
+    )
+    return average, farthest
 
 
 def certify_map(

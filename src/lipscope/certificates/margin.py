@@ -15,18 +15,18 @@ from torch import Tensor
 from lipscope.attention import DotProduct
 from lipscope.certificates.forms import (
     OutOfReachError,
+    added,
     ellipsoid,
     least_in_ball,
     least_in_balls,
+    norm_above,
     positive_part,
-    top_value,
     young,
 )
 from lipscope.certificates.segment import Secant, Segment
 from lipscope.errors import InputError
 from lipscope.models import Branch, Network
 
-_EASE = 0.7  # power of the sizes that share an ellipsoid
 _LEAST = 1e-6  # of an ellipsoid's axes beside its largest
 
 
@@ -117,14 +117,15 @@ class NetworkBall:
 
     def _axes(self, s: Secant, x: Tensor) -> tuple[Tensor, Tensor]:
         """``x`` and ``T`` with ``(M + G Z + R) xi`` in the ellipsoid of ``T`` for unit ``xi``."""
-        count = x.numel()
-        sizes = [float(m.square().sum() / count) ** 0.5 for m in (s.middle, s.outer)]
-        least = _LEAST * (float(top_value(s.middle @ s.middle.T)) ** 0.5 + 1e-30)
-        rest = float(s.rest) + least
-        w = young(*(z**_EASE for z in (sizes[0], sizes[1] * float(s.size), rest)))
-        e = s.middle @ s.middle.T / w[0] + s.size.square() * s.outer @ s.outer.T / w[1]
-        e = e + rest**2 / w[2] * torch.eye(count, dtype=x.dtype)
-        return x, ellipsoid(e).view(*x.shape, count)
+        eye = torch.eye(x.numel(), dtype=x.dtype)
+        least = _LEAST * (norm_above(s.middle) + 1e-30)
+        parts = [(s.middle, 1.0), (eye, least), *((one.outer, one.size) for one in s.loose)]
+        w = young(*(float(m.norm() * size) for m, size in parts))
+        e = sum(
+            (m @ m.T * (size**2 / share) for (m, size), share in zip(parts, w, strict=True)),
+            0 * eye,
+        )
+        return x, ellipsoid(e).view(*x.shape, -1)
 
     def _pool(self, s: Secant) -> Secant:
         """The secant of the pooled vector."""
@@ -132,7 +133,7 @@ class NetworkBall:
         def mean(m: Tensor) -> Tensor:
             return torch.einsum("n,ndp->dp", self.share, m.unflatten(0, (len(self.share), -1)))
 
-        return Secant(mean(s.middle), mean(s.outer), s.inner, s.rest * self.share.norm())
+        return s.read(mean)
 
     def margin(self, x: Tensor, label: int, rival: int) -> Tensor:
         """Difference of two scores."""
@@ -207,9 +208,4 @@ class NetworkBall:
 
 def _carried(s: Secant, k: Tensor) -> Tensor:
     """``K'`` with ``<f, K' f> >= <S f, K S f>`` for the secant map ``S``."""
-    base, whole = s.middle.T @ k @ s.middle, float(top_value(k))
-    side = float(top_value(s.outer.T @ k @ s.outer)) if s.outer.shape[1] else 0.0
-    rest = whole**0.5 * float(s.rest)
-    w = young(float(top_value(base)) ** 0.5, side**0.5 * float(s.size), rest)
-    found = base / w[0] + rest**2 / w[2] * torch.eye(len(base), dtype=k.dtype)
-    return found + side / w[1] * s.inner.T @ s.inner
+    return added([s.middle.T @ k @ s.middle, *(one.form(k) for one in s.loose)])

@@ -32,7 +32,7 @@ DecisionBound = Literal["expansion", "moments"]
 # of the way to where a descent ends, and the spread for which parabolas are chosen
 _ANCHORS = ((0.3, 0.3), (0.15, 0.8), (0.0, 0.1), (0.5, 0.3))
 _HOPELESS = 0.25  # of the margin: two anchors that miss by more leave little to the others
-_NEAR, _CLIMBS = 0.12, 3  # of the margin: so close, others around the best anchor are tried
+_NEAR = 0.1  # of the margin: so close, others around the best anchor are tried
 _STARTS, _STEPS = 2, 25  # of the descent to an anchor
 _FLIPS, _DOUBLINGS = 6, 6  # of the attack: its starts, and how often it goes further out
 _SLACK = 1e-9  # float64 rounding of sums of this size, with room
@@ -109,7 +109,7 @@ class _Question:
         quotient = self.margins / self.slopes.clamp_min(1e-300)
         self.others.sort(key=lambda c: float(quotient[c]))
         self.first_order = float(quotient[self.others[0]])
-        self.best_anchor = _ANCHORS[0]  # what did best last comes first
+        self.best_anchor, self.searched = _ANCHORS[0], False  # what did best last comes first
 
     def _gradients(self) -> Float[Tensor, "c s d"]:
         """Of all margins, by tokens that move."""
@@ -213,18 +213,21 @@ class _Question:
         for k, anchor in enumerate(dict.fromkeys((self.best_anchor, *_ANCHORS))):
             if proved(anchor):
                 return tried[anchor]
-            if k > 0 and tried[self.best_anchor] < -_HOPELESS * margin:
+            if tried[self.best_anchor] < -_HOPELESS * margin and (self.searched or k > 0):
+                return tried[self.best_anchor]
+            if self.searched:
                 break
-        for _ in range(_CLIMBS):
+        for _ in range(1 if self.searched else 2):
             share, spread = best = self.best_anchor
             if tried[best] < -_NEAR * margin:
                 break
-            sides = ((share + 0.1, spread), (share - 0.1, spread), (share, spread / 3))
+            sides = ((share, spread / 3), (share + 0.1, spread), (share - 0.1, spread))
             for anchor in (*sides, (share, spread * 3)):
                 if anchor not in tried and 0 <= anchor[0] < 1 and proved(anchor):
                     return tried[anchor]
             if self.best_anchor == best:
                 break
+        self.searched = True
         return tried[self.best_anchor]
 
 

@@ -6,6 +6,7 @@ Derived here; proofs: ``docs/theory/decision.md``.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,6 +24,7 @@ from lipscope.certificates.attention_ball import (
 )
 from lipscope.certificates.forms import (
     OutOfReachError,
+    added,
     ellipsoid,
     gradient,
     jacobian,
@@ -35,7 +37,6 @@ from lipscope.certificates.forms import (
 from lipscope.certificates.norm_ball import NormAt
 from lipscope.models import Branch, Feed, Norm
 
-_SMALL = 128  # coordinates of a ball
 _STEPS = 60  # of the average over a segment of distances
 
 
@@ -59,25 +60,51 @@ class Quadratic:
 
 
 @dataclass(frozen=True, eq=False)
-class Secant:
-    """``v - v_1 = (M + G Z + R) f``: ``|Z f| <= |Y f|``, ``|R f| <= rest |f|``."""
+class Loose:
+    """``G Z f`` with ``|Z f| <= |Y f| + rest |f|``: what a secant leaves open."""
 
-    middle: Tensor  # M, (n d, p)
     outer: Tensor  # G, (n d, q)
-    inner: Tensor  # Y, (q, p)
+    inner: Tensor  # Y, (q, p); (0, p): nothing but the rest is known
     rest: Tensor
 
     @cached_property
     def size(self) -> Tensor:
-        """``‖Y‖``."""
-        return norm_above(self.inner) if len(self.inner) else self.rest.new_zeros(())
+        """``>= |Z f| / |f|``."""
+        return norm_above(self.inner) + self.rest if len(self.inner) else self.rest
 
-    @cached_property
-    def slack(self) -> Tensor:
-        """``>= |(G Z + R) f| / |f|``."""
-        if not len(self.inner):
-            return self.rest
-        return norm_above(self.outer) * self.size + self.rest
+    def slack(self, reads: Float[Tensor, "n k d"] | None = None) -> Tensor:
+        """``>= |B G Z f| / |f|`` for blocks ``B_i``, the identity if None."""
+        outer = self.outer
+        if reads is not None:
+            outer = (reads @ outer.unflatten(0, (len(reads), -1))).flatten(0, 1)
+        return norm_above(outer) * self.size
+
+    def form(self, k: Tensor) -> Tensor:
+        """``>= <G Z f, K G Z f>``, as a form in ``f``."""
+        most = top_value(self.outer.T @ k @ self.outer)
+        w = young(float(self.size - self.rest), float(self.rest))
+        eye = torch.eye(self.inner.shape[1], dtype=k.dtype)
+        return most * (self.inner.T @ self.inner / w[0] + self.rest.square() / w[1] * eye)
+
+
+@dataclass(frozen=True, eq=False)
+class Secant:
+    """``v - v_1 = (M + sum G Z) f``."""
+
+    middle: Tensor  # M, (n d, p)
+    loose: tuple[Loose, ...]
+
+    def slack(self, reads: Float[Tensor, "n k d"] | None = None) -> Tensor:
+        """``>= |B sum G Z f| / |f|``."""
+        found = self.middle.new_zeros(())
+        for one in self.loose:
+            found = found + one.slack(reads)
+        return found
+
+    def read(self, f: Callable[[Tensor], Tensor], *more: Loose) -> Secant:
+        """Another map of the output, applied to columns; with more that it leaves open."""
+        loose = (Loose(f(one.outer), one.inner, one.rest) for one in self.loose)
+        return Secant(f(self.middle), (*loose, *more))
 
 
 class TokenBranch:
@@ -88,19 +115,19 @@ class TokenBranch:
         part = branch.part
         assert part is None or isinstance(part, Feed)
         self.units = None if part is None else Units(part)
-        self.center, self.branch = at.value, branch
+        self.center, self.branch, self.reaches, self.at = at.value, branch, reach, at
         n, d = at.value.shape
         eye = torch.eye(d, dtype=at.value.dtype)
-        self.radius = reach.radius(at)
         self.norm = None if branch.norm is None else NormAt(branch.norm, at.value)
         slope, beyond = eye.expand(n, d, d), at.rest.new_zeros(n)
         y = at.value
-        if self.norm is not None:
+        if self.norm is not None and self.norm.norm.scaled:
             radial = torch.minimum(reach.of(at, self.norm.radial[:, None])[:, 0], self.radius)
             if not self.norm.within(radial):
                 raise OutOfReachError
-            y, slope = self.norm.value, self.norm.slope
             beyond = self.norm.most * self.norm.remainder(self.radius)
+        if self.norm is not None:
+            y, slope = self.norm.value, self.norm.slope
         self.slope = slope
         wide = self._plus_skip(slope)
         extra = norm_above(wide) * at.rest + beyond
@@ -110,7 +137,7 @@ class TokenBranch:
             into = self.units.into.expand(n, -1, -1)
             read = into @ slope
             self.reach = reach.of(at, read)
-            if self.norm is not None:
+            if self.norm is not None and self.norm.norm.scaled:
                 curve = self.norm.read(self.units.into)
                 self.reach = self.reach + curve * self.norm.remainder(self.radius)[:, None]
             self.low, self.high = z0 - self.reach, z0 + self.reach
@@ -118,9 +145,10 @@ class TokenBranch:
             m = self.units.through(mid)
             wide = self._plus_skip(m @ slope)
             moved = (half * self.reach).norm(dim=-1) * norm_above(self.units.out)
-            apart = self.units.apart(half, into) * (reach.radius_of(at, slope) + beyond)
-            extra = norm_above(wide) * at.rest + norm_above(m) * beyond
-            extra = extra + torch.minimum(moved, apart)
+            if bool((at.rest + beyond).any()):  # where a norm bends, distances are known
+                apart = self.units.apart(half, into) * (reach.radius_of(at, slope) + beyond)
+                moved = torch.minimum(moved, apart)
+            extra = norm_above(wide) * at.rest + norm_above(m) * beyond + moved
             assert isinstance(part, Feed)
             value = part(y)
         self.point = Point(
@@ -129,6 +157,17 @@ class TokenBranch:
             wide @ at.lin,
             extra,
         )
+
+    @cached_property
+    def radius(self) -> Tensor:
+        """``>= |v_i - v_0i|``."""
+        return self.reaches.radius(self.at)
+
+    def _slope_change(self, v: Tensor) -> Tensor:
+        """`NormAt.slope_change`; 0 where the norm is linear."""
+        if self.norm is None or not self.norm.norm.scaled:
+            return v.new_zeros(len(v))
+        return self.norm.slope_change(v, self.radius)
 
     def _plus_skip(self, m: Tensor) -> Tensor:
         if not self.skip:
@@ -143,9 +182,7 @@ class TokenBranch:
         """A minorant of what is above, in this branch's input, around ``v``."""
         y = v if self.norm is None else self.norm.norm(v)
         slope, blocks, gap = above.slope, above.blocks, above.gap
-        d0, apart = self.slope, v.new_zeros(len(v))
-        if self.norm is not None:
-            apart = self.norm.slope_change(v, self.radius)
+        d0, apart = self.slope, self._slope_change(v)
         own = v.new_zeros(len(v), y.shape[-1], y.shape[-1])
         middle, error = d0, apart
         if self.units is not None:
@@ -168,7 +205,8 @@ class TokenBranch:
         blocks = _pulled(blocks, self._plus_skip(middle), error)
         if self.norm is not None:
             blocks = blocks + _pulled(own, d0, apart)
-            blocks = blocks + self.norm.curvature(read, v, self.radius)
+            if self.norm.norm.scaled:
+                blocks = blocks + self.norm.curvature(read, v, self.radius)
             read = torch.einsum("nd,nde->ne", read, self.norm.jacobian(v))
         else:
             blocks = blocks + own
@@ -177,40 +215,34 @@ class TokenBranch:
     def secant(self, v: Float[Tensor, "n d"], at: Secant) -> Secant:
         """The secant map of all before this branch, after it."""
         n, d = v.shape
-        p = at.middle.shape[1]
-        d0, apart = self.slope, v.new_zeros(n)
-        if self.norm is not None:
-            apart = self.norm.slope_change(v, self.radius)
-        x = at.middle.view(n, d, p)
-        own = norm_above(x)
-        slack, rest = at.slack, at.rest
+        d0, apart = self.slope, self._slope_change(v)
+        x, slip = at.middle.view(n, d, -1), apart.new_zeros(())
+        if bool(apart.any()):
+            slip = _shared(apart, norm_above(x), norm_above(at.middle)) + apart.max() * at.slack()
         if self.units is None:
-            wide = self._plus_skip(d0)
-            rest = norm_above(wide).max() * rest
-            rest = rest + _shared(apart, own, norm_above(at.middle)) + apart.max() * slack
-            return self._after(at, wide, at.inner, None, rest)
+            return self._after(at, d0, torch.eye(d, dtype=v.dtype).expand(n, d, d), slip)
         y = v if self.norm is None else self.norm.norm(v)
         mid, half = self.units.secants(self.units.arguments(y), self.low, self.high)
-        m, into = self.units.through(mid), self.units.into
-        wide = self._plus_skip(m @ d0)
-        through = norm_above(m) + self.units.apart(half, into.expand(n, -1, -1))
-        error = through * apart
-        rest = norm_above(wide).max() * rest + _shared(error, own, norm_above(at.middle))
-        rest = rest + (error.max() + self.units.apart(half, into @ d0).max()) * slack
-        side = half.sqrt()
-        rows = (side[:, :, None] * (into @ (d0 @ x))).flatten(0, 1)
-        used = (half > 0).flatten()
-        columns = torch.block_diag(*(self.units.out * side[:, None, :]))[:, used]
-        return self._after(at, wide, torch.cat([at.inner, rows[used]]), columns, rest)
+        m, side = self.units.through(mid), half.sqrt()[:, :, None]
+        found = self._after(at, m @ d0, m, slip)
+        into, used = side * self.units.into, (half > 0).flatten()
+        if not bool(used.any()):
+            return found
+        rows = ((into @ d0) @ x).flatten(0, 1)[used]
+        columns = torch.block_diag(*(self.units.out * side.mT))[:, used]
+        rest = at.slack(into @ d0) + norm_above(into).max() * slip
+        return Secant(found.middle, (*found.loose, Loose(columns, rows, rest)))
 
-    def _after(
-        self, at: Secant, wide: Tensor, inner: Tensor, columns: Tensor | None, rest: Tensor
-    ) -> Secant:
-        n = len(wide)
-        outer = (wide @ at.outer.unflatten(0, (n, -1))).flatten(0, 1)
-        outer = outer if columns is None else torch.cat([outer, columns], 1)
-        middle = (wide @ at.middle.unflatten(0, (n, -1))).flatten(0, 1)
-        return Secant(middle, outer, inner, rest)
+    def _after(self, at: Secant, straight: Tensor, outer: Tensor, slip: Tensor) -> Secant:
+        """Behind the maps of tokens; ``slip`` is what the norm leaves out, behind it ``outer``."""
+        wide = self._plus_skip(straight)
+
+        def mapped(columns: Tensor) -> Tensor:
+            return (wide @ columns.unflatten(0, (len(wide), -1))).flatten(0, 1)
+
+        if not float(slip) > 0:
+            return at.read(mapped)
+        return at.read(mapped, Loose(torch.block_diag(*outer), at.middle[:0], slip))
 
 
 def _shared(each: Tensor, own: Tensor, whole: Tensor) -> Tensor:
@@ -269,12 +301,11 @@ class Reads:
         n, d = len(self.at.rows), self.at.output.shape[1]
         return torch.eye(d, dtype=self.at.p.dtype).expand(n, d, d)
 
-    @cached_property
-    def whole(self) -> Float[Tensor, " pieces"]:
-        """``>= ‖J(x) - J‖`` on each ball."""
+    def whole(self, shares: Float[Tensor, " b"]) -> Float[Tensor, "p p"]:
+        """`AttentionBall.joint_change` of all outputs."""
         assert self.ball is not None and self.at is not None
         lead = self.at.lead_rows
-        return self.ball.joint_change(self._eye, None if lead is None else lead[1])
+        return self.ball.joint_change(self._eye, shares, lambda: lead and lead[1])
 
     def radius(self, at: Point) -> Float[Tensor, " n"]:
         """``>= |v_i - v_0i|``."""
@@ -352,9 +383,12 @@ class Entry:
         each = (self.apart(x) * self.own)[keep].square() / self.bent[keep]
         return (each.sum() * self.w[1] / self.bent.sum()).sqrt()
 
-    def size(self, x: Float[Tensor, "n d"]) -> Tensor:
-        """``>= ‖T_y^(-1) S T‖``."""
-        return norm_above(self.inner) + self.error(x)
+    def pulled(self, form: Tensor, x: Float[Tensor, "n d"]) -> Tensor:
+        """A form ``>= F(T_y^(-1) S T f)`` of secants from ``x``."""
+        straight = self.inner.T @ form @ self.inner
+        most = top_value(form).sqrt() * self.error(x)
+        w = young(float(top_value(straight).sqrt()), float(most))
+        return straight / w[0] + most.square() / w[1] * torch.eye(len(straight), dtype=x.dtype)
 
     def lost(self, x: Tensor, half: Tensor | None = None) -> Tensor:
         """``>= |half J_A (S - D) T f| / |f|``, all rows together."""
@@ -409,8 +443,7 @@ class Segment:
         Raises:
             OutOfReachError: Where the input of a norm could vanish.
         """
-        # what grows with the radius is taken at right ends, which costs little where m is small
-        self.pieces = pieces or (2 * PIECES if self.t.shape[-1] <= _SMALL else PIECES)
+        self.pieces = pieces or PIECES
         self.r = radius
         if self.first is not None and self.mixes and self.first.norm is not None:
             assert isinstance(self.part, DotProduct)
@@ -477,47 +510,36 @@ class Segment:
         part = self.part
         first, eye = self.first, torch.eye(len(base), dtype=base.dtype)
         bend, start = bend_of(self.at, q.slope), self._start(x, start)
-        b = bend.hessian.clone()
-        for piece, w in enumerate(self.averages(start, "hessian")):
-            if w > 0:
-                b = b - w * self.reads.ball.hessian_change(bend, piece)
-        change = x.new_zeros(())
-        if bool(q.blocks.any()):  # nothing above attention bends where it is alone
-            half = root(q.blocks)
-            change = self.averages(start, "jacobian") @ self.reads.ball.joint_change(
-                half, self.at.lead_together(half)
-            )
-            if self.entry is not None:
-                change = change * self.entry.size(x) + self.entry.lost(x, half)
+        b = bend.hessian - self.reads.ball.hessian_change(bend, self.averages(start, "hessian"))
         if self.entry is not None:
-            bent = positive_part(-b)
-            straight = self.entry.inner.T @ bent @ self.entry.inner
-            most = top_value(bent).sqrt() * self.entry.error(x)
-            w0, w1 = young(float(top_value(straight).sqrt()), float(most))
-            b = -straight / w0 - most.square() / w1 * eye
+            b = -self.entry.pulled(positive_part(-b), x)
             y = gradient(lambda z: part(z)[self.rows] * q.slope, self.entry.norm.norm(x))
             curve = self.entry.norm.curvature(y, x, self.entry.radius)
             b = b - torch.einsum("ndp,nde,neq->pq", self.t, curve, self.t)
-        w0, w1 = young(float(top_value(base).sqrt()), float(change))
-        b = b - base / w0 - change.square() / w1 * eye
+        if bool(q.blocks.any()):  # nothing above attention bends where it is alone
+            half, at = root(q.blocks), self.at
+            shares = self.averages(start, "jacobian")
+            forms = [
+                base,
+                self.reads.ball.joint_change(half, shares, lambda: at.lead_together(half)),
+            ]
+            if self.entry is not None:
+                forms[1:] = self.entry.pulled(forms[1], x), self.entry.lost(x, half).square() * eye
+            b = b - added(forms)
         g = gradient(lambda z: first(z)[self.rows] * q.slope, x)
         return q.gap, torch.einsum("nd,ndp->p", g, self.t), b
 
     def secant(self, x: Tensor, start: float) -> Secant:
         """The secant map from an anchor to any other point of the ball."""
-        p = self.t.shape[-1]
-        rest = self.x.new_zeros(())
+        flat, loose = self.jacobian.flatten(0, 1), ()
         if self.reads.ball is not None:
-            rest = self.averages(self._start(x, start), "jacobian") @ self.reads.whole
-        if self.entry is not None:
-            rest = rest * self.entry.size(x) + self.entry.lost(x)
-        width = self.jacobian.shape[0] * self.jacobian.shape[1]
-        found = Secant(
-            self.jacobian.flatten(0, 1),
-            self.x.new_zeros(width, 0),
-            self.x.new_zeros(0, p),
-            rest,
-        )
+            eye = torch.eye(len(flat), dtype=flat.dtype)
+            form = self.reads.whole(self.averages(self._start(x, start), "jacobian"))
+            form = form if self.entry is None else self.entry.pulled(form, x)
+            loose = (Loose(eye, root(form), self.x.new_zeros(())),)
+            if self.entry is not None:
+                loose += (Loose(eye, flat[:0], self.entry.lost(x)),)
+        found = Secant(flat, loose)
         for branch, v in zip(self.tokens, self.through(x), strict=False):
             found = branch.secant(v, found)
         return found
