@@ -6,7 +6,8 @@ import torch
 from lipscope import DotProduct, InputError
 from lipscope.certificates import NetworkBall, certify_network
 from lipscope.certificates.activation import Units
-from lipscope.certificates.attention_ball import AttentionAt, AttentionBall, bend_of
+from lipscope.certificates.attention_at import AttentionAt, bend_of, graded
+from lipscope.certificates.attention_ball import AttentionBall
 from lipscope.certificates.forms import top_bilinear
 from lipscope.certificates.segment import Entry
 from lipscope.models import Branch, Feed, Network, Norm
@@ -271,3 +272,72 @@ def test_forms_of_pairs_and_means_that_move(seed: int) -> None:
         mean = torch.einsum("hij,hijk->hik", weights, a).abs()
         size = torch.einsum("hij,hijk->hik", weights, a.square()).sqrt()
         assert bool((mean * size <= torch.einsum("hij,hijk->hik", w, a.square()) + 1e-12).all())
+
+
+def apart() -> tuple[AttentionAt, torch.Tensor]:
+    """Row 0 turns its query with one coordinate, keys 1 and 2 turn with two others."""
+    eye = torch.eye(4, dtype=F64)
+    layer = DotProduct(eye[:1], eye[1:3].sum(0, keepdim=True), eye[3:], scale=1.0)
+    x, t = gaussian(0, 3, 4), torch.zeros(3, 4, 3, dtype=F64)
+    t[0, 0, 0] = t[1, 1, 1] = t[2, 2, 2] = 1.0
+    return AttentionAt(layer, x, t, torch.arange(3)), t
+
+
+def test_what_bends_is_bounded_by_a_form() -> None:
+    """``sum c w alpha(e, f)^2`` over unit ``e``: never above, and half of it is met."""
+    at, _ = apart()
+    at.turns = None  # as where many tokens move
+    c, w = gaussian(1, 1, 1, 3).abs(), gaussian(2, 1, 1, 3, 3).abs()
+    form = AttentionBall(at, 1.0, pieces=1)._bent(ONE, c, w, at.key_spread(w[0])[None])
+    e = torch.nn.functional.normalize(gaussian(3, 500, 3), dim=1)
+    alpha = torch.einsum("hikp,mp,hjkq->mhijq", at.query, e, at.key)
+    alpha = alpha + torch.einsum("hikq,hjkp,mp->mhijq", at.query, at.key, e)
+    true = torch.einsum("bhi,bhij,mhijp,mhijq->mpq", c, w, alpha, alpha)
+    least = torch.linalg.eigvalsh(form - true)[:, 0]
+    assert float(least.min()) >= -1e-12
+    e = torch.eye(3, dtype=F64)[0]  # the query alone: keys are all that is left to move
+    met = sum(c[0, 0, 0] * w[0, 0, 0, j] * e.new_tensor([0, j == 1, j == 2]).diag() for j in (1, 2))
+    assert torch.allclose(form[1:, 1:].diagonal(), 2 * met.diagonal()[1:])
+
+
+def test_a_norm_on_a_grid_of_balls_is_never_below_and_met_at_marks() -> None:
+    g, w = gaussian(0, 6, 4), gaussian(1, 16, 6).abs().cumsum(0)
+
+    def norm(w: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.matrix_norm((g * w[:, None]).T @ g, 2).sqrt()
+
+    found, true = graded(norm, w), torch.stack([norm(one) for one in w])
+    assert bool((found >= true * (1 - 1e-12)).all())
+    assert torch.allclose(found[3::4], true[3::4])
+    w = torch.arange(1.0, 17.0).double()[:, None] ** 2 * w[0]  # in proportion
+    assert torch.allclose(graded(norm, w), torch.stack([norm(one) for one in w]))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_ellipsoid_holds_what_a_block_can_give(scaled: bool) -> None:
+    """Two post-norm blocks: moves of the first one's inputs, to the edge, and what comes out."""
+    n, d = 3, 4
+    branches: list[Branch] = []
+    for k in range(2):
+        w = gaussian(10 * k, 4, d, d) / d**0.5
+        f = Feed(gaussian(k + 1, 5, d), gaussian(k + 2, 5), gaussian(k + 3, d, 5) / 2,
+                 torch.zeros(d).double(), "relu")  # fmt: skip
+        for part in (DotProduct(*w, heads=2), f):
+            norm = Norm(torch.ones(d).double(), torch.zeros(d).double(), 1e-5, True, scaled)
+            branches += [Branch(part), Branch(None, norm, skip=False)]
+    share = torch.full((n,), 1 / n, dtype=F64)
+    net = Network(tuple(branches), share, gaussian(8, 2, d), torch.zeros(2).double())
+    ball = NetworkBall(net, gaussian(9, n, d), torch.ones(n, dtype=torch.bool))
+    edge = torch.nn.functional.normalize(gaussian(7, 200, n * d), dim=1)
+    for radius in (1e-3, 0.01) if scaled else (1e-3, 0.05, 0.2):
+        assert ball.grow(radius)
+        below, above = ball.chain
+        for share_of in (1.0, 0.5):
+            for xi in edge[:100]:
+                out = below.through(ball.moved(share_of * radius * xi))[-1] - above.x
+                inside = torch.linalg.solve(above.t.flatten(0, 1), out.flatten()).norm()
+                assert float(inside) <= radius * (1 + 1e-9)
+        secant = below.secant(below.x, 0.0)
+        direct = torch.linalg.matrix_norm(secant.middle, 2)
+        sizes = torch.linalg.matrix_norm(above.t.flatten(0, 1), 2)
+        assert radius > 1e-3 or float(sizes) <= 1.1 * float(direct)

@@ -11,7 +11,8 @@ import torch
 from lipscope import DotProduct
 from lipscope.attention import Rotary
 from lipscope.certificates import NetworkBall, certify_network
-from lipscope.certificates.attention_ball import AttentionAt, AttentionBall, bend_of
+from lipscope.certificates.attention_at import AttentionAt, bend_of
+from lipscope.certificates.attention_ball import AttentionBall
 from lipscope.certificates.forms import least_in_ball, least_in_balls
 from lipscope.certificates.norm_ball import NormAt
 from lipscope.models import ActivationName, Branch, Feed, Network, Norm

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from lipscope import InputError
 from lipscope_experiments import reproduce
 from lipscope_experiments.certified import decisions
 from lipscope_experiments.certified.classifiers import Classifier, Recipe, Trained, described
@@ -61,9 +62,8 @@ def test_a_flip_of_an_affine_classifier_is_its_distance() -> None:
         radius, move = smallest_flip(model, x, 0, free)
         assert distance <= radius < 1.0001 * distance
         assert float(margins(model, (x + move)[None], 0)) <= 0
-        least, points = least_margin(model, x, 0, free, distance / 2, move)
+        least = least_margin(model, x, 0, free, distance / 2, move)
         assert 0.5 - 1e-12 <= least < 0.5001
-        assert points == 1000
 
 
 def test_a_bisection_ends_below_what_is_proved() -> None:
@@ -90,9 +90,9 @@ def test_the_peer_proves_less_than_an_attack_reaches(name: str) -> None:
 
 def test_training_is_kept(tmp_path) -> None:
     """The second call reads the weights; inputs are classified correctly, and are the same ones."""
-    texts = [tmp_path / "left.txt", tmp_path / "right.txt"]
-    for path, word in zip(texts, ("left", "right"), strict=True):
-        path.write_text(" ".join(f"{word} the {'ab'[i % 2]}" for i in range(700)), "utf-8")
+    texts = [
+        " ".join(f"{word} the {'ab'[i % 2]}" for i in range(700)) for word in ("left", "right")
+    ]
     first, again = (Trained.of("A1", texts, tmp_path, steps=40) for _ in range(2))
     assert first.accuracy == 1.0
     for x, y, label in zip(first.inputs, again.inputs, first.labels, strict=True):
@@ -106,39 +106,64 @@ def test_radii_and_bounds_at_an_input(name: str, front: bool) -> None:
     model, x = _network(name, front)
     label = int(model(x[None]).argmax())
     trained = Trained(name, Recipe.of(name), model, [x], [label], 1.0)
-    found = decided(trained, "token", 0)
+    found = decided(trained, "token", 0, 1000)
     assert 0 < found["ours"] < found["attack"]
     assert found["points"] == 5000
     assert min(gap for gap in gaps_of(found) if gap is not None) > 0
 
 
-def _records(recipe: Recipe, ball: str, index: int) -> dict[str, Any]:
+def _records(recipe: Recipe, ball: str, index: int, points: int) -> dict[str, Any]:
     radii = {"attack": 1.0, "CROWN": 0.2, "IBP": 0.0, "ours": 0.5 / recipe.blocks}
     below = [[0.8, 0.9], [0.5, 0.7], [0.1, 0.5], [-1.0, 0.4], [None, 0.2]]
     shape = {"kind": recipe.kind, "blocks": recipe.blocks, "n": recipe.n, "d": recipe.d}
     seconds = {f"seconds, {who}": 1.0 for who in ("ours", "CROWN", "attack")}
-    rest = {"accuracy": 0.8, "margin": 1.0, "below": below, "points": 5000}
+    rest = {"accuracy": 0.8, "margin": 1.0, "below": below, "points": 5 * points}
     return {"ball": ball, "input": index, **shape, **radii, **seconds, **rest}
 
 
 def test_findings_say_what_was_decided(tmp_path, monkeypatch) -> None:
     """Claims, a table and the three figures, from records that were not computed."""
-    monkeypatch.setattr(decisions, "LICENCES", ())
-    monkeypatch.setattr(Trained, "of", lambda name, *_: Recipe.of(name))
+    named = lambda _, name: lambda keep: Recipe.of(name if name[0] in "ANS" else "N3")  # noqa: E731
+    monkeypatch.setattr(decisions, "_source", named)
     monkeypatch.setattr(decisions, "decided", _records)
+    monkeypatch.setattr(decisions, "_of_models", lambda *_: None)
     found = reproduce("certified/decisions", out=tmp_path)
     assert "N2: 1.25 (1.25 to 1.25)" in found.claims[0].found
     assert "N2: 0.25" in found.claims[1].found
-    assert found.claims[-1].found == "0.1 at the least, in 1100000 points"
-    assert len(found.tables[0].lines) == 22
+    assert found.claims[-1].found.startswith("0.1 at the least, in ")
+    asked = [k for counts in decisions._FULL.values() for k in counts]
+    assert len(found.tables[0].lines) == len(asked) - asked.count(0)
     assert (tmp_path / "decisions.svg").is_file()
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    monkeypatch.setenv("LIPSCOPE_DECISIONS", str(tmp_path))
+    benchmark = importlib.import_module("certified")
+    text = benchmark.render(benchmark.measure(quick=False)).text()
+    assert "1.25 [1.25, 1.25]" in text
+
+
+def test_what_is_not_there_is_left_out(tmp_path, monkeypatch) -> None:
+    """In one line each: texts, DeepT's folder, models."""
+    monkeypatch.setattr(decisions, "_FULL", {"N1": (1, 1), "N1-prose": (1, 1), "DeepT-1": (0, 1)})
+    monkeypatch.setattr(Trained, "of", lambda name, *_: Recipe.of(name))
+    monkeypatch.setattr(decisions, "decided", _records)
+    monkeypatch.delenv("LIPSCOPE_DEEPT", raising=False)
+
+    def nothing(name: str) -> None:
+        raise InputError("no such model")
+
+    monkeypatch.setattr("lipscope_experiments.experiment.load_model", nothing)
+    found = reproduce("certified/decisions", out=tmp_path)
+    said = " ".join(found.remarks)
+    assert "N1-prose was left out" in said
+    assert "LIPSCOPE_DEEPT names no folder" in said
+    assert "no such model" in said
 
 
 def test_the_benchmark_says_what_was_decided(monkeypatch) -> None:
     """Ratios, the least gap by share, and targets, some of them not measured."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     render = importlib.import_module("certified").render
-    raw = [{"model": "N1", **_records(Recipe(), ball, 0)} for ball in ("joint", "token")]
+    raw = [{"name": "N1", **_records(Recipe(), ball, 0, 1000)} for ball in ("joint", "token")]
     text = render(raw).text()
     assert "2.50 [2.50, 2.50]" in text
     assert "0.100 | 0.200 | 0.400 | 1.400 |" in text

@@ -15,7 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import DotProduct
-from lipscope.certificates.attention_ball import PIECES, AttentionAt, AttentionBall
+from lipscope.certificates.attention_at import AttentionAt
+from lipscope.certificates.attention_ball import PIECES, AttentionBall
 from lipscope.certificates.balls import (
     BallCertificate,
     certificate_of,

@@ -43,7 +43,7 @@ _STRAIGHT = 0.05  # of the attack's radius beside the first order's: curvature c
 _SMALL = 512  # coordinates of a stream
 _FAR = 1e3  # times the input: no larger move is tried
 _MOST = 4 * 2**30  # bytes that a certificate may take
-_MATRICES = 3  # second derivatives of every channel that are held at a time
+_MATRICES = 16  # of all coordinates that move by all that are held at a time
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -248,8 +248,8 @@ def certify_network(
     `read_out_radius` where that is more, or where the expansion would need more than 4 GB.
 
     Holds for networks of `lipscope.models.Network`; in float64, a relative ``1e-9`` is taken off
-    for rounding. Memory grows like ``n d m²``, time like ``(n d)³`` and linearly with depth, where
-    ``m`` counts the coordinates that move.
+    for rounding. Memory grows like ``n m² + n³ d m``, time like ``(n d)³`` and linearly with depth,
+    where ``m`` counts the coordinates that move.
 
     Args:
         net: The network.
@@ -347,8 +347,11 @@ def _blocks(net: Network) -> int:
 def _bytes_needed(net: Network, shape: tuple[int, ...], count: int) -> int:
     """Of the expansion: above one layer of attention all coordinates move."""
     n, d = shape
-    moving = (n if _blocks(net) > 1 else count) * d
-    return 8 * (moving**2 * (_MATRICES * d + n) + len(net.head) * n * d)
+    rows = n if _blocks(net) > 1 else count
+    moving = rows * d
+    # keys of pairs, for every row whose query moves
+    pairs = 2 * rows * n**2 * d * moving if _blocks(net) else 0
+    return 8 * (moving**2 * (_MATRICES + n) + pairs + len(net.head) * n * d)
 
 
 @contextlib.contextmanager

@@ -16,12 +16,8 @@ from torch import Tensor
 
 from lipscope.attention import DotProduct
 from lipscope.certificates.activation import Units
-from lipscope.certificates.attention_ball import (
-    PIECES,
-    AttentionAt,
-    AttentionBall,
-    bend_of,
-)
+from lipscope.certificates.attention_at import AttentionAt, bend_of
+from lipscope.certificates.attention_ball import PIECES, AttentionBall
 from lipscope.certificates.forms import (
     OutOfReachError,
     added,
@@ -37,6 +33,7 @@ from lipscope.certificates.forms import (
 from lipscope.certificates.norm_ball import NormAt
 from lipscope.models import Branch, Feed, Norm
 
+_ENTRIES = 2_000_000  # of tensors of weights by read-outs
 _STEPS = 60  # of the average over a segment of distances
 
 
@@ -285,7 +282,13 @@ class Reads:
     def changes(self, reads: Float[Tensor, "n k d"]) -> Float[Tensor, "pieces n k"]:
         """Of every read-out alone, on each ball."""
         assert self.ball is not None and self.at is not None
-        return self.ball.change_of(reads[:, :, None], self.at.lead_of(reads))
+        lead = self.at.lead_of(reads)
+        width = self.ball.pieces * self.at.p.numel()
+        found, few = [], max(1, _ENTRIES // width)
+        for k in range(0, reads.shape[1], few):
+            own = None if lead is None else lead[:, k : k + few]
+            found.append(self.ball.change_of(reads[:, k : k + few, None], own))
+        return torch.cat(found, -1)
 
     @cached_property
     def rows(self) -> Float[Tensor, "pieces n"]:

@@ -188,7 +188,7 @@ class Trained:
     accuracy: float  # on the test windows
 
     @classmethod
-    def of(cls, name: str, texts: Sequence[Path], keep: Path | None, steps: int = 300) -> Trained:
+    def of(cls, name: str, texts: Sequence[str], keep: Path | None, steps: int = 300) -> Trained:
         """Train a recipe, or read what was kept of it.
 
         Adam on float32, cosine decay; every fifth segment of 200 words is held out. The inputs are
@@ -238,9 +238,9 @@ def _fit(
 Labelled = tuple[Tensor, Tensor]
 
 
-def _windows(texts: Sequence[Path], n: int) -> tuple[Labelled, Labelled, int]:
+def _windows(texts: Sequence[str], n: int) -> tuple[Labelled, Labelled, int]:
     """Windows of n words with the text they are of, to train on and to test on; vocabulary."""
-    found = [_words(path.read_text("utf-8"))[:_MOST] for path in texts]
+    found = [_words(text)[:_MOST] for text in texts]
     counts = Counter(itertools.chain(*found))
     index = {word: i + 1 for i, (word, k) in enumerate(counts.most_common()) if k >= 3}
     parts: tuple[list[tuple[list[int], int]], ...] = ([], [])

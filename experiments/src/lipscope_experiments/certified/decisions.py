@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -12,11 +14,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lipscope import InputError
+from lipscope import InputError, OpenModel
 from lipscope.certificates import NetworkBall, certify_network
 from lipscope.charts import Panel, Series
 from lipscope_experiments.certified.classifiers import LICENCES, Recipe, Trained, described
 from lipscope_experiments.certified.crown import peer, peer_radius
+from lipscope_experiments.certified.deept import FOLDER, deept
 from lipscope_experiments.certified.flips import least_margin, margins_with_slopes, smallest_flip
 from lipscope_experiments.experiment import Study, experiment
 from lipscope_experiments.findings import Record, chosen, grouped, middle
@@ -26,27 +29,53 @@ BALLS: dict[Ball, str] = {"joint": "all tokens move", "token": "one token moves"
 SHARES = (0.4, 0.8, 1.0, 1.15, 1.4)  # of our radius: where its lower bound is attacked
 PAIRS = (("ours", "CROWN"), ("ours", "attack"), ("CROWN", "attack"), ("IBP", "attack"))
 _KINDS = {"A": "attention alone", "N": "norms without variance", "S": "standard LayerNorm"}
-_NAMES = ("A1", "N1", "N2", "N3", "S1", "S2", "S3", "N1-n16", "S1-n16", "N1-d64", "S1-d64")
+# Networks with the number of inputs certified while all tokens move, and while one does.
+_QUICK = {"N1": (2, 2)}
+_FULL = {
+    "N1": (5, 5),
+    "N2": (3, 3),
+    "S1": (4, 4),
+    "A1": (3, 3),
+    "N3": (1, 0),
+    "S2": (1, 1),
+    "DeepT-1": (0, 3),
+    "N1-gelu": (2, 2),
+    "N1-prose": (2, 2),
+    "S1-gelu": (1, 1),
+    "S1-prose": (1, 1),
+    "N1-n16": (1, 1),
+    "N1-d64": (1, 1),
+    "S1-n16": (0, 1),
+    "S1-d64": (0, 1),
+    "S3": (1, 0),
+    "DeepT-3": (0, 1),
+}
+_POINTS = 100_000  # at which the bounds of a network are held against its margins
+_LENGTH = 16  # tokens of the pre-trained models
 
 
 @experiment(
     "certified/decisions",
-    title="How far may tokens move before a small classifier's answer can change",
+    title="How far may tokens move before a network's answer can change",
     cite="derived here",
-    reads_text=False,
 )
 def decisions(study: Study) -> None:
-    """Small text classifiers of one to three blocks, certified and attacked in two balls."""
-    if not all(path.is_file() for path in LICENCES):
-        raise InputError(f"`{LICENCES[0]}` and `{LICENCES[1]}` should be there: they are read.")
-    names, count = study.pick((("N1",), 2), (_NAMES, 10))
-    found: list[Record] = []
+    """Small classifiers of one to three blocks, DeepT's, MiniLM, SmolLM2: certified, attacked."""
+    plan, found, missing = study.pick(_QUICK, _FULL), list[Record](), list[str]()
     with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            keys = [{"name": name, "ball": b, "index": i} for b in BALLS for i in range(count)]
+        for name, counts in plan.items():
+            source = _source(study, name)
+            if isinstance(source, str):
+                missing.append(source)
+                continue
+            asked = zip(BALLS, counts, strict=True)
+            keys = [{"name": name, "ball": b, "index": i} for b, k in asked for i in range(k)]
+            points = math.ceil(_POINTS / len(keys) / len(SHARES))
 
-            def one(name: str, ball: Ball, index: int) -> Record:
-                return decided(Trained.of(name, LICENCES, Path(folder)), ball, index)
+            def one(
+                name: str, ball: Ball, index: int, source: Source = source, points: int = points
+            ) -> Record:
+                return decided(source(Path(folder)), ball, index, points)
 
             found += study.values(name, keys, one)
     for ball, words in BALLS.items():
@@ -57,21 +86,23 @@ def decisions(study: Study) -> None:
                 "; ".join(
                     f"{name}: {middle(ratios(mine, 'ours', over))}"
                     for name, mine in grouped(chosen(found, ball=ball), "name")
+                    if ratios(mine, "ours", over)
                 ),
             )
     gaps = [gap for record in found for gap in gaps_of(record) if gap is not None]
     study.claim(
         "least margin found in a ball, less its certified lower bound, over the margin",
         "at least 0 at every radius",
-        f"{min(gaps):.3g} at the least, in {sum(r['points'] for r in found)} points",
+        f"{min(gaps):.3g} at the least, in {sum(r['points'] for r in found):,} points",
     )
     _draw(study, found)
     study.table(
         "Medians, with the smallest and the largest",
         grouped(found, "name", "ball"),
         {
-            "model": lambda key, _: key[0],
+            "network": lambda key, _: key[0],
             "ball": lambda key, _: key[1],
+            "inputs": lambda _, mine: str(len(mine)),
             "accuracy": lambda _, mine: f"{mine[0]['accuracy']:.2f}",
             **{
                 " / ".join(pair): lambda _, mine, pair=pair: middle(ratios(mine, *pair))
@@ -83,15 +114,90 @@ def decisions(study: Study) -> None:
             },
         },
     )
+    if not study.quick:
+        _of_models(study, missing)
     study.remark(
         "A: attention, mean pool, linear head; N, S: post-norm blocks of four heads and a ReLU "
         "network, without variance in their norms and with standard LayerNorm; then the number of "
-        "blocks. 8 tokens and d = 32 unless said. Two licences are told apart by windows of words; "
-        "the inputs are correctly classified held-out windows in an order drawn once.",
-        "l2 balls of the embeddings. The token that moves is that of the largest gradient. The "
-        "attack's radius is that of the smallest flip found, an upper value.",
+        "blocks. 8 tokens and d = 32 unless said. Two licences are told apart by windows of words, "
+        "two works of prose where the name says so; the inputs are correctly classified held-out "
+        "windows in an order drawn once. DeepT: certifiably trained networks (Bonaert et al. 2021) "
+        "of 1 and 3 blocks, d = 64, on sentences of SST.",
+        "l2 balls of the embeddings. The token that moves is that of the largest gradient, the "
+        "second one in pre-trained models. The "
+        "attack's radius is that of the smallest flip found, an upper value. A dash: no bound for "
+        "an operation of the network.",
         *([] if peer() else ["CROWN and IBP were left out: auto_LiRPA cannot be imported."]),
+        *missing,
     )
+
+
+Source = Callable[[Path], Trained]
+
+
+def _source(study: Study, name: str) -> Source | str:
+    """What gives a network, or why there is none."""
+    if name.startswith("DeepT"):
+        folder = os.environ.get(FOLDER)
+        if not folder:
+            return f"{name} was left out: {FOLDER} names no folder."
+        return lambda _: deept(Path(folder), int(name[-1]))
+    texts = tuple(path.read_text("utf-8") for path in LICENCES if path.is_file())
+    if Recipe.of(name).task == "prose":
+        texts = tuple(text.content for text in study.texts[:2])
+    if len(texts) < 2:
+        return f"{name} was left out: one of its two texts is not there."
+    return lambda keep: Trained.of(name, texts, keep)
+
+
+def _of_models(study: Study, missing: list[str]) -> None:
+    """MiniLM's nearest neighbour and SmolLM2's next token, the whole model and its last block."""
+
+    def one(model: str, at_layer: int, ball: Ball) -> Record:
+        asked: Record = {"between": _BETWEEN} if model == "minilm" else {}
+        decision = OpenModel(study.load(model)).decision(
+            study.texts[0].content, at_layer=at_layer, length=_LENGTH, **asked
+        )
+        about = {"answer": decision.answer_name, "margin": decision.margin}
+        try:
+            (tokens,) = decision.groups(ball, [1] if ball == "token" else None)
+            found = decision.certified(ball, tokens)
+        except InputError as why:
+            return about | {"why": str(why)}
+        return about | {"ours": found.radius, "attack": found.attack, "seconds": found.seconds}
+
+    names = [{"model": "minilm", "at_layer": k} for k in (0, 5)]
+    names += [{"model": "smollm2", "at_layer": k} for k in (0, 29)]
+    keys = [{**name, "ball": ball} for name in names for ball in BALLS]
+    try:
+        found = study.values("models", keys, one)
+    except InputError as why:  # a model that is not there
+        missing.append(str(why))
+        return
+    study.table(
+        f"Pre-trained models at {_LENGTH} tokens: the nearest of three texts, the next token",
+        found,
+        {
+            "model": "model",
+            "tokens move before layer": "at_layer",
+            "ball": "ball",
+            "answer": "answer",
+            "certified": lambda r: _or_dash(r.get("ours")),
+            "attack": lambda r: _or_dash(r.get("attack")),
+            "certified / attack": lambda r: _or_dash(
+                r["ours"] / r["attack"] if r.get("attack") else None
+            ),
+            "seconds": lambda r: _or_dash(r.get("seconds")),
+            "why not": lambda r: r.get("why", ""),
+        },
+    )
+
+
+_BETWEEN = ("programs and their functions", "a story for children", "the weather tomorrow")
+
+
+def _or_dash(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"
 
 
 def _draw(study: Study, found: Sequence[Record]) -> None:
@@ -114,7 +220,7 @@ def _draw(study: Study, found: Sequence[Record]) -> None:
     study.draw("decisions", "Certified radius as a share of the attack's", panels)
 
 
-def decided(trained: Trained, ball: Ball, index: int) -> Record:
+def decided(trained: Trained, ball: Ball, index: int, points: int) -> Record:
     """Radii and a processor's seconds at an input; margins found beside our bound."""
     model, x, label = trained.model, trained.inputs[index], trained.labels[index]
     moves = torch.ones_like(x[:, :1])
@@ -143,12 +249,11 @@ def decided(trained: Trained, ball: Ball, index: int) -> Record:
     ours = certify_network(network, x, ball=ball, tokens=free)
     found |= {"ours": ours.radius, "seconds, ours": time.process_time() - began}
     bounds = NetworkBall(network, x, free)
-    below, points = [], 0
+    below = []
     for share in SHARES:
-        least, tried = least_margin(model, x, label, moves, share * ours.radius, point)
+        least = least_margin(model, x, label, moves, share * ours.radius, point, points)
         below.append([_lower(bounds, share * ours.radius, label, point), least])
-        points += tried
-    return found | {"below": below, "points": points}
+    return found | {"below": below, "points": points * len(SHARES)}
 
 
 def _lower(bounds: NetworkBall, radius: float, label: int, point: Tensor) -> float | None:
@@ -157,7 +262,7 @@ def _lower(bounds: NetworkBall, radius: float, label: int, point: Tensor) -> flo
         return None
     move = point[bounds.tokens].flatten()
     move = move * (radius / move.norm())
-    return max(bounds.lower(share * move, label, 1 - label)[0] for share in (0.0, 0.3, 0.6))
+    return bounds.lower(0.3 * move, label, 1 - label)[0]
 
 
 def ratios(records: Iterable[Record], above: str, below: str) -> list[float]:

@@ -1,0 +1,77 @@
+"""DeepT's networks on sentences of SST, read from a folder that is not shipped."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipscope_experiments.certified.classifiers import SHOWN, Classifier, Recipe, Trained
+
+FOLDER = "LIPSCOPE_DEEPT"  # the environment variable that names it
+
+
+def deept(folder: Path, blocks: int) -> Trained:
+    """A certifiably trained network of Bonaert et al. (2021), read from a folder.
+
+    The inputs are the first sentences of its SST test set that have at most 16 tokens and are
+    classified correctly; accuracy is that on its first 400 sentences.
+    """
+    path = folder / {1: "smaller_1.ckpt", 3: "bert_smaller3.ckpt"}[blocks]
+    stored = torch.load(path, map_location="cpu", weights_only=True)
+    recipe = Recipe("N", blocks, d=64, task="SST")
+    model = Classifier(recipe, front=True)
+    weights = stored["state_dict_model_from_embeddings"]
+    model.load_state_dict({_name_here(name): value for name, value in weights.items()})
+    model.double().eval().requires_grad_(False)
+    word, position, kind = (t.double() for t in stored["state_dict_embeddings"].values())
+    counts = Counter(w for one in _sentences(folder, "train") for w in _words(one))
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(w for w, k in counts.items() if k > 1)]
+    if len(names) != len(word):
+        raise AssertionError(f"{len(names)} words, {len(word)} embeddings")
+    index = {name: i for i, name in enumerate(names)}
+    asked, right = _sentences(folder, "test")[:400], 0
+    inputs: list[Tensor] = []
+    labels: list[int] = []
+    for one in asked:
+        ids = [index.get(w, 1) for w in ("[CLS]", *_words(one), "[SEP]")]
+        x = word[ids] + position[: len(ids)] + kind[0]
+        if int(model(x[None]).argmax()) == one["label"]:
+            right += 1
+            if len(ids) <= 16 and len(inputs) < SHOWN:
+                inputs.append(x)
+                labels.append(one["label"])
+    return Trained(f"DeepT-{blocks}", recipe, model, inputs, labels, right / len(asked))
+
+
+def _sentences(folder: Path, part: str) -> list[dict[str, Any]]:
+    return json.loads((folder / f"{part}.json").read_text("utf-8"))
+
+
+def _words(sentence: dict[str, Any]) -> list[str]:
+    return sentence["sentence"].lower().split()
+
+
+def _name_here(name: str) -> str:
+    for theirs, own in _NAMES.items():
+        name = name.replace(theirs, own)
+    return name
+
+
+_NAMES = {
+    "bert.encoder.layer": "blocks",
+    "attention.self": "attention",
+    "attention.output.dense": "attention.out",
+    "attention.output.LayerNorm": "norm",
+    "intermediate.dense": "inner",
+    "output.dense": "outer",
+    "output.LayerNorm": "last",
+    "bert.pooler.dense": "pooler",
+    "classifier": "head",
+    "linear_in": "front",
+    "LayerNorm": "front_norm",
+}

@@ -1,0 +1,406 @@
+"""Attention at a centre, as functionals of moves in an ellipsoid, and its second derivatives.
+
+Inputs are ``x_0 + T xi`` with ``|xi| <= r``. Everything is a functional of ``xi``. Derived here;
+proofs: ``docs/theory/decision.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lipscope.attention import DotProduct
+from lipscope.certificates.forms import (
+    SLACK,
+    norm_above,
+    root,
+    top_bilinear,
+    top_of_gram,
+    top_value,
+    weighted_gram,
+)
+
+_MARKS = 4  # groups of them that share their eigenvalues
+_CANCELS = 1e-13  # of the sizes of terms whose sum may vanish: rounding, with room
+TINY = 1e-300  # a weight below it is one that underflows
+_FEW = 2e7  # largest tensor of forms of the pairs both of whose ends move
+_EXACT = 3e9  # products for second derivatives of all outputs
+
+
+def extreme_mean(
+    g: Float[Tensor, "*#b n"], lower: Float[Tensor, "*#b n"], upper: Float[Tensor, "*#b n"]
+) -> Float[Tensor, "*_"]:
+    """``sup <p, g>`` over weights ``lower <= p <= upper`` that add up to 1: greedy, exact."""
+    g, lower, upper = torch.broadcast_tensors(g, lower, upper)
+    order = g.argsort(-1, descending=True)
+    room = (upper - lower).gather(-1, order)
+    left = (1 - lower.sum(-1, keepdim=True)).clamp_min(0)
+    given = torch.minimum((left - (room.cumsum(-1) - room)).clamp_min(0), room)
+    return (lower * g).sum(-1) + (given * g.gather(-1, order)).sum(-1)
+
+
+def extreme_size(g: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
+    """``sup |<p, g>|`` over the same weights."""
+    above, below = extreme_mean(g, lower, upper), extreme_mean(-g, lower, upper)
+    return torch.maximum(above, below).clamp_min(0)
+
+
+def graded(
+    f: Callable[[Tensor], Tensor], w: Float[Tensor, "b ..."], rows: bool = False
+) -> Float[Tensor, "b ..."]:
+    """``f(w_b)``, from above, of norms ``f(w) = λ(sum_k w_k g_k g_k^T)^(1/2)`` on a grid of balls.
+
+    Once for every few of them: ``w_b <= c w'`` gives ``f(w_b) <= c^(1/2) f(w')``. ``rows``: ``f``
+    gives a norm for each row of weights, not one for all.
+    """
+    found = []
+    for some in w.clamp_min(0).chunk(_MARKS):
+        most = some.amax(0)
+        share = torch.where(most > 0, some / most, 0.0)
+        share = share.amax(-1) if rows else share.flatten(1).amax(1)
+        found.append(share.sqrt() * f(most))
+    return torch.cat(found)
+
+
+class AttentionAt:
+    """Rows of a layer at one centre, as functionals of ``xi``: heads ``h``, rows ``i``, keys ``j``.
+
+    Attributes:
+        p: Weights ``P``, ``(h, i, j)``.
+        a: Velocities of logits, centred: ``<q_i, K_j f> + <Q_i f, k_j>``, ``(h, i, j, p)``.
+        query: ``Q_i T``, with half of the scale, ``(h, i, k, p)``; ``key``: ``K_j T``, likewise.
+        value: ``V_j T``, ``(h, j, kv, p)``.
+        v: Values, centred by ``P``, through the output projection, ``(h, i, j, d_out)``.
+    """
+
+    def __init__(
+        self, layer: DotProduct, x: Float[Tensor, "n d"], t: Float[Tensor, "n d p"], rows: Tensor
+    ) -> None:
+        self.rows = rows
+        q0, k0, v0 = layer.project(x)
+        moved = layer.project(x + t.movedim(-1, 0))
+        # affine maps of tokens: differences are exact up to rounding
+        dq, dk, dv = (
+            m.movedim(0, -1) - z[..., None] for m, z in zip(moved, (q0, k0, v0), strict=True)
+        )
+        still = (t == 0).flatten(1).all(1)
+        for m in (dq, dk, dv):
+            m[:, still] = 0.0
+        self.p = layer.weights(q0, k0)[:, rows]
+        self.query, self.key, self.value = dq[:, rows], dk, dv
+        heads, n = self.p.shape[0], len(x)
+        wide = layer.output if layer.output is not None else torch.eye(heads * v0.shape[-1]).to(x)
+        self.output = wide.unflatten(1, (heads, -1)).movedim(1, 0)  # (h, d_out, kv)
+        allowed = layer.visible(slice(0, n), slice(0, n))
+        allowed = torch.ones(n, n, dtype=torch.bool) if allowed is None else allowed
+        self.hidden = ~allowed.expand(heads, n, n)[:, rows]
+        p = self.p
+        velocity = torch.einsum("hik,hjkp->hijp", q0[:, rows], dk)
+        velocity = velocity + torch.einsum("hikp,hjk->hijp", self.query, k0)
+        velocity = velocity.masked_fill(self.hidden[..., None], 0.0)
+        self.velocity = torch.einsum("hijp,hij->hip", velocity, self.single.to(p.dtype))
+        self.a = velocity - torch.einsum("hij,hijp->hip", p, velocity)[:, :, None]
+        self.a = self.a.masked_fill(self.hidden[..., None], 0.0)
+        centred = v0[:, None] - (p @ v0)[:, :, None]
+        self.v = torch.einsum("hdk,hijk->hijd", self.output, centred)
+        self.v = self.v.masked_fill(self.hidden[..., None], 0.0)
+        self.mean_value = torch.einsum("hij,hjkp->hikp", p, dv)
+        self.jacobian = torch.einsum("hdk,hikp->idp", self.output, self.mean_value)
+        self.jacobian = self.jacobian + torch.einsum("hij,hijd,hijp->idp", p, self.v, self.a)
+        self.n, self.heads, self.count = n, heads, t.shape[-1]
+        self._leads: list[tuple[Tensor, Tensor]] = []
+
+    # --- once
+
+    @cached_property
+    def gram_a(self) -> Tensor:
+        """``<a_j, a_l>``, ``(h, i, j, l)``."""
+        return self.a @ self.a.mT
+
+    @cached_property
+    def apart(self) -> Tensor:
+        """``>= |a_j - a_l|``, ``(h, i, j, l)``."""
+        diagonal = self.gram_a.diagonal(dim1=-2, dim2=-1)
+        both = diagonal[..., :, None] + diagonal[..., None, :]
+        return ((both - 2 * self.gram_a).clamp_min(0) + _CANCELS * both).sqrt()
+
+    @cached_property
+    def spread_centre(self) -> Tensor:
+        """`spread` of ``P``."""
+        return self.spread(self.p)
+
+    @cached_property
+    def bent_centre(self) -> Tensor:
+        """`bent_rows` of ``P``."""
+        return self.bent_rows(self.p, self.key_spread(self.p))
+
+    @cached_property
+    def keys_moved(self) -> Bool[Tensor, " j"]:
+        """Keys that move in some head; one where none does."""
+        moved = (self.key != 0).flatten(2).any(-1).any(0)
+        moved[0] |= ~moved.any()
+        return moved
+
+    @cached_property
+    def gram_key(self) -> Tensor:
+        """Of the rows of all ``K_j T`` that move, ``(h, j k, j k)``."""
+        rows = self.key[:, self.keys_moved].flatten(1, 2)
+        return rows @ rows.mT
+
+    @cached_property
+    def gram_value(self) -> Tensor:
+        """``V_j T T^T V_l^T``, ``(h, j, v, l, v)``."""
+        flat = self.value.flatten(1, 2)
+        return (flat @ flat.mT).unflatten(1, (self.n, -1)).unflatten(3, (self.n, -1))
+
+    @cached_property
+    def gram_query(self) -> Tensor:
+        """Of the rows of all ``Q_i T``, ``(h i k, h i k)``."""
+        rows = self.query.flatten(0, 2)
+        return rows @ rows.T
+
+    @cached_property
+    def norm_query(self) -> Tensor:
+        """``‖Q_i T‖``, ``(h, i)``."""
+        return top_value(self.query @ self.query.mT).sqrt()
+
+    @cached_property
+    def turning(self) -> Bool[Tensor, " i"]:
+        """Rows whose query moves in some head."""
+        return (self.norm_query > 0).any(0)
+
+    @cached_property
+    def bend(self) -> Tensor:
+        """``>= sup |<Q_i T e, (K_j - sum_l P_il K_l) T e>|`` over unit ``e``, ``(h, i, j)``."""
+        turning, found = self.turning, torch.zeros_like(self.p)
+        mean = torch.einsum("hij,hjkp->hikp", self.p[:, turning], self.key)
+        apart = self.key[:, None] - mean[:, :, None]
+        found[:, turning] = top_bilinear(self.query[:, turning, None], apart)
+        return found
+
+    @cached_property
+    def bend_apart(self) -> Tensor:
+        """The same for ``K_l - K_j``, ``(h, i, j, l)``."""
+        found = self.p.new_zeros(*self.p.shape, self.n)
+        apart = (self.key[:, None] - self.key[:, :, None])[:, None]
+        found[:, self.turning] = top_bilinear(self.query[:, self.turning, None, None], apart)
+        return found
+
+    def key_spread(self, w: Float[Tensor, "h i j"]) -> Float[Tensor, "h i"]:
+        """``sup (sum_j w_ij |K_j T e|^2)^(1/2)`` over unit ``e``."""
+        w = w.clamp_min(0)[..., self.keys_moved]
+        root = w.sqrt().repeat_interleave(self.key.shape[2], -1)
+        return top_value(self.gram_key[:, None] * root[..., :, None] * root[..., None, :]).sqrt()
+
+    def together(self, c: Float[Tensor, "h i"]) -> Tensor:
+        """``sup (sum_hi c_hi^2 |Q_i T e|^2)^(1/2)`` over unit ``e``."""
+        w = c.clamp_min(0).reshape(-1).repeat_interleave(self.query.shape[2])
+        return top_value(self.gram_query * w[:, None] * w).sqrt()
+
+    def spread(self, w: Float[Tensor, "h i j"]) -> Tensor:
+        """``λ(sum_j w_ij a_j a_j^T)^(1/2)``, ``(h, i)``."""
+        root = w.clamp_min(0).sqrt()
+        return top_value(self.gram_a * root[..., :, None] * root[..., None, :]).sqrt()
+
+    @cached_property
+    def turns(self) -> tuple[tuple[Tensor, ...], Tensor, Tensor] | None:
+        """Pairs ``(h, i, j)`` both of whose ends move, ``S^2`` and ``|S|``; None beyond two tokens.
+
+        ``S = (T^T Q_i^T K_j T + T^T K_j^T Q_i T) / 2``.
+        """
+        both = (self.query.norm(dim=(-2, -1)) > 0)[:, :, None] & ~self.hidden
+        both = both & (self.key.norm(dim=(-2, -1)) > 0)[:, None]
+        pairs = int(both.sum())
+        if pairs > 4 * self.heads or pairs * self.count**2 > _FEW:
+            return None
+        h, i, j = where = both.nonzero(as_tuple=True)
+        half = self.query[h, i].mT @ self.key[h, j] / 2
+        values, vectors = torch.linalg.eigh(half + half.mT)
+        # what rounding may hide
+        values = values.abs() + SLACK * values.abs().amax(-1, keepdim=True)
+        scaled = vectors * values[:, None]
+        return where, scaled @ scaled.mT, scaled @ vectors.mT
+
+    @cached_property
+    def carries(self) -> Bool[Tensor, "h 1 j"]:
+        """Keys whose values move."""
+        return (self.value.norm(dim=(-2, -1)) > 0)[:, None]
+
+    @cached_property
+    def single(self) -> Bool[Tensor, "h i j"]:
+        """Keys that are the only one of their row that moves."""
+        moves = (self.key.norm(dim=(-2, -1)) > 0)[:, None] | self.carries
+        moves = moves & ~self.hidden
+        return moves & (moves.sum(-1, keepdim=True) == 1)
+
+    @cached_property
+    def lone(self) -> Bool[Tensor, "h i"]:
+        """Rows whose query stays and one of whose keys moves."""
+        return self.single.any(-1) & (self.norm_query == 0)
+
+    def bent(
+        self, c: Float[Tensor, "b h i"], w: Float[Tensor, "b h i j"], spread: Tensor
+    ) -> Float[Tensor, " b"]:
+        """``>= sup (sum_hij c_hi w_hij <e, S_hij f>^2)^(1/2)`` over unit ``e``, ``f``.
+
+        ``spread``: the `key_spread` of ``w``.
+        """
+        found = graded(lambda c: self.together(c.sqrt()), c * spread.square())
+        if self.turns is None:
+            return found
+        where, squares, _ = self.turns
+        if not len(squares):
+            return 0 * found
+
+        def each(w: Tensor) -> Tensor:
+            return top_value(torch.einsum("m,mpq->pq", w, squares)).sqrt()
+
+        return torch.minimum(found, graded(each, (c[..., None] * w)[:, *where]))
+
+    def bent_rows(self, w: Float[Tensor, "*b h i j"], spread: Tensor) -> Float[Tensor, "*b h i"]:
+        """The same for every row alone."""
+        found = self.norm_query * spread
+        if self.turns is None:
+            return found
+        (h, i, j), squares, _ = self.turns
+        each = w[..., h, i, j] * top_value(squares)
+        rows = torch.zeros_like(found).flatten(-2).index_add(-1, h * found.shape[-1] + i, each)
+        return torch.minimum(found, rows.view_as(found).sqrt())
+
+    def of_heads(self, c: Float[Tensor, "h i"]) -> Float[Tensor, " h"]:
+        """``sup (sum_i c_hi |Q_i T e|^2)^(1/2)`` over unit ``e``, of every head."""
+        width = self.query.shape[2]
+        root = c.clamp_min(0).sqrt().repeat_interleave(width, -1)
+        rows = self.query.flatten(1, 2) * root[..., None]
+        return norm_above(rows)
+
+    def of_ends(
+        self, queries: Float[Tensor, "h i"], keys: Float[Tensor, "h j"]
+    ) -> tuple[Float[Tensor, "p p"], Float[Tensor, "p p"]]:
+        """``sum w_hi |Q_i T f|^2`` and ``sum w_hj |K_j T f|^2`` as forms."""
+        width = self.query.shape[2]
+        return (
+            weighted_gram(self.query.flatten(0, 2), queries.flatten().repeat_interleave(width)),
+            weighted_gram(self.key.flatten(0, 2), keys.flatten().repeat_interleave(width)),
+        )
+
+    def of_velocities(self, w: Float[Tensor, "h i j"]) -> Tensor:
+        """``λ(sum_hij w a a^T)^(1/2)``."""
+        return top_of_gram(self.a.flatten(0, 2), w.flatten()).sqrt()
+
+    def lead_of(self, reads: Float[Tensor, "i k d"]) -> Float[Tensor, "i k"] | None:
+        """``>= sup |<p_ik, H_i[e, f]>|`` over unit ``e, f`` for every read-out alone.
+
+        None where that is much work.
+
+        ``H_i = X^T M X`` has few rows ``X = (a; n; Q; sum_j P y K)``, so ``(tr H^8)^(1/8)`` is that
+        of ``M X X^T``. Where heads cancel, rounding hides it: products of the rows' norms say how
+        much.
+        """
+        inner = 2 * self.heads * (self.n + self.query.shape[2])
+        if reads.shape[0] * reads.shape[1] * inner**2 * (self.count + 2 * inner) > 20 * _EXACT:
+            return None
+        for known, found in self._leads:
+            if known.shape == reads.shape and torch.equal(known, reads):
+                return found
+        found = torch.stack([self._lead(i, one) for i, one in enumerate(reads)])
+        self._leads.append((reads, found))
+        return found
+
+    def _lead(self, i: int, reads: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
+        count, p = len(reads), self.p[:, i]
+        w = torch.einsum("kd,hdv->khv", reads, self.output)
+        py = p * torch.einsum("kd,hjd->khj", reads, self.v[:, i])
+        n = torch.einsum("khv,hjvp->khjp", w, self.value).flatten(1, 2)
+        keys = torch.einsum("khj,hjcp->khcp", py, self.key).flatten(1, 2)
+        a, query = (m.flatten(0, 1).expand(count, -1, -1) for m in (self.a[:, i], self.query[:, i]))
+        x = torch.cat([a, n, query, keys], 1)
+        gram = x @ x.mT
+        of_a, of_n, of_query, of_keys = gram.split(
+            [a.shape[1], n.shape[1], *2 * [query.shape[1]]], 1
+        )
+        p, py = p.reshape(-1, 1), py.flatten(1)[..., None]
+        norm_a, norm_n, norm_query, norm_keys = (
+            m.norm(dim=-1, keepdim=True)
+            for m in x.split([a.shape[1], n.shape[1], *2 * [query.shape[1]]], 1)
+        )
+        hidden = (norm_a * (2 * p * norm_n + py.abs() * norm_a)).sum((1, 2))
+        hidden = hidden + 2 * (norm_query * norm_keys).sum((1, 2))
+        h = torch.cat([p * of_n + py * of_a, p * of_a, of_keys, of_query], 1)
+        h = h @ h
+        h = h @ h
+        return ((h * h.mT).sum((1, 2)).clamp_min(0) + _CANCELS * hidden**8) ** 0.125
+
+    def lead_together(self, reads: Float[Tensor, "i k d"]) -> Float[Tensor, "p p"] | None:
+        """``sum_ik H_ik^2`` of the read-outs of all rows; None where that is much work."""
+        if not self.exact:
+            return None
+        return torch.stack([self._squares(i, one) for i, one in enumerate(reads)]).sum(0)
+
+    @cached_property
+    def exact(self) -> bool:
+        """Whether second derivatives of all outputs are little work."""
+        inner = self.heads * (self.n + self.query.shape[2])
+        return len(self.rows) * self.output.shape[1] * inner * self.count**2 <= _EXACT
+
+    @cached_property
+    def lead_rows(self) -> tuple[Float[Tensor, " i"], Float[Tensor, "p p"]] | None:
+        """``(sum_k |H_ik f|^2)^(1/2)`` of every row, and the form of all rows."""
+        if not self.exact:
+            return None
+        eye = torch.eye(self.output.shape[1], dtype=self.p.dtype)
+        squares = torch.stack([self._squares(i, eye) for i in range(len(self.rows))])
+        rows = torch.stack([top_value(one) for one in squares]).sqrt()
+        return rows, squares.sum(0)
+
+    def _squares(self, i: int, reads: Float[Tensor, "k d"]) -> Float[Tensor, "p p"]:
+        """``sum_k H_k^2`` of read-outs of a row: ``H_k = X^T B_k + B_k^T X``, ``X = (a; Q)``."""
+        p = self.p[:, i]
+        w = torch.einsum("kd,hdv->khv", reads, self.output)
+        py = p * torch.einsum("kd,hjd->khj", reads, self.v[:, i])
+        of_a = p[..., None] * torch.einsum("khv,hjvp->khjp", w, self.value)
+        of_a = of_a + py[..., None] / 2 * self.a[:, i]
+        of_query = torch.einsum("khj,hjcp->khcp", py, self.key)
+        x = torch.cat([self.a[:, i].flatten(0, 1), self.query[:, i].flatten(0, 1)])
+        b = torch.cat([of_a.flatten(1, 2), of_query.flatten(1, 2)], 1)  # (k, q, p)
+        across = (b @ x.T).transpose(0, 1).flatten(1)  # of all k side by side, (q, k q)
+        half = x.T @ (torch.einsum("kqp,kup->qu", b, b) @ x / 2 + across @ b.flatten(0, 1))
+        rows = (root(x @ x.T) @ b).flatten(0, 1)
+        # where heads cancel, rounding hides it
+        hidden = _CANCELS * x.square().sum() * b.square().sum()
+        return half + half.T + rows.T @ rows + hidden * torch.eye(self.count, dtype=x.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Bend:
+    """A read-out ``sum_i <l_i, f_i(x)>``: its gradient and Hessian at the centre, and its parts."""
+
+    gradient: Tensor  # (p,)
+    hessian: Tensor  # (p, p)
+    y: Tensor  # centred values as read, (h, i, j)
+    read: Tensor  # functionals of moving values, (h, i, j, p)
+    n: Tensor  # those, centred
+    size: Tensor  # norm of those functionals together, (h, i)
+
+
+def bend_of(at: AttentionAt, reads: Float[Tensor, "i d"]) -> Bend:
+    """The second derivative ``2 Cov(n, a) + 2 Cov(y, q) + E[y a^2]`` at the centre."""
+    y = torch.einsum("id,hijd->hij", reads, at.v)
+    w = torch.einsum("id,hdv->hiv", reads, at.output)
+    read = torch.einsum("hiv,hjvp->hijp", w, at.value)
+    size = norm_above(read)
+    n = read - torch.einsum("hij,hijp->hip", at.p, read)[:, :, None]
+    n = n.masked_fill(at.hidden[..., None], 0.0)
+    weighted = at.p[..., None] * n
+    a, py = at.a.flatten(0, 2), at.p * y
+    h = weighted.flatten(0, 2).T @ a
+    keys = torch.einsum("hij,hjkp->hikp", py, at.key)
+    h = h + at.query.flatten(0, 2).T @ keys.flatten(0, 2)
+    h = h + h.T + weighted_gram(a, py.flatten())
+    gradient = py.flatten() @ a + torch.einsum("hiv,hivp->p", w, at.mean_value)
+    return Bend(gradient, h, y, read, n, size)
