@@ -17,7 +17,6 @@ from lipscope.models import (
     Window,
     attention_sites,
     build_map,
-    default_text,
     load_model,
     trace,
     windows_of_text,
@@ -25,6 +24,7 @@ from lipscope.models import (
 from lipscope.models.tracing.prepare import exact_maths
 from lipscope.models.tracing.recorder import first_tensor
 from lipscope.models.tracing.sites import AttentionCall
+from lipscope.sources import default_text
 
 # One random layer of the size of BERT-base: d = 768, 12 heads.
 BERT_BASE = "random:bert:num_hidden_layers=1"

@@ -76,7 +76,7 @@ def _measured(model: str, n: int, memory: int) -> dict[str, Any]:
     import torch
 
     import lipscope as ls
-    from lipscope.models import default_text
+    from lipscope.sources import default_text
 
     torch.set_flush_denormal(True)
     before = peak()

@@ -43,6 +43,7 @@ def sections(threads: Sequence[int] = (1, 2)) -> dict[str, Pair]:
     import report
     import scale
     import speed
+    import startup
     import stopping
     import where
 
@@ -52,6 +53,7 @@ def sections(threads: Sequence[int] = (1, 2)) -> dict[str, Pair]:
     rate = functools.partial(products.measure_rate, threads=threads)
     return {
         "speed": (functools.partial(speed.measure, threads=threads), speed.render),
+        "startup": (startup.measure, startup.render),
         "profile": (where.measure, where.render),
         "rate": (rate, products.render_rate),
         "growth": (products.measure_growth, products.render_growth),

@@ -98,8 +98,11 @@ def test_files_and_the_default_folder(lipscope):
     names = {f.name for f in folders[0].iterdir()}
     assert names == {
         ".lock", "manifest.json", "rows.jsonl", "tokens.jsonl", "rows.parquet", "tokens.parquet",
-        "growth.svg", "growth.png", "growth.html", "values.jsonl", "values.parquet",
+        "values.jsonl", "values.parquet",
     }  # fmt: skip
+    assert lipscope(BERT, "--text", "text.txt", *SHORT, "--figures").status == 0
+    drawn = {f.name for f in folders[0].iterdir()} - names
+    assert drawn == {"growth.svg", "growth.png", "growth.html"}
     assert folders[0].joinpath("growth.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in folders[0].joinpath("growth.svg").read_text()
     page = folders[0].joinpath("growth.html").read_text()

@@ -82,7 +82,7 @@ def test_bounds_of_single_heads(command):
 
 
 def test_bounds_with_a_figure(command):
-    options = ["--text", "text.txt", "--lengths", "4,6", "--attack", "--out", "out"]
+    options = ["--text", "text.txt", "--lengths", "4,6", "--attack", "--out", "out", "--figures"]
     options += ["--ascent-steps", "1", "--theorems", "local_rows,two_cluster_star"]
     result = command("bounds", BERT, *options)
     assert result.status == 0, result.err

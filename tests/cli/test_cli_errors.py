@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -151,3 +153,52 @@ def test_a_folder_that_holds_another_specification(lipscope):
         result = lipscope(BERT, "--text", "text.txt", *SHORT, "--out", "run", *change)
         refused(result, "another specification", rf"\b{named}\b", left=["run"])
     assert {f.name: f.read_bytes() for f in Path("run").iterdir()} == before
+
+
+_BEFORE_TORCH = {
+    "measure minilm --layers 9": "`layers` should be between 0 and 5 for `minilm`. Found 9.",
+    "measure minilm --map atention": "Did you mean `attention`?",
+    "measure minilm --lengths 64,4096": "at most 512, the positions of `minilm`",
+    "measure minilm --device abacus": "Found `abacus`",
+    "measure minilm --text nothing.txt": "Found `nothing.txt`",
+    "measure ./nothing": "Found no `config.json` in it.",
+    "measure random:bert:num_hidden_layers=2 --layers 1,2": "between 0 and 1",
+    "certify minilm --head 12": "`head` should be between 0 and 11",
+    "directions minilm --among nothing.txt": "Found `nothing.txt`",
+    "push minilm --layer 6 --length 8": "between 0 and 5",
+}
+
+
+def test_what_a_configuration_says_is_refused_before_torch(tmp_path, monkeypatch):
+    code = f"""if True:
+        import sys
+        from lipscope.cli import app
+        from lipscope.errors import InputError
+        for line, expected in {_BEFORE_TORCH!r}.items():
+            try:
+                app(line.split(), standalone_mode=False)
+            except InputError as problem:
+                assert expected in str(problem), (line, problem)
+            else:
+                raise AssertionError(line)
+        slow = {{"torch", "transformers", "numpy", "scipy", "polars", "altair"}}
+        assert not slow & set(sys.modules), slow & set(sys.modules)
+    """
+    monkeypatch.chdir(tmp_path)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_another_pass_may_find_is_not_refused_early():
+    """Layers of encoders and decoders, of other modules or sides, and positions behind padding."""
+    from lipscope.engine import refuse_early
+
+    for model, options in {
+        "random:t5:num_layers=2": {"layers": [5]},
+        "random:bert:num_hidden_layers=2": {"layers": [5], "modules": "self"},
+        "random:gpt2:n_layer=2": {"layers": [5], "side": "query"},
+        "random:roberta:max_position_embeddings=10": {"lengths": [12]},
+        "someone/some-model": {"layers": [99], "lengths": [10**6]},
+    }.items():
+        refuse_early(model, options)

@@ -193,7 +193,7 @@ def test_a_layer_that_overflows_does_not_end_the_run(lipscope, tmp_path):
         weight.data /= weight.data.abs().max()
         weight.data *= 3e38
     folder = written(model, tmp_path / "models" / "large")
-    result = lipscope(folder, "--text", "text.txt", *SHORT, "--jsonl", "--out", "run")
+    result = lipscope(folder, "--text", "text.txt", *SHORT, "--jsonl", "--out", "run", "--figures")
     assert result.status == 0, result.err
     assert [v["status"] for v in result.rows] == ["non_finite"] * 4
     assert all(v["sigma"] is None and v["upper"] is None for v in result.rows)

@@ -282,7 +282,7 @@ def test_a_run_folder_goes_on_and_is_read(command, monkeypatch) -> None:
 
     arguments = ("push", GPT2, "--text", "text.txt", "--layer", "1", "--length", "6")
     arguments += ("--draws", "1", "--eps", "0.01,0.1,1", "--no-certificate", "--out", "run")
-    first = command(*arguments)
+    first = command(*arguments, "--figures")
     assert first.status == 0, first.err
     assert "Along ±v the map's output changes" in first.out and "says, +v" in first.out
     assert {p.name for p in Path("run").glob("push.*")} == {"push.svg", "push.png"}

@@ -68,7 +68,7 @@ def test_a_layer_whose_tokens_split() -> None:
 
 def test_a_run_folder_goes_on_and_is_read(command, monkeypatch) -> None:
     arguments = ("split", BERT, "--text", "text.txt", "--layers", "0,1", "--length", "6")
-    first = command(*arguments, "--out", "runs/split")
+    first = command(*arguments, "--out", "runs/split", "--figures")
     assert first.status == 0, first.err
     assert "single tokens" in first.out and "Splitting beats every move" in first.out
     assert {p.name for p in Path("runs/split").glob("split.*")} == {"split.svg", "split.png"}

@@ -19,7 +19,7 @@ from scipy.sparse.linalg import LinearOperator, svds
 from transformers import AutoModel, AutoTokenizer
 
 import lipscope as ls
-from lipscope.models import default_text
+from lipscope.sources import default_text
 from tiny import tiny
 
 TOL = 1e-3

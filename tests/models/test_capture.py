@@ -21,13 +21,13 @@ from lipscope.models import (
     LoadedModel,
     attention_sites,
     build_map,
-    default_text,
     load_model,
     prepared,
     trace,
     windows_of_text,
 )
 from lipscope.models.tracing.prepare import exact_maths
+from lipscope.sources import default_text
 from tiny import TEXT, TINY, tiny
 
 CPU = torch.device("cpu")

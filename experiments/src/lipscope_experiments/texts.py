@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lipscope import InputError
 from lipscope.errors import install
-from lipscope.models import default_text, read_texts
+from lipscope.sources import default_text, read_texts
 
 AG_NEWS = "ag_news"
 AG_NEWS_TITLE = "AG_NEWS"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -24,6 +24,7 @@ from lipscope.certificates.margin import NetworkBall
 from lipscope.certificates.read_out import attention_alone, read_out_radius
 from lipscope.display import Shown
 from lipscope.errors import InputError
+from lipscope.linalg import few_threads
 from lipscope.models import Network
 from lipscope.theorems import NotApplicableError
 
@@ -279,7 +280,7 @@ def certify_network(
     if len(net.head) < 2:
         raise InputError("A decision should be between two classes at least. Found one score.")
     check_memory(net, x.shape, int(tokens.sum()), ball)
-    with _few_threads(x.numel()):
+    with few_threads(x.numel(), _SMALL):
         asked = _Question(net, x.double(), ball, tokens)
         found = _Found(0.0, None)
         if before is not None:
@@ -352,18 +353,6 @@ def _bytes_needed(net: Network, shape: tuple[int, ...], count: int) -> int:
     # keys of pairs, for every row whose query moves
     pairs = 2 * rows * n**2 * d * moving if _blocks(net) else 0
     return 8 * (moving**2 * (_MATRICES + n) + pairs + len(net.head) * n * d)
-
-
-@contextlib.contextmanager
-def _few_threads(coordinates: int) -> Iterator[None]:
-    """One thread for small matrices, where several wait for each other most of the time."""
-    before = torch.get_num_threads()
-    if coordinates <= _SMALL:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _search(asked: _Question, progress: Callable[[str], None], found: _Found) -> None:

@@ -86,7 +86,7 @@ def certify(
     options["map"] = options["map"] or "attention"
     default: dict[str, Any] = {"eps": _EPS, "random": 20, "ascents": 2}
     how = {name: default.get(name) if value is None else value for name, value in given.items()}
-    one, folder, _ = ask("certify", model, options, ball=ball or "token", **how)
+    one, folder = ask("certify", model, options, ball=ball or "token", **how)
     return _tell([one], folder, () if options["jsonl"] else _of_ball(one))
 
 
@@ -125,7 +125,7 @@ def _decision(
         raise InputError(f"A decision has no {wrong[0]}. Found it; leave it out.")
     how: dict[str, Any] = {"ball": ball or "joint", "at_layer": options.pop("layer")}
     how["tokens"] = None if tokens is None else parse_integers(tokens, "tokens")
-    found, folder, _ = ask("certify_decision", model, options, **how)
+    found, folder = ask("certify_decision", model, options, **how)
     _tell(found, folder, () if options["jsonl"] else _of_decision(found))
 
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lipscope.cli.terminal import MODELS
 from lipscope.errors import install
+from lipscope.sources import BUNDLED
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -69,7 +69,7 @@ def _looked_for(extras: bool) -> Iterator[Finding]:
     for requirement in required:
         yield _package(requirement, f"pip install '{requirement.name}{requirement.specifier}'")
     yield _device()
-    for name, package in MODELS.items() if extras else ():
+    for name, package in BUNDLED.items() if extras else ():
         yield _model(name, package)
     for extra, some in optional.items() if extras else ():
         yield _extra(extra, some)

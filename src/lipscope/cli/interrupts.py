@@ -1,7 +1,8 @@
-"""Ctrl-C while the command imports torch, which takes seconds: it ends without a traceback.
+"""What the process of the command sets before torch loads: Ctrl-C, and how threads wait.
 
-Only where Python is starting the command (`lipscope`, or `python -m lipscope.cli`); a program that
-imports this keeps its own ways.
+Ctrl-C while torch is imported, which takes seconds, ends without a traceback. Only where Python is
+starting the command (`lipscope`, or `python -m lipscope.cli`); a program that imports this keeps
+its own ways.
 """
 
 from __future__ import annotations
@@ -27,5 +28,9 @@ def _leave(*_: object) -> None:
     os._exit(130)
 
 
+if _starting():
+    # Before torch loads, which reads it: threads that wait for each other sleep, and leave a busy
+    # machine to its other work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if _starting() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _leave)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipscope.cli.options import (
+    FIGURES,
     INPUT,
     QUESTION,
     SOLVER,
@@ -22,15 +23,13 @@ from lipscope.cli.options import (
 )
 from lipscope.cli.terminal import Screen, errors, note, say, say_table, show, write_lines
 from lipscope.errors import InputError
-from lipscope.records import ADVERSARIAL, MEASURED, by_row, given, looseness
 
 if TYPE_CHECKING:
-    from lipscope.engine import Attacked, Splitting
-    from lipscope.pages import Push, Rows
+    from lipscope.engine import Attacked, Pushed, Splitting
+    from lipscope.pages import Rows
 
 _PLACE = ("model", "layer", "head", "map", "num_tokens", "sample")
 _ASKED = ("map", "per_head", "metric", "radius", "theorems", "sharp", "ascent_steps")
-_STEM = "split"
 _EDITS = ("budget", "recipes", "queries", "target", "samples", "read_out", "between")
 _ASIDE = "`--budget` edits a text. Found `--steps`, `--like-text` or `--radius` too; leave it out."
 _ALONE = "`--{}` goes with edits of a text. Found no `--budget`."
@@ -38,16 +37,17 @@ _ALONE = "`--{}` goes with edits of a text. Found no `--budget`."
 
 @with_options(
     *("layers", "lengths", "samples", *INPUT, *QUESTION, *THEOREMS, *SOLVER),
-    hidden=THEOREMS,
+    hidden=(*THEOREMS, "position_offset"),
     layers=("all", "all, or 0,3,5 or 0:5."),
     lengths=("16,64,256", "Tokens, or 2:512:10."),
     samples=(10, "Windows per length."),
     out="Run folder.  [default: runs/<date>-<model>]",
+    figures=FIGURES,
     jsonl="row",
 )
 def measure(model: Model = "minilm", **options: Any) -> None:
     """Measure sigma of attention, with intervals. More options: docs/commands.md."""
-    rows, folder, anew = ask("measure", model, options, model)
+    rows, folder = ask("measure", model, options, model)
     if options["jsonl"]:
         for row in rows:
             sys.stdout.write(row.to_json() + "\n")
@@ -60,9 +60,9 @@ def measure(model: Model = "minilm", **options: Any) -> None:
     parts = {part for one in notes for part in one.split("; ") if "frobenius" not in part}
     for part in sorted(parts):
         note(f"Note: {part}.")
-    if anew or not any(folder.glob("*.svg")):
+    if options["figures"]:
         rows.save(folder)
-    note(f"Rows and figures: {folder}")
+    note(f"Rows: {folder}")
 
 
 @with_options(
@@ -73,7 +73,8 @@ def measure(model: Model = "minilm", **options: Any) -> None:
     metric="Only in this metric, measured in it too.",
     radius="A number, norm, or row (the input's own).",
     theorems="Only these.",
-    out="Run folder for rows, bounds and figure.",
+    out="Run folder for rows and bounds.",
+    figures=FIGURES,
     jsonl="row",
 )
 def bounds(
@@ -89,19 +90,21 @@ def bounds(
     sigma (same metric and map), and those that do not, with the reason. More
     options: docs/commands.md.
     """
-    found, folder, anew = ask("bounds", model, options, attack=attack)
+    found, folder = ask("bounds", model, options, attack=attack)
     if options["jsonl"]:
         write_lines(_rows_and_bounds(found))
     else:
         say_table(found.bounds_table())
     if folder is not None:
-        if anew or not any(folder.glob("*.svg")):
+        if options["figures"]:
             found.save(folder)
-        note(f"Rows and figure: {folder}")
+        note(f"Rows and bounds: {folder}")
 
 
 def _rows_and_bounds(found: Rows) -> Iterator[dict[str, Any]]:
     """Each row, then each of its bounds, which says of what it speaks."""
+    from lipscope.records import ADVERSARIAL, MEASURED, by_row, given, looseness
+
     of = by_row(found.bounds)
     for row in found:
         yield {"theorem": MEASURED if given(row) else ADVERSARIAL} | row.to_dict()
@@ -131,7 +134,7 @@ def directions(
     the other tokens, and which heads carry the answer. More options: docs/commands.md.
     """
     options["layer"] = indices(options.pop("layers"), "layers")
-    found, folder, _ = ask("directions", model, options, k=k)
+    found, folder = ask("directions", model, options, k=k)
     if options["jsonl"]:
         for one in found.directions:
             line = vars(one) | {sign: one.words(sign) for sign in ("plus", "minus")}
@@ -147,7 +150,8 @@ def directions(
     *("layers", "length", *INPUT, "map", *SOLVER),
     hidden=("windows", "position_offset", "images", "delta", "memory"),
     map="or heads.",
-    out="Run folder for rows, tokens and figure.",
+    out="Run folder for rows and tokens.",
+    figures=FIGURES,
     jsonl="token",
 )
 def split(model: Model = "minilm", **options: Any) -> None:
@@ -158,15 +162,15 @@ def split(model: Model = "minilm", **options: Any) -> None:
     gain of splitting one token; for every token of the window both of its own. More
     options: docs/commands.md.
     """
-    found, folder, anew = ask("split", model, options)
+    found, folder = ask("split", model, options)
     if options["jsonl"]:
         write_lines(vars(one) | {"better_split": one.better_split} for one in found.tokens)
     else:
         show(found)
     if folder is not None:
-        if anew or not (folder / f"{_STEM}.svg").exists():
+        if options["figures"]:
             _draw_splitting(found, folder)
-        note(f"Rows and figure: {folder}")
+        note(f"Rows and tokens: {folder}")
 
 
 def _draw_splitting(found: Splitting, folder: Path) -> None:
@@ -186,7 +190,7 @@ def _draw_splitting(found: Splitting, folder: Path) -> None:
         panels.append(Panel(f"layer {row.layer}", series, x="token", y="gain", log_x=False))
     if panels:
         chart = curves_chart(f"{found.moved[0].model}: tokens split and moved", panels)
-        save_each(chart, [folder / f"{_STEM}.{kind}" for kind in ("svg", "png")])
+        save_each(chart, [folder / f"split.{kind}" for kind in ("svg", "png")])
 
 
 # --- inputs, texts and moves on which a layer is not smooth
@@ -228,13 +232,13 @@ def attack(model: Model = "minilm", **options: Any) -> None:
             edits["recipes"] = edits["recipes"].split(",")
         if options["images"] is not None:
             raise InputError("`--budget` edits a text. Found `--images`; leave one out.")
-        found, folder, _ = ask("attack_text", model, options, f"{model}-attack", **edits)
+        found, folder = ask("attack_text", model, options, f"{model}-attack", **edits)
         first = found.rows[0]
         about = {"model": first.model, "layer": first.layer, "by": found.by}
         lines, kept = (about | vars(one) for one in found.edits), f"Rows and edits: {folder}"
     else:
         steps = 40 if steps is None else steps
-        found, folder, _ = ask("attack", model, options, f"{model}-attack", steps=steps)
+        found, folder = ask("attack", model, options, f"{model}-attack", steps=steps)
         lines, kept = _tried_inputs(found), f"Worst input: {folder / 'worst.npz'}"
     if options["jsonl"]:
         write_lines(lines)
@@ -260,7 +264,8 @@ def _tried_inputs(attacked: Attacked) -> Iterator[dict[str, Any]]:
     *("layer", "length", "among", "between", "read_out", "pool", *INPUT, "map", *SOLVER),
     hidden=("windows", "position_offset", "tol", "delta", "device", "memory"),
     map="attention|normed|residual|block|stack|model",
-    out="Run folder for rows, sizes and figure.",
+    out="Run folder for rows and sizes.",
+    figures=FIGURES,
     jsonl="move",
 )
 def push(
@@ -281,17 +286,15 @@ def push(
     """
     sizes = None if eps is None else _numbers(eps)
     more = {"eps": sizes, "draws": draws, "certificate": certificate}
-    found, folder, anew = ask("push", model, options, **more)
-    from lipscope.pages import pushes_in
-
-    pushes = pushes_in(found.rows, found.places, found.directions, found.steps)
+    found, folder = ask("push", model, options, **more)
     if options["jsonl"]:
         write_lines(vars(step) | {"reads": json.loads(step.reads)} for step in found.steps)
     else:
         show(found)
     if folder is not None:
-        _draw_pushes(pushes, folder, anew=anew)
-        note(f"Rows, sizes and figure: {folder}")
+        if options["figures"]:
+            _draw_pushes(found, folder)
+        note(f"Rows and sizes: {folder}")
 
 
 def _numbers(text: str) -> list[float]:
@@ -302,11 +305,10 @@ def _numbers(text: str) -> list[float]:
         raise InputError(f"`--eps` should be numbers by commas. Found `{one}`.") from None
 
 
-def _draw_pushes(pushes: list[Push], folder: Path, *, anew: bool) -> None:
+def _draw_pushes(found: Pushed, folder: Path) -> None:
     from lipscope.charts import save_each
-    from lipscope.pages import push_charts
+    from lipscope.pages import push_charts, pushes_in
 
+    pushes = pushes_in(found.rows, found.places, found.directions, found.steps)
     for name, chart in push_charts(pushes):
-        paths = [folder / f"{name}.{kind}" for kind in ("svg", "png")]
-        if missing := [path for path in paths if anew or not path.exists()]:
-            save_each(chart, missing)
+        save_each(chart, [folder / f"{name}.{kind}" for kind in ("svg", "png")])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -45,6 +46,9 @@ _OWN: dict[str, tuple[Any, Any, str]] = {
     "jsonl": (bool, False, "One JSON object per {} on stdout."),
 }
 _LAST = ("force", "out", "jsonl")
+_NOT_ASKED = (*_LAST, "figures", "text")
+# Of commands that draw: kind, default and help.
+FIGURES = (bool, False, "Draw figures into the run folder.")
 
 
 def with_options(
@@ -106,32 +110,31 @@ def _parameter(name: str, words: str | tuple[Any, ...] | None, hidden: bool) -> 
     )
 
 
-class Asked(NamedTuple):
-    """What a verb found, in which folder if any, and whether anything there is new."""
-
-    found: Any
-    folder: Any
-    anew: bool
-
-
 def ask(
     verb: str, model: str, options: Mapping[str, Any], stem: str | None = None, **more: Any
-) -> Asked:
-    """Ask a verb of the library, with a bar; an interrupted run says how to go on.
+) -> tuple[Any, Any]:
+    """What a verb of the library finds, with a bar, and its folder if it has one.
+
+    An interrupted run says how to go on.
 
     ``options`` are those of `with_options`; what is None is left to the verb. ``stem`` is that of
     the run folder where none is named; there is none without it.
     """
-    given = {name: value for name, value in options.items() if name not in (*_LAST, "text")}
+    given = {name: value for name, value in options.items() if name not in _NOT_ASKED}
     content = convert(given, options["text"])
     out, force = options["out"], options["force"]
     place = Place(out, stem or "", force=force) if stem or out is not None else None
     from lipscope import engine
 
-    run = getattr(engine, verb)  # imports torch: nothing is there yet to go on with
+    engine.refuse_early(model, {**given, **more})
+    gc.disable()  # what is imported is no garbage, and looking for some takes a tenth of the time
+    try:
+        run = getattr(engine, verb)  # imports torch: nothing is there yet to go on with
+    finally:
+        gc.enable()
     with resumable(), bar() as told:
         found = run(model, content, out=place, progress=told.update, **given, **more)
-    return Asked(found, None if place is None else place.path, told.anew)
+    return found, None if place is None else place.path
 
 
 def convert(found: dict[str, Any], text: str | None) -> str | None:

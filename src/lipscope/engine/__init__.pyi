@@ -3,6 +3,7 @@ from .checks import items, nearest, parse_integers
 from .model_decision import DecisionCertificate, ModelDecision, TokenRadii
 from .monitor import Monitor
 from .open_model import LayerAtInput, OpenModel, load_model
+from .refusals import refuse_early
 from .runs import Bar, Progress, folder_of
 from .spec import AXES, OPTIONS, options_of
 from .sweeps import Estimate, estimate, sweep
@@ -47,6 +48,7 @@ __all__ = [
     "options_of",
     "parse_integers",
     "push",
+    "refuse_early",
     "smooth",
     "split",
     "sweep",

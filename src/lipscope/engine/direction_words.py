@@ -27,11 +27,11 @@ from lipscope.models import (
     build_map,
     exact_maths,
     first_tensor,
-    read_text,
     run,
     whole_text,
 )
 from lipscope.records import Direction
+from lipscope.sources import read_text
 
 _TOKENS = 3  # of each vector that are read
 _LEAST = 0.05  # of a token's share, except the first

@@ -37,7 +37,6 @@ from lipscope.models import (
     Network,
     Sample,
     checked_data,
-    default_text,
     eval_mode,
     first_tensor,
     implementation_for,
@@ -51,6 +50,7 @@ from lipscope.models import (
 )
 from lipscope.pages import empty_table, number
 from lipscope.records import Bound, stable_id
+from lipscope.sources import default_text
 from lipscope.theorems import DERIVED
 
 DecisionMap = Literal["model", "attention"]

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from lipscope.attention import Attention, MultiheadAttention
 from lipscope.errors import InputError, memory_for, remark
+from lipscope.linalg import few_threads
 from lipscope.models import (
     OF_FUNCTION,
     Choice,
@@ -46,7 +47,6 @@ from lipscope.models import (
     prepared,
     reader_of,
     remarks_on,
-    split_revision,
     to_device,
     trace as run_traced,
     with_mask,
@@ -54,6 +54,7 @@ from lipscope.models import (
     without_padding,
     without_weights,
 )
+from lipscope.sources import split_revision
 
 _BY_BLOCK = "its weights were read block by block, and checked by the block's own value and slope"
 _DRAWS = "the model draws random numbers in its forward pass: here the same ones each time"
@@ -263,9 +264,19 @@ class ModelAtInput:
         self.answers: dict[Any, Any] = {}
         self.built_inputs: dict[Any, Any] = {}
 
-    def ready(self) -> contextlib.AbstractContextManager[Ready]:
-        """The model, ready for as long as the block lasts."""
-        return self.model.ready(self.setting)
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[Ready]:
+        """The model, ready for as long as the block lasts, with as many threads as pay."""
+        with few_threads(self._entries), self.model.ready(self.setting) as ready:
+            yield ready
+
+    @property
+    def _entries(self) -> int | None:
+        """Entries of the largest input of a layer; None until the pass is over."""
+        if self.model.is_layer:
+            return max(torch.as_tensor(x).numel() for x in self.sample.arguments)
+        calls = vars(self)["trace"].calls if "trace" in vars(self) else ()
+        return max((call.x.numel() for call in calls), default=None)
 
     @property
     def dtype(self) -> torch.dtype:

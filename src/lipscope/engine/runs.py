@@ -37,10 +37,8 @@ from lipscope.errors import InputError
 from lipscope.models import (
     Sample,
     checked_data,
-    default_text,
     device_of,
     digest,
-    split_revision,
 )
 from lipscope.pages import Rows
 from lipscope.records import (
@@ -54,6 +52,7 @@ from lipscope.records import (
     sha256_of,
     stable_id,
 )
+from lipscope.sources import default_text, split_revision
 
 AnyData = str | Path | Tensor | Mapping[str, Any] | Sequence[Sample] | None
 AnyFolder = str | Path | Place | RunFolder | None
@@ -425,11 +424,9 @@ class Bar:
     """A line on standard error; it stays where that is no terminal, as in a notebook.
 
     What is left is told from the rows that this run has finished, not from those of earlier ones.
-    ``anew`` says whether a row was measured, and not read from the folder.
     """
 
     def __init__(self, *, shown: bool = True) -> None:
-        self.anew = False
         self._shown = shown
         self._line: tqdm | None = None
 
@@ -441,7 +438,6 @@ class Bar:
 
     def update(self, done: int, total: int, row: Measurement | None) -> None:
         """Move the bar; rows that an earlier run left count as done."""
-        self.anew |= row is not None
         if not self._shown:
             return
         if self._line is None:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, 
 from lipscope.engine import checks
 from lipscope.engine.checks import COPIES, OF_TEXT, Check, Entries, parse_tokens
 from lipscope.errors import InputError
+from lipscope.records import MAPS, MapName
 
 if TYPE_CHECKING:  # not at run time: the command line completes options without torch
     from lipscope.linalg import Metric
-    from lipscope.models import MapName, Side, WindowKind
+    from lipscope.models import Side, WindowKind
 
 Default = TypeVar("Default")
 DType = Literal["float32", "float64"]
@@ -104,10 +105,9 @@ def _when_used(entry: str) -> Check:
         from lipscope.attacks import PER_HEAD, PER_LAYER
         from lipscope.certificates import DecisionBall
         from lipscope.linalg import Metric
-        from lipscope.models import MAPS, SIDES
+        from lipscope.models import SIDES
 
         known = {
-            "maps": checks.words(MAPS),
             "metrics": checks.words(get_args(Metric)),
             "side": checks.one_of(*SIDES),
             "decisions": checks.words(get_args(DecisionBall)),
@@ -162,7 +162,7 @@ class Spec:
     resolutions: tuple[int, ...] | None = _entry(None, checks.integers(1, 4096, rising=True))
     maps: tuple[str, ...] = _question(
         ("attention",),
-        _when_used("maps"),
+        checks.words(MAPS),
         "heads, normed, residual, block, stack, model, logits, margin",
     )
     per_head: bool = _question(False, checks.flag, "One row per head.")

@@ -36,4 +36,5 @@ from lipscope.linalg.singular import (
     top_singular as top_singular,
     top_singular_batch as top_singular_batch,
 )
+from lipscope.linalg.threads import few_threads as few_threads
 from lipscope.linalg.top_subspace import Leading as Leading, leading as leading

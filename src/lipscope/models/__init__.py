@@ -18,11 +18,7 @@ from lipscope.models.data.windows import (
     Window as Window,
     WindowDecoder as WindowDecoder,
     WindowKind as WindowKind,
-    decode_text as decode_text,
-    default_text as default_text,
     random_tokens as random_tokens,
-    read_text as read_text,
-    read_texts as read_texts,
     repeated_token as repeated_token,
     shuffled_words as shuffled_words,
     special_tokens_of as special_tokens_of,
@@ -74,7 +70,7 @@ from lipscope.models.network_reader.reader import (
     read_network as read_network,
 )
 from lipscope.models.network_reader.search import Pooled as Pooled
-from lipscope.models.pretrained import quiet as quiet, split_revision as split_revision
+from lipscope.models.pretrained import quiet as quiet
 from lipscope.models.readings import (
     Embedded as Embedded,
     Read as Read,
@@ -93,7 +89,6 @@ from lipscope.models.tracing.maps import (
     OF_BLOCKS as OF_BLOCKS,
     PER_HEAD_MAPS as PER_HEAD_MAPS,
     WHOLE as WHOLE,
-    MapName as MapName,
     build_map as build_map,
     check_request as check_request,
     margin_of as margin_of,

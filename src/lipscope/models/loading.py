@@ -24,18 +24,14 @@ from lipscope.errors import InputError, install, shown
 from lipscope.models.dinov2 import dinov2_from_onnx
 from lipscope.models.pretrained import (
     Bytes,
-    check_counts,
-    check_files,
-    entries_in,
-    entries_of,
     from_pretrained,
     quiet,
     read_once,
-    split_revision,
     tokenizer_at,
     trained_length,
 )
 from lipscope.models.stored_weights import StoredWeights, stored_weights
+from lipscope.sources import BEHIND_PADDING, check_counts, check_folder, entries_in, split_revision
 
 # Checkpoints whose weights take more bytes than this in float32 are read block by block.
 LARGE = 2**30
@@ -138,20 +134,9 @@ class LoadedModel(Shown):
     @property
     def first_position(self) -> int:
         """Position id of the first token: RoBERTa and its copies start after the padding id."""
-        if getattr(self.config, "model_type", "") not in _BEHIND_PADDING:
+        if getattr(self.config, "model_type", "") not in BEHIND_PADDING:
             return 0
         return (getattr(self.config, "pad_token_id", None) or 0) + 1
-
-
-_BEHIND_PADDING = (
-    "camembert",
-    "data2vec-text",
-    "mpnet",
-    "roberta",
-    "roberta-prelayernorm",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-)
 
 
 @dataclass(frozen=True)
@@ -307,13 +292,7 @@ def _package_model(name: str, package: _Package) -> LoadedModel:
 
 
 def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
-    folder = Path(os.path.expanduser(name))
-    if not os.path.isfile(folder / "config.json"):
-        raise InputError(
-            f"`{name}` should be a folder in Hugging Face format. Found no `config.json` in it."
-        )
-    check_files(name, folder, allow_pickle)
-    check_counts(name, entries_of(folder / "config.json"))
+    folder = check_folder(name, allow_pickle=allow_pickle)
     stored = stored_weights(str(folder), larger_than=LARGE)
     if stored is not None:
         revision = f"sha256:{stored.fingerprint()}"

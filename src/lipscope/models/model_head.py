@@ -9,7 +9,8 @@ from torch import nn
 
 from lipscope.errors import InputError
 from lipscope.models.loading import LoadedModel
-from lipscope.models.pretrained import WRAPPER_PREFIXES, quiet, split_revision
+from lipscope.models.pretrained import WRAPPER_PREFIXES, quiet
+from lipscope.sources import split_revision
 
 
 def with_own_head(loaded: LoadedModel) -> nn.Module:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import gc
 import io
-import json
 import logging as stdlib_logging
 import os
 import re
@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import nn
 
-from lipscope.errors import InputError, shown
+from lipscope.errors import InputError
+from lipscope.sources import entries_of
 
 # What wrappers put before the names of weights: `torch.compile`, and training on several devices.
 WRAPPER_PREFIXES = {r"^(?:(?:_orig_mod|module)\.)+": "", r"\._orig_mod\.": "."}
@@ -57,7 +58,7 @@ def from_pretrained(
     if gguf_file is None:
         weights = {"use_safetensors": None if allow_pickle else True, "weights_only": True}
         weights |= {"key_mapping": WRAPPER_PREFIXES, "ignore_mismatched_sizes": True}
-    with quiet():
+    with quiet(), _uncollected():
         try:
             model, found = AutoModel.from_pretrained(
                 source, trust_remote_code=False, output_loading_info=True, **options, **weights
@@ -148,109 +149,6 @@ def explained_loading(source: str, problem: Exception, known: Collection[str] = 
     )
 
 
-# --- names and files, read before anything is loaded or built
-
-_COUNTED = re.compile("layer|expert|depth")
-_MOST = 10_000
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_INDICES = {"model.safetensors.index.json": ".safetensors", "pytorch_model.bin.index.json": ".bin"}
-
-
-def split_revision(name: str, revision: str | None = None) -> tuple[str, str | None]:
-    """A model's name without its revision, and that.
-
-    >>> split_revision("org/model@main"), split_revision("minilm")
-    (('org/model', 'main'), ('minilm', None))
-    """
-    for what, value in (("model", name), ("revision", revision)):
-        if isinstance(value, str) and value.strip() and value.isprintable():
-            continue
-        if value is not None or what == "model":
-            raise InputError(
-                f"`{what}` should be a name made of printable characters. Found `{shown(value)}`."
-            )
-    # os.path: names too long for a path and people without a home are no files, and raise nothing.
-    is_file = os.path.exists(os.path.expanduser(name))
-    plain, _, at = (name, "", "") if is_file else name.partition("@")
-    return plain, revision or at or None
-
-
-def entries_of(file: Path) -> Mapping[str, Any]:
-    """The entries of a configuration; none where it is no such thing, which its loader says."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return found if isinstance(found, Mapping) else {}
-    return {}
-
-
-def entries_in(name: str, text: str) -> dict[str, Any]:
-    """The entries ``key=value``, with commas between them, that follow a name.
-
-    >>> entries_in("random:bert", "a=2,b=0.5,c=true,d=gelu")
-    {'a': 2, 'b': 0.5, 'c': True, 'd': 'gelu'}
-    """
-    entries: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
-        key, equals, value = part.partition("=")
-        if not equals:
-            raise InputError(
-                f"The entries of `{name}` should be of the form key=value. Found `{part}`."
-            )
-        entries[key] = _parsed_value(value)
-    return entries
-
-
-def _parsed_value(text: str) -> int | float | bool | str:
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
-    return {"true": True, "false": False}.get(text.lower(), text)
-
-
-def check_counts(name: str, entries: Mapping[str, Any]) -> None:
-    """Refuse what would take hours to build, even without weights."""
-    for key, value in entries.items():
-        if isinstance(value, Mapping):
-            check_counts(name, value)
-        elif _COUNTED.search(key) and isinstance(value, int) and value > _MOST:
-            raise InputError(
-                f"`{name}` should have at most {_MOST:,} of each of its parts. Found "
-                f"`{key} = {shown(value)}`."
-            )
-
-
-def check_files(name: str, folder: Path, allow_pickle: bool) -> None:
-    """Refuse a folder whose weights are no files of its own, or pickles that were not allowed.
-
-    Transformers opens whatever an index of shards names: a pickle although safetensors were asked
-    for, a path that leads out of the folder, a device that never ends.
-    """
-    kinds = (".safetensors", ".bin") if allow_pickle else (".safetensors",)
-    for index, ending in _INDICES.items():
-        shards = entries_of(folder / index).get("weight_map") if ending in kinds else None
-        for one in shards.values() if isinstance(shards, Mapping) else ():
-            if not (isinstance(one, str) and Path(one).name == one and one.endswith(ending)):
-                raise InputError(
-                    f"`{index}` of `{name}` should name `*{ending}` files beside it. Found "
-                    f"`{shown(one)}`."
-                )
-    for file in (one for kind in kinds for one in folder.glob(f"*{kind}")):
-        if file.exists() and not file.is_file():
-            raise InputError(f"`{file}` should be a regular file. Found a pipe, device or folder.")
-    if any(folder.glob("*.safetensors")):
-        return
-    if any(folder.glob("pytorch_model*.bin")):  # what transformers looks for
-        if not allow_pickle:
-            raise InputError(
-                f"`{name}` holds its weights only as a pickle, which can run code; convert them to "
-                "safetensors, or pass `--allow-pickle` (weights-only loading)."
-            )
-        return
-    others = sorted(one.name for end in _PICKLES for one in folder.glob(f"*{end}"))
-    found = f"`{others[0]}`; save the model with `save_pretrained`." if others else "none."
-    raise InputError(f"`{name}` should hold weights in `*.safetensors`. Found {found}")
-
-
 # --- tokenizers: those beside the weights, and plain bytes for random models
 
 
@@ -325,6 +223,18 @@ def trained_length(config: Any, tokenizer: Any) -> int | None:
 
 # In a notebook its bars, which are silenced here, would rather be widgets.
 warnings.filterwarnings("ignore", message="IProgress not found")
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without collecting garbage: what is imported and loaded is none, and looking takes time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 @contextlib.contextmanager

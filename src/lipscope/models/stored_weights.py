@@ -23,10 +23,10 @@ from lipscope.errors import InputError
 from lipscope.models.pretrained import (
     WRAPPER_PREFIXES,
     check_checkpoint,
-    entries_of,
     explained_loading,
     quiet,
 )
+from lipscope.sources import entries_of
 
 # Checkpoints up to so many bytes are told apart by all that is in them, larger ones by the names,
 # sizes and times of their files.

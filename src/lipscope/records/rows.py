@@ -35,6 +35,10 @@ AGAIN = "the next run tries it again"
 Record = TypeVar("Record")
 Thing = TypeVar("Thing")
 Key = TypeVar("Key")
+MapName = Literal[
+    "heads", "attention", "normed", "residual", "block", "stack", "model", "logits", "margin"
+]
+MAPS: tuple[str, ...] = typing.get_args(MapName)
 Status = Literal["converged", "max_steps", "non_finite", "failed"]
 
 

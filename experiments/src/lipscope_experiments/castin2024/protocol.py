@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lipscope import Attention, InputError, LayerAtInput, Measurement, Rows
 from lipscope.attacks import two_cluster
-from lipscope.models import LoadedModel, MapName
-from lipscope.records import off_line, percent_off, slope_of
+from lipscope.models import LoadedModel
+from lipscope.records import MapName, off_line, percent_off, slope_of
 from lipscope_experiments.experiment import Study, layers_of
 from lipscope_experiments.findings import Record, middle
 from lipscope_experiments.texts import AG_NEWS_TITLE, Text

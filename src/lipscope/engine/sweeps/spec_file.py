@@ -21,7 +21,7 @@ from lipscope.engine.spec import (
     digests,
 )
 from lipscope.errors import InputError
-from lipscope.models import default_text, read_text, read_texts
+from lipscope.sources import default_text, read_text, read_texts
 
 DEFAULT, IMAGES = "default", "images"
 # The scalars of YAML 1.2. PyYAML knows those of 1.1, where `2:50:4` is a number in base 60,

@@ -23,8 +23,8 @@ from lipscope.engine.runs import AnyData, AnyFolder, LocalRun, Progress, of_one_
 from lipscope.engine.session import MapAtInput
 from lipscope.engine.spec import OF_QUESTION, Options, Verb
 from lipscope.errors import InputError, shown
-from lipscope.models import Chain, MapName, eval_mode, read_map
-from lipscope.records import Bound, Finished, Measurement, stable_id
+from lipscope.models import Chain, eval_mode, read_map
+from lipscope.records import Bound, Finished, MapName, Measurement, stable_id
 from lipscope.theorems import (
     DERIVED,
     PATIENCE,
@@ -177,21 +177,22 @@ def certify(
             if row.sigma is None or row.upper is None:
                 raise InputError(f"No certificate: {row.error or row.note}.")
             sigma, x = (row.sigma, row.upper), at.x.double()
-            if map in _OF_NETWORKS:
-                found = certify_map(of, x, eps=eps, ball=ball, sigma=sigma)
-            else:
-                which = "heads" if map == "heads" else "attention"
-                found = _of_layer(of, x, which, sigma, eps=eps, **how)
+            kind: Any = {"eps": eps, "ball": ball, "seed": row.seed, **attempts}
+            kind |= {"head": head, "map": map} if map in _OF_ATTENTION else {}
+            with at.window.ready():
+                if map in _OF_NETWORKS:
+                    found = certify_map(of, x, eps=eps, ball=ball, sigma=sigma)
+                else:
+                    which = "heads" if map == "heads" else "attention"
+                    found = _of_layer(of, x, which, sigma, eps=eps, **how)
+                tried = None if file is None else attack_in_ball(of, x, **kind)
             if run.folder is not None:
                 mine = tuple(one for one in rows.tokens if one.id == row.id)
                 run.keep([Finished(row, mine, tuple(as_bounds(found, row)))])
             said = asdict(found) | {"model": run.model.name, "layer": row.layer, "map": map}
             said |= {"head": head, "num_tokens": len(x)}
-            if file is None:
+            if file is None or tried is None:
                 return said
-            kind: Any = {"eps": eps, "ball": ball, "seed": row.seed, **attempts}
-            kind |= {"head": head, "map": map} if map in _OF_ATTENTION else {}
-            tried = attack_in_ball(of, x, **kind)
             run.save(file, {"x": x, "worst": tried.worst})
             said |= {"largest_ratio": tried.ratio, "largest_sigma": tried.sigma}
             return said | {"attempts": tried.attempts}

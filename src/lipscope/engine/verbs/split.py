@@ -142,7 +142,8 @@ def _gains(run: LocalRun, job: Job, row: Measurement) -> list[TokenGain]:
     # Every token's matrix is an operator of its own: they share their products.
     shape = own.in_shape[1:], own.out_shape[1:]
     apart = Operator(own.matvec, own.rmatvec, *shape, own.dtype, own.device)
-    split, moved = _solve_tokens(apart, row, COPIES), _solve_tokens(whole, row, "all")
+    with at.window.ready():
+        split, moved = _solve_tokens(apart, row, COPIES), _solve_tokens(whole, row, "all")
     about = row.id, row.layer or 0, row.sample
     return [
         TokenGain(*about, i, name, one.sigma, one.upper, other.sigma, other.upper)

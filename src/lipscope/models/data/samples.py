@@ -21,14 +21,13 @@ from lipscope.models.data.windows import (
     Sample,
     Window,
     WindowKind,
-    default_text,
-    read_texts,
     windows_of_text,
 )
 from lipscope.models.loading import LoadedModel, digest
 from lipscope.models.pretrained import Bytes
 from lipscope.models.tracing.prepare import eval_mode
 from lipscope.models.tracing.recorder import Recorder, is_tokens, to_device, token_arguments
+from lipscope.sources import default_text, read_texts
 
 
 def checked_data(data: Any) -> Any:

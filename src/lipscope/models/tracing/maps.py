@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,11 +33,8 @@ from lipscope.models.tracing.map_endpoints import (
 from lipscope.models.tracing.recorder import NormCall, as_tokens, close, data_address, distance
 from lipscope.models.tracing.sites import AttentionCall, closed_form, why_run
 from lipscope.models.tracing.trace import reaches_others
+from lipscope.records import MAPS
 
-MapName = Literal[
-    "heads", "attention", "normed", "residual", "block", "stack", "model", "logits", "margin"
-]
-MAPS: tuple[str, ...] = get_args(MapName)
 WHOLE = ("model", "logits", "margin")  # of no layer
 OF_BLOCKS = ("block", "stack", *WHOLE)
 PER_HEAD_MAPS = ("heads", "attention", "normed")

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lipscope.errors import InputError
 from lipscope.models.pretrained import quiet
+from lipscope.sources import CPU_ALONE
 
 # Where a Hugging Face configuration keeps its choices; read and put back one by one, because
 # the public setters also overwrite the sub-configurations.
@@ -195,10 +196,7 @@ def _lacking(name: str, problem: Exception) -> str:
     if name.partition(":")[0] != "cuda" or torch.cuda.is_available():
         return f": {str(problem).split(chr(10))[0][:100]}"
     if torch.version.cuda is None and torch.version.hip is None:
-        return (
-            f", and PyTorch {torch.__version__}, which is built for the CPU alone. Install a build "
-            "for GPUs, as pytorch.org/get-started says, or leave `device` out."
-        )
+        return CPU_ALONE.format(torch.__version__)
     return ", and no GPU that PyTorch can use. Install its driver, or leave `device` out."
 
 
