@@ -21,11 +21,12 @@ from lipscope.models.network_reader.parts import read_norm
 from lipscope.models.network_reader.search import MapSearch, Pooled, Search, layer_of, share_of
 from lipscope.models.tracing.calls import Trace
 from lipscope.models.tracing.map_endpoints import LayerMap
-from lipscope.models.tracing.maps import MapName, build_map
+from lipscope.models.tracing.maps import build_map
 from lipscope.models.tracing.prepare import implementation_for, prepared
 from lipscope.models.tracing.recorder import Inputs, to_device
 from lipscope.models.tracing.sites import AttentionCall, attention_sites
 from lipscope.models.tracing.trace import trace
+from lipscope.records import MapName
 
 _CPU = torch.device("cpu")
 _MIXED = 8  # combinations of a map's outputs that are compared
