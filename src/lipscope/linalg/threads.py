@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-# Entries of an input below which a product is faster, or takes less of a busy machine, on one
-# thread: 64 tokens of width 384 are below, 256 tokens above (`benchmarks/startup.py`).
+# Entries of an input up to which a solve takes one thread: 64 tokens of width 384 are below it, 128
+# above (`benchmarks/startup.py` times products of both).
 _SMALL = 2**15
 
 
