@@ -67,7 +67,7 @@ def measure(model: Model = "minilm", **options: Any) -> None:
 
 @with_options(
     *("layers", "lengths", "samples", *INPUT, *_ASKED, *SOLVER),
-    hidden=("windows", "position_offset", "delta", "memory"),
+    hidden=("windows", "position_offset", "delta", "memory", "allow_pickle"),
     map="or heads, normed, residual.",
     per_head="Each query head alone.",
     metric="Only in this metric, measured in it too.",
@@ -262,7 +262,7 @@ def _tried_inputs(attacked: Attacked) -> Iterator[dict[str, Any]]:
 
 @with_options(
     *("layer", "length", "among", "between", "read_out", "pool", *INPUT, "map", *SOLVER),
-    hidden=("windows", "position_offset", "tol", "delta", "device", "memory"),
+    hidden=("windows", "position_offset", "tol", "delta", "device", "memory", "allow_pickle"),
     map="attention|normed|residual|block|stack|model",
     out="Run folder for rows and sizes.",
     figures=FIGURES,

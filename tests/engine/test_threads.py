@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
+
 import pytest
 import torch
 
@@ -29,12 +31,9 @@ def test_the_caller_has_its_threads_again(several) -> None:
 
 
 def test_a_small_layer_is_measured_on_one_thread(several, monkeypatch) -> None:
-    import lipscope.engine.session as inside
-
-    used, usual = [], inside.answer
-    monkeypatch.setattr(
-        inside, "answer", lambda *a: used.append(torch.get_num_threads()) or usual(*a)
-    )
+    place, used = "lipscope.engine.session.answer", []
+    usual = resolve_name(place)
+    monkeypatch.setattr(place, lambda *a: used.append(torch.get_num_threads()) or usual(*a))
     layer = ls.DotProduct(*3 * [torch.eye(2, dtype=torch.float64)])
     ls.measure(layer, torch.ones(3, 2, dtype=torch.float64))
     assert used == [1] and torch.get_num_threads() == 3
