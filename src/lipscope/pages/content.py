@@ -136,17 +136,17 @@ class Content:
     @cached_property
     def windows(self) -> Windows:
         """Texts that are shown."""
-        return windows_for(self.runs, self.points.items, self._tops)
+        return windows_for(self.runs, self.points.items, self.tops)
 
     @cached_property
-    def _tops(self) -> dict[str, TokenShare]:
+    def tops(self) -> dict[str, TokenShare]:
         """The top token of every row."""
         return top_tokens(self.runs, (item.row for item in self.items))
 
     @cached_property
     def means(self) -> list[dict[str, Any]]:
         """The means of the curves, with the kind of token that most often is on top."""
-        kinds = kinds_of(self.items, self._tops)
+        kinds = kinds_of(self.items, self.tops)
         names = list(items_by_setting(self.items))
         keys = ((names[m["s"]], *(m[k] for k in _CURVE)) for m in self.points.means)
         return [

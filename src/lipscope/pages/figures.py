@@ -30,6 +30,7 @@ from lipscope.charts import (
     push_chart,
     radius_chart,
     ratios_chart,
+    readable,
     save_each,
     shaded_text,
     shifts_chart,
@@ -238,9 +239,10 @@ class _View:
 
     def _worded(self) -> Records:
         """Points with the text of their top token."""
-        of = self.content.points
-        tops = (self.content.windows.tops.get(item.row.id) for item in of.items)
-        return [p | {"top token": word} for p, word in zip(of.points, tops, strict=True)]
+        of, tops = self.content.points, self.content.tops
+        words = {id: readable(token.text).strip() for id, token in tops.items()}
+        pairs = zip(of.points, of.items, strict=True)
+        return [point | {"top token": words.get(item.row.id)} for point, item in pairs]
 
     def charts(self) -> Drawn:
         """The charts of the setting, as the page shows them first."""
