@@ -1,4 +1,4 @@
-"""The character-level model: what is trained is measured, and a killed run is the same run."""
+"""The character-level model: what is trained is measured, and a run is the same when repeated."""
 
 from __future__ import annotations
 
@@ -47,51 +47,37 @@ def run_of(
 @pytest.mark.parametrize(
     "variant", [*(pytest.param(one, marks=pytest.mark.slow) for one in VARIANTS[:-1]), VARIANTS[-1]]
 )
-def test_a_killed_run_goes_on_to_the_same_curve(tmp_path, monkeypatch, data, variant) -> None:
+def test_a_killed_run_begins_anew_to_the_same_curve(tmp_path, monkeypatch, data, variant) -> None:
     run = replace(TINY, variant=variant)
     undisturbed, sigmas = run_of(tmp_path / "whole", data, run)
-    windows, calls = charlm._State.windows, iter(range(100))
+    rate_at = TrainingRun.rate_at
 
-    def killed(state):
-        if next(calls) == 3:  # a step after the first checkpoint
+    def killed(run: TrainingRun, step: int) -> float:
+        if step == 3:  # after the first readings
             raise KeyboardInterrupt
-        return windows(state)
+        return rate_at(run, step)
 
-    monkeypatch.setattr(charlm._State, "windows", killed)
+    monkeypatch.setattr(TrainingRun, "rate_at", killed)
     with pytest.raises(KeyboardInterrupt):
         run_of(tmp_path / "killed", data, run)
-    assert len(list((tmp_path / "killed" / "checkpoints").iterdir())) == 1
-    monkeypatch.setattr(charlm._State, "windows", windows)
-    again, resumed = run_of(tmp_path / "killed", data, run)
-    assert again == undisturbed and resumed == sigmas
+    monkeypatch.setattr(TrainingRun, "rate_at", rate_at)
+    again, anew = run_of(tmp_path / "killed", data, run)
+    assert again == undisturbed and anew == sigmas
     assert {int(name.split("@")[1].split()[0]) for name in sigmas} == {0, 2, 4}
-    assert not (tmp_path / "killed" / "checkpoints").exists()
     if variant == VARIANTS[-1]:
         assert max(sigmas.values()) < charlm.CONSTANT
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_its_checkpoint(
-    tmp_path, monkeypatch, data
-) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch, data) -> None:
     monkeypatch.setattr(TrainingRun, "rate_at", lambda run, step: 1e-3 if step <= 2 else 1e30)
     found, _ = run_of(tmp_path / "run", data)
-    (kept,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert found["bits"] is None and [point[0] for point in found["curve"]] == [2]
     assert "sigma of layer" in found["stopped"] and "blocks." in found["stopped"]
-    assert kept.name in found["stopped"]
-    state = torch.load(kept, weights_only=True)
-    assert state["step"] == 2 and all(bool(t.isfinite().all()) for t in state["net"].values())
 
 
-def test_what_cannot_be_trained_on_is_refused_in_one_line(tmp_path, data) -> None:
+def test_what_cannot_be_trained_on_is_refused_in_one_line() -> None:
     with pytest.raises(InputError, match=r"at least 4,480 characters.*Found 4,000 in `short`"):
         corpus(Text("short", "a" * 4000), 6)
-    with RunFolder(tmp_path / "run", {"a": 1}) as folder:
-        path = charlm._State(TINY, data, folder).path
-        path.parent.mkdir()
-        path.write_bytes(b"no checkpoint")
-        with pytest.raises(InputError, match=r"should be a checkpoint.*remove it"):
-            train(TINY, data, folder)
 
 
 def test_held_out_characters_are_not_trained_on() -> None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-import lipscope
 from lipscope import InputError, LayerAtInput, Measurement, OpenModel, Rows, bounds, charts, measure
 from lipscope.engine import Progress as RowProgress, folder_of, measure_built
-from lipscope.models import LoadedModel, folder_stamp, load_model, source_stamp
+from lipscope.models import LoadedModel, load_model
 from lipscope.records import Place, RunFolder, provenance, replaced, stable_id
 from lipscope_experiments.findings import (
     Claim,
@@ -24,7 +22,6 @@ from lipscope_experiments.findings import (
     Record,
     Table,
     Value,
-    findings_of,
     findings_page,
     records_table,
 )
@@ -32,9 +29,6 @@ from lipscope_experiments.texts import Text, texts_named
 
 Progress = Callable[[int, int, str], None]
 T = TypeVar("T")
-_PAGE, _FINDINGS = "findings.md", "findings"
-# What draws and writes from rows: all of the library and of this package.
-_CODE = (Path(lipscope.__file__).parent, Path(__file__).parent)
 Function = TypeVar("Function", bound=Callable[..., None])
 
 
@@ -277,8 +271,7 @@ def reproduce(
 ) -> Findings:
     """Run one experiment; the same call again goes on where it stopped.
 
-    A finished run is only read again. Where the code has changed since, figures and findings are
-    made anew from the rows and values that are there.
+    Figures and findings of a finished run are made anew, from the rows and values that are there.
 
     Args:
         name: As in the register.
@@ -313,15 +306,10 @@ def reproduce(
         spec["images"] = str(images)
     origin = provenance()
     with RunFolder(folder_of(out), spec, origin) as folder:
-        key = _findings_key(folder.spec)
-        found = folder.values(_FINDINGS).get(key or "")
-        if found is not None and all((folder.path / one).exists() for one in found["files"]):
-            return findings_of(found["findings"])
         study = Study(folder, chosen, held, quick, progress, images or "random")
         entry.function(study)
-        findings = study.findings
         text = findings_page(
-            findings,
+            study.findings,
             title=entry.title,
             cite=entry.cite,
             command=_command(name, models, held[1:], images, quick),
@@ -329,22 +317,14 @@ def reproduce(
             origin=f"lipscope {origin['lipscope']}, torch {origin['torch']}, transformers "
             f"{origin['transformers']}",
         )
-        _write_page(folder.path / _PAGE, text)
-        if key is not None and not any(row.passing for row in folder.done.values()):
-            files = [_PAGE, *(name for name, *_ in study.figures)]
-            folder.add_value(_FINDINGS, key, {"findings": asdict(findings), "files": files})
-    return findings
-
-
-def _findings_key(spec: Mapping[str, Any]) -> str | None:
-    """What the findings of a run depend on; None where that takes loading a model."""
-    stamps = [source_stamp(name) for name in spec["models"]]
-    if None in stamps:
-        return None
-    folder = Path(os.path.expanduser(spec.get("images", "random")))
-    seen = folder_stamp(folder) if folder.is_dir() else ""
-    code = [folder_stamp(folder, "**/*.py") for folder in _CODE]
-    return stable_id({"spec": dict(spec), "are": stamps, "pictures": seen, "code": code})
+        path = folder.path / "findings.md"
+        try:
+            replaced(path, text.encode())
+        except OSError as problem:
+            raise InputError(
+                f"`{path}` cannot be written ({problem.strerror}); choose another `--out`."
+            ) from problem
+    return study.findings
 
 
 def _file_name(words: str) -> str:
@@ -363,12 +343,3 @@ def _command(
     if images is not None:
         words += ["--images", Path(images).name]
     return " ".join([*words, "--quick"] if quick else words)
-
-
-def _write_page(path: Path, text: str) -> None:
-    try:
-        replaced(path, text.encode())
-    except OSError as problem:
-        raise InputError(
-            f"`{path}` cannot be written ({problem.strerror}); choose another `--out`."
-        ) from problem

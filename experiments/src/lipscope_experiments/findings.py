@@ -56,16 +56,6 @@ class Findings:
     remarks: tuple[str, ...] = ()
 
 
-def findings_of(plain: Mapping[str, Any]) -> Findings:
-    """Findings from plain values, as `dataclasses.asdict` gives them."""
-    tables = [
-        Table(one["title"], tuple(one["columns"]), tuple(map(tuple, one["lines"])))
-        for one in plain["tables"]
-    ]
-    claims = [Claim(**one) for one in plain["claims"]]
-    return Findings(tuple(claims), tuple(tables), tuple(plain["remarks"]))
-
-
 def value_of(item: Any, what: Value) -> Any:
     """A value of a record or row by name, or by a function of it.
 

@@ -486,7 +486,7 @@ def source_stamp(name: str) -> str | None:
         return None
 
 
-def folder_stamp(folder: Path, which: str = "*") -> str:
-    """Names, sizes and times of the files in a folder that match a pattern."""
-    about = [(file.relative_to(folder), file.stat()) for file in sorted(folder.glob(which))]
+def folder_stamp(folder: Path) -> str:
+    """Names, sizes and times of the files in a folder."""
+    about = [(file.relative_to(folder), file.stat()) for file in sorted(folder.glob("*"))]
     return "; ".join(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in about)

@@ -85,7 +85,7 @@ from .sampling import (
     share_interval,
     welch_shift,
 )
-from .tables import BESIDE, opened, replaced, sha256_of
+from .tables import BESIDE, replaced, sha256_of
 
 __all__ = [
     "ADVERSARIAL",
@@ -155,7 +155,6 @@ __all__ = [
     "looseness",
     "mean_interval",
     "off_line",
-    "opened",
     "paired_shift",
     "percent_off",
     "provenance",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import itertools
 import math
 from collections.abc import Sequence
@@ -21,7 +19,7 @@ from lipscope.charts import Panel, Series
 from lipscope.control import ContractiveAttention
 from lipscope.models import LoadedModel
 from lipscope.pages import number
-from lipscope.records import RunFolder, opened, replaced, stable_id
+from lipscope.records import RunFolder
 from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, chosen, curve
 from lipscope_experiments.texts import Text
@@ -166,107 +164,47 @@ def corpus(text: Text, length: int) -> Corpus:
 def train(run: TrainingRun, data: Corpus, folder: RunFolder) -> dict[str, Any]:
     """Train one decoder; rows of its attention layers go to the folder at every reading.
 
-    A run that was stopped goes on from its last checkpoint. Returns ``curve``: steps, bits per
-    character of training (mean since the last) and held out; ``stopped``: why it ended early, or
-    None; ``bits``: the last held-out ones, None if it ended early.
+    Returns ``curve``: steps, bits per character of training (mean since the last) and held out;
+    ``stopped``: why it ended early, or None; ``bits``: the last held-out ones, None if it did.
     """
-    state = _State(run, data, folder)
-    monitor = Monitor(
-        LoadedModel(state.name, state.net, None, None, "trained"),
-        data.held[:1, :-1],
-        every=run.every,
-        out=folder,
-        alert=None,
-    )
-    monitor.start(state.step)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(run.seed)
+        net = CharDecoder(run, data.characters)
+    name = f"{run.variant}, {run.depth} blocks, {run.schedule}, seed {run.seed}, {data.text.name}"
+    loaded = LoadedModel(name, net, None, None, "trained")
+    monitor = Monitor(loaded, data.held[:1, :-1], every=run.every, out=folder, alert=None)
+    optimiser = torch.optim.Adam(net.parameters(), lr=run.rate, fused=True)
+    gen, span = torch.Generator().manual_seed(run.seed), torch.arange(run.length + 1)
+    curve: list[list[float | int]] = []
     losses: list[float] = []
-    for step in range(state.step + 1, run.steps + 1):
-        loss = state.loss(state.windows())
+    for step in range(1, run.steps + 1):
+        starts = torch.randint(0, len(data.train) - run.length, (run.batch,), generator=gen)
+        loss = _nats(net, data.train[starts[:, None] + span])
         losses.append(float(loss.detach()) / math.log(2))
-        state.optimiser.zero_grad()
+        optimiser.zero_grad()
         loss.backward()
-        for group in state.optimiser.param_groups:
+        for group in optimiser.param_groups:
             group["lr"] = run.rate_at(step)
         try:
             with monitor.step(loss):
-                state.optimiser.step()
+                optimiser.step()
         except InputError as problem:
-            finite = all(bool(p.isfinite().all()) for p in state.net.parameters())
+            finite = all(bool(p.isfinite().all()) for p in net.parameters())
             if finite and math.isfinite(losses[-1]):
                 raise
-            kept = state.path.name if state.path.exists() else "none"
-            why = f"{problem} The last good checkpoint: {kept}."
-            return {"curve": state.curve, "stopped": why, "bits": None}
+            return {"curve": curve, "stopped": str(problem), "bits": None}
         if step % run.every == 0 or step == run.steps:
             with torch.no_grad():
-                held = float(state.loss(data.held)) / math.log(2)
-            state.save(step, [step, sum(losses) / len(losses), held])
+                held = float(_nats(net, data.held)) / math.log(2)
+            curve.append([step, fmean(losses), held])
             losses = []
-    state.path.unlink(missing_ok=True)  # done: the folder holds what came of it
-    with contextlib.suppress(OSError):  # others are in it
-        state.path.parent.rmdir()
-    return {"curve": state.curve, "stopped": None, "bits": state.curve[-1][2]}
+    return {"curve": curve, "stopped": None, "bits": curve[-1][2]}
 
 
-class _State:
-    """All that a run goes on from: weights, moments, random numbers, the curve."""
-
-    def __init__(self, run: TrainingRun, data: Corpus, folder: RunFolder) -> None:
-        self.run, self.data = run, data
-        self.name = f"{run.variant}, {run.depth} blocks, {run.schedule}, seed {run.seed}, "
-        self.name += data.text.name
-        key = stable_id(asdict(run) | {"text": data.text.sha256})
-        self.path = folder.path / "checkpoints" / f"{key}.pt"
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(run.seed)
-            self.net = CharDecoder(run, data.characters)
-        self.optimiser = torch.optim.Adam(self.net.parameters(), lr=run.rate, fused=True)
-        self.gen = torch.Generator().manual_seed(run.seed)
-        self.step, self.curve = 0, []
-        if self.path.exists():
-            self._load()
-
-    def windows(self) -> Tensor:
-        """The windows of the next step."""
-        last = len(self.data.train) - self.run.length
-        starts = torch.randint(0, last, (self.run.batch,), generator=self.gen)
-        span = torch.arange(self.run.length + 1)
-        return self.data.train[starts[:, None] + span]
-
-    def loss(self, windows: Tensor) -> Tensor:
-        """Nats per character."""
-        logits = self.net(windows[:, :-1])
-        return nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-
-    def save(self, step: int, point: list[float | int]) -> None:
-        """Write a checkpoint in the place of the last one."""
-        self.step = step
-        self.curve.append(point)
-        held = io.BytesIO()
-        content = {"step": step, "curve": self.curve, "windows": self.gen.get_state()}
-        content |= {"net": self.net.state_dict(), "optimiser": self.optimiser.state_dict()}
-        torch.save(content, held)
-        try:
-            self.path.parent.mkdir(exist_ok=True)
-            replaced(self.path, held.getvalue())
-        except OSError as problem:
-            raise InputError(f"`{self.path}` cannot be written ({problem.strerror}).") from problem
-
-    def _load(self) -> None:
-        try:
-            with opened(self.path) as file:
-                held = torch.load(file, weights_only=True)
-            self.net.load_state_dict(held["net"])
-            self.optimiser.load_state_dict(held["optimiser"])
-            self.gen.set_state(held["windows"])
-            self.step, self.curve = held["step"], held["curve"]
-        except InputError:
-            raise
-        except Exception as problem:  # whatever a damaged file makes torch say
-            raise InputError(
-                f"`{self.path}` should be a checkpoint of this run. Found "
-                f"{type(problem).__name__}; remove it, and the run starts anew."
-            ) from None
+def _nats(net: CharDecoder, windows: Tensor) -> Tensor:
+    """Loss per character."""
+    logits = net(windows[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
 _RATES = {"fixed": "fixed rate", "warm-up": "warm-up"}
