@@ -26,6 +26,7 @@ from lipscope.records import (
 Record = dict[str, Any]
 """What was computed for a key, with the key."""
 Value = str | Callable[..., Any]
+Numbers = Iterable[float | int]
 Item = TypeVar("Item")
 
 
@@ -94,12 +95,12 @@ def curve(name: str, items: Iterable[Any], x: Value, y: Value, kind: LineKind = 
     return Series(name, tuple(one for one in points if one[1] is not None), kind)
 
 
-def line(name: str, x: Iterable[float], y: Iterable[float], kind: LineKind = "line") -> Series:
+def line(name: str, x: Numbers, y: Numbers, kind: LineKind = "line") -> Series:
     """A curve through numbers side by side."""
     return Series(name, list(zip(x, y, strict=True)), kind)
 
 
-def level(name: str, y: float, x: Iterable[float]) -> Series:
+def level(name: str, y: float, x: Numbers) -> Series:
     """A dashed line across, between these places."""
     return Series(name, [(at, y) for at in x], "dashes")
 

@@ -70,23 +70,21 @@ def layers_chart(
     dots = single.mark_circle(size=20, cursor="pointer").encode(
         **place, opacity=in_front(0.7, 0.06), tooltip=tooltip(*frame.said)
     )
-    layers = [*trained_length_line(mean, x), lines, dots]
+    behind = trained_length_line(mean, x)
     if sigma:
-        layers[:0] = guides(mean, x, y, named=names is None)
+        behind += guides(mean, x, y, named=names is None)
     if sigma and names is None:
         bars = single.transform_filter(FRONT).mark_rule(strokeWidth=1, opacity=0.35)
-        layers.append(bars.encode(**place, y2="top:Q"))
+        behind.append(bars.encode(**place, y2="top:Q"))
+    named = []
     if names is not None:
-        known = mean.transform_filter("datum.apart").mark_rule(strokeWidth=2)
+        bars = mean.transform_filter("datum.apart").mark_rule(strokeWidth=2)
         low, faint = up("low:Q", _TITLES[grown]), in_front(0.55, 0.06)
+        behind.append(bars.encode(x=x, y=low, y2="high:Q", color=colour, opacity=faint))
         words = base("names", names).mark_text(align="left", dx=4, fontSize=11)
-        layers += [
-            known.encode(x=x, y=low, y2="high:Q", color=colour, opacity=faint),
-            words.encode(
-                x=alt.value("width"), y=y, text="name:N", color=colour, opacity=in_front(1.0, 0.06)
-            ),
-        ]
-    return frame.around(layers, frame.ends, *frame.chosen)
+        place = {"x": alt.value("width"), "y": y, "color": colour, "opacity": in_front(1.0, 0.06)}
+        named = [words.encode(**place, text="name:N")]
+    return frame.around([*behind, lines, dots, *named], frame.ends, *frame.chosen)
 
 
 def radius_chart(frame: Frame, points: Data | None = None) -> alt.LayerChart:

@@ -259,8 +259,9 @@ class Frame:
         """One colour for each layer, in even steps; ``symbol`` shows it in the legend."""
         inks = dict(zip(self.layers, palette(len(self.layers)), strict=True))
         stroke = {"symbolType": symbol, "symbolStrokeWidth": 3 * (symbol == "stroke")}
-        # The offset is room for the names of the guides.
-        colour = self.colours("layer:N", inks, title="layer", symbolLimit=0, offset=40, **stroke)
+        # The offset is room for the names of the guides, or of lines.
+        key = {"title": "layer", "symbolLimit": 0, "offset": 40, "columns": 1 + len(inks) // 17}
+        colour = self.colours("layer:N", inks, **key, **stroke)
         return colour.sort(list(self.layers))
 
 
