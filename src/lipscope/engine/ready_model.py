@@ -107,6 +107,7 @@ class ReadyModel:
         self._layers: dict[tuple[Side, str | None], tuple[list[str], bool]] = {}
         self._state = _write_counts(loaded.model)
         self._whole: ReadyModel | None = None
+        self.with_masks: dict[bool, ReadyModel] = {}  # the same under other masks
 
     @property
     def name(self) -> str:
@@ -151,8 +152,13 @@ class ReadyModel:
         if isinstance(model, Attention):
             return Ready(model)
         if not self._ready:
+<<<<<<< Updated upstream
             self._check_unchanged()
         sites = attention_sites(model, setting.modules, side=setting.side)
+=======
+            self.check_unchanged()
+        sites = self.sites(model, setting)
+>>>>>>> Stashed changes
         closed = setting.fused and all(reader_of(site) for site in sites.values())
         own = choices(model)
         dtype, device = getattr(torch, setting.dtype), device_of(setting.device)
@@ -194,7 +200,7 @@ class ReadyModel:
             self._whole = ReadyModel(self.loaded.in_memory(what))
         return self._whole
 
-    def _check_unchanged(self) -> None:
+    def check_unchanged(self) -> None:
         """Refuse a module whose weights are others than when it was opened."""
         if _write_counts(self.model) != self._state:
             raise InputError(
@@ -464,7 +470,11 @@ def masked(model: ReadyModel, causal: bool | None) -> ReadyModel:
     """The model with a causal mask in every layer, or in none; as it is for None."""
     if causal is None:
         return model
-    return ReadyModel(with_mask(model.in_memory("`causal`").loaded, causal))
+    model.check_unchanged()
+    if causal not in model.with_masks:
+        loaded = with_mask(model.in_memory("`causal`").loaded, causal)
+        model.with_masks[causal] = ReadyModel(loaded)
+    return model.with_masks[causal]
 
 
 def _write_counts(model: nn.Module) -> list[tuple[int, int]]:

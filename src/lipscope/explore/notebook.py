@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import html
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lipscope.engine import OpenModel
 from lipscope.explore.server import Server, served
+from lipscope.explore.solver import twin
 
 _HEIGHT = 780  # pixels
 
@@ -40,11 +40,8 @@ class Explored:
 def explore(model: OpenModel, text: str | None = None) -> Explored:
     """The live page on an open model, as a notebook shows it.
 
-    The page asks a copy of the module that shares its weights, so that both may be asked at once.
+    The page asks a module of its own, of the same weights, so that both may be asked at once.
     """
-    module = model.model
-    shared = {id(one): one for one in (*module.parameters(), *module.buffers())}
-    own = OpenModel(replace(model.loaded, model=copy.deepcopy(module, shared)))
-    server = served([own], text, framed=True)
+    server = served([twin(model)], text, framed=True)
     server.start()
     return Explored(server.address, server)

@@ -12,7 +12,8 @@ from lipscope.errors import InputError
 MOST_TOKENS = 256
 MOST_LETTERS = 20_000
 _MASKS = {"own": None, "yes": True, "no": False}
-_KINDS = ("measure", "words", "push", "certify", "report", "rows", "figure")
+_FILES = ("report", "rows", "figure")
+_KINDS = ("measure", "words", "push", "certify", *_FILES)
 _BALLS = ("joint", "each", "token")
 # What `measure` has too, with what it takes for granted.
 _OPTIONS = {"map": "attention", "metric": "frobenius", "move": "all", "read": "all"}
@@ -64,6 +65,16 @@ class Question:
         if _MASKS[self.mask] is not None:
             found["causal"] = _MASKS[self.mask]
         return found
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether it is asked at every key."""
+        return self.kind == "measure"
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the answer is a file to keep."""
+        return self.kind in _FILES
 
     @property
     def texts(self) -> list[str]:

@@ -24,7 +24,7 @@ from lipscope.engine import OpenModel, load_model
 from lipscope.errors import InputError
 from lipscope.explore.answers import Event
 from lipscope.explore.question import MOST_LETTERS, Question, question_of
-from lipscope.explore.solver import Solver
+from lipscope.explore.solver import Place, Solver, twin
 from lipscope.pages import live_data, live_script, live_section, live_style
 
 HOST = "127.0.0.1"
@@ -35,6 +35,7 @@ _BEGINS = (
 _LARGEST = 128 * 1024  # bytes of a request
 _PATIENCE = 5.0  # seconds in which a request must be whole
 _MOST_OPEN = 128  # connections
+_ALL = "all"  # the part of the page that shows every layer
 _BEAT = 1.0  # seconds between signs of life, by which a window that went is noticed
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -55,7 +56,9 @@ class Server:
     def __init__(
         self, models: Sequence[OpenModel], asked: Question, *, framed: bool = False
     ) -> None:
-        self.solvers = [Solver(model) for model in models]
+        # What is asked at every key does not wait for what takes long.
+        self.quick = [Solver(model) for model in models]
+        self._slow = [Solver(twin(model)) for model in models]
         self._asked, self._framed = asked, framed
         self._token = secrets.token_urlsafe(24)
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -73,7 +76,7 @@ class Server:
             h11_max_incomplete_event_size=16 * 1024,
             timeout_graceful_shutdown=1,
         )
-        self._server = uvicorn.Server(config)
+        self._server = _Uvicorn(config)
 
     @property
     def address(self) -> str:
@@ -94,7 +97,7 @@ class Server:
     def end(self) -> None:
         """End it at once."""
         self._server.should_exit = self._server.force_exit = True
-        for solver in self.solvers:
+        for solver in (*self.quick, *self._slow):
             solver.end()
 
     # --- what it answers
@@ -112,7 +115,7 @@ class Server:
         return Starlette(routes=[*routes, Route("/ask", self._ask, methods=["POST"])])
 
     def _page(self) -> str:
-        about = [{"name": solver.model.name} for solver in self.solvers]
+        about = [{"name": one.model.name, "encoder": _is_encoder(one.model)} for one in self.quick]
         data = live_data(models=about, asked=vars(self._asked))
         return _asset("explore.html").format(data=data, push=live_section("push"))
 
@@ -124,15 +127,15 @@ class Server:
         if given is None:
             return _refused(413, "A request should be a small JSON object.")
         try:
-            window = str(given.pop("window"))[:64]
-            asked = question_of(given, len(self.solvers))
+            place = Place(*(str(given.pop(name))[:64] for name in Place._fields))
+            asked = question_of(given, len(self.quick))
         except (InputError, KeyError) as problem:
             return _refused(400, str(problem))
         return StreamingResponse(
-            self._events(window, asked), media_type="text/event-stream; charset=utf-8"
+            self._events(place, asked), media_type="text/event-stream; charset=utf-8"
         )
 
-    async def _events(self, window: str, asked: Question) -> AsyncIterator[bytes]:
+    async def _events(self, place: Place, asked: Question) -> AsyncIterator[bytes]:
         """What is told of a question, as it comes; a window that goes is noticed by its silence."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event | None]()
 
@@ -140,8 +143,11 @@ class Server:
             with contextlib.suppress(RuntimeError):  # the server has ended
                 loop.call_soon_threadsafe(queue.put_nowait, event)
 
-        solver = self.solvers[asked.model]
-        ticket = solver.ask(window, asked, tell)
+        if place.part == _ALL:  # all else that this window asked was about what was there before
+            for one in (*self.quick, *self._slow):
+                one.drop(place.window)
+        solver = (self.quick if asked.is_quick else self._slow)[asked.model]
+        ticket = solver.ask(place, asked, tell)
         try:
             while True:
                 try:
@@ -153,7 +159,7 @@ class Server:
                     return
                 yield f"data: {json.dumps(event)}\n\n".encode()
         finally:
-            solver.drop(ticket)
+            solver.drop(place, ticket)
 
 
 def served(
@@ -167,7 +173,7 @@ def served(
     opened = [load_model(one) for one in models]
     asked = Question(text=_BEGINS if text is None else text[:MOST_LETTERS])
     server = Server(opened, asked, framed=framed)
-    for solver in server.solvers:
+    for solver in server.quick:
         if problem := solver.first(asked):
             server.end()
             raise InputError(problem)
@@ -253,6 +259,15 @@ class _Guard:
         return None
 
 
+class _Uvicorn(uvicorn.Server):
+    """A server that Ctrl-C ends at once, whoever still listens."""
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Wait for nobody."""
+        self.force_exit = True
+        super().handle_exit(sig, frame)
+
+
 class _Protocol(H11Protocol):
     """HTTP whose connections are few, and closed when no request comes."""
 
@@ -261,20 +276,35 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Take a connection, if there are not too many."""
         super().connection_made(transport)
+        self._wait()
         if len(self.connections) > _MOST_OPEN:
             transport.abort()
-            return
-        self._late = self.loop.call_later(_PATIENCE, self._give_up)
 
-    def _give_up(self) -> None:
-        if self.cycle is None:
-            self.transport.abort()
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        super().on_response_complete()
+        self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget a connection."""
         if self._late is not None:
             self._late.cancel()
         super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+        self._late = self.loop.call_later(_PATIENCE, self._give_up)
+
+    def _give_up(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.abort()
+
+
+def _is_encoder(model: OpenModel) -> bool:
+    """Whether its class says that it has no words of its own to go on with."""
+    named = (type(model.model).__name__, *(getattr(model.config, "architectures", None) or ()))
+    return not any(part in name for name in named for part in ("CausalLM", "LMHead"))
 
 
 def _asset(name: str) -> str:

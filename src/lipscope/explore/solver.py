@@ -1,11 +1,14 @@
-"""One solver a model, in a thread: the newest question of each window, and the last answers."""
+"""A thread that answers the questions of a model: the newest of each place, and what it kept."""
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
+from typing import NamedTuple
 
 from lipscope.engine import OpenModel
 from lipscope.errors import InputError
@@ -13,6 +16,7 @@ from lipscope.explore.answers import Event, events_of
 from lipscope.explore.question import Question
 
 _KEPT = 32  # answers
+Listener = Callable[[Event | None], None]
 
 
 class SupersededError(BaseException):
@@ -22,21 +26,33 @@ class SupersededError(BaseException):
     """
 
 
+class Place(NamedTuple):
+    """Where an answer is shown: a question takes the place of the one before."""
+
+    window: str  # of a browser
+    part: str  # of the page
+
+
 class Ticket:
     """A question that waits or is answered, and who is told of the answer."""
 
-    def __init__(self, window: str, asked: Question, tell: Callable[[Event | None], None]) -> None:
-        self.window, self.asked, self._tell = window, asked, tell
-        self.over = threading.Event()
+    def __init__(self, place: Place, asked: Question, listener: Listener) -> None:
+        self.place, self.asked, self._listener = place, asked, listener
+        self._over = threading.Event()
 
     def tell(self, event: Event | None) -> None:
         """Tell of an event, the last one None; nobody is told when it is over."""
-        if not self.over.is_set():
-            self._tell(event)
+        if not self._over.is_set():
+            self._listener(event)
+
+    def end(self) -> None:
+        """Nobody waits for the answer any more."""
+        self.tell(None)
+        self._over.set()
 
     def check(self) -> None:
         """Raise if nobody waits for the answer."""
-        if self.over.is_set():
+        if self._over.is_set():
             raise SupersededError
 
 
@@ -45,7 +61,7 @@ class Solver:
 
     def __init__(self, model: OpenModel) -> None:
         self.model = model
-        self._waiting: OrderedDict[tuple[str, str], Ticket] = OrderedDict()
+        self._waiting: OrderedDict[Place, Ticket] = OrderedDict()
         self._running: Ticket | None = None
         self._kept: OrderedDict[Question, list[Event]] = OrderedDict()
         self._change = threading.Condition()
@@ -53,48 +69,47 @@ class Solver:
         self._thread = threading.Thread(target=self._work, name="solver", daemon=True)
         self._thread.start()
 
-    def ask(self, window: str, asked: Question, tell: Callable[[Event | None], None]) -> Ticket:
-        """Ask in the place of what this window asked before."""
-        ticket = Ticket(window, asked, tell)
+    def ask(self, place: Place, asked: Question, listener: Listener) -> Ticket:
+        """Ask in the place of what was asked there before."""
+        ticket = Ticket(place, asked, listener)
+        self.drop(place)
         with self._change:
-            key = window, asked.kind
-            running = self._running
-            for older in (self._waiting.pop(key, None), running):
-                if older and (older.window, older.asked.kind) == key:
-                    older.tell(None)
-                    older.over.set()
             if (kept := self._kept.get(asked)) is not None:
                 self._kept.move_to_end(asked)
             else:
-                self._waiting[key] = ticket
+                self._waiting[place] = ticket
                 self._change.notify()
+        for event in kept or ():
+            ticket.tell(event)
         if kept is not None:
-            for event in kept:
-                ticket.tell(event)
-            ticket.tell(None)
+            ticket.end()
         return ticket
+
+    def drop(self, place: Place | str, ticket: Ticket | None = None) -> None:
+        """Nobody waits for what a place, or a whole window, asked: one ticket if it is given."""
+        with self._change:
+            for one in (*self._waiting.values(), self._running):
+                if one is None or (ticket is not None and one is not ticket):
+                    continue
+                if place in (one.place, one.place.window):
+                    one.end()
+                    if self._waiting.get(one.place) is one:
+                        del self._waiting[one.place]
 
     def first(self, asked: Question) -> str | None:
         """Answer a question before any window asks; what went wrong, if something did."""
         events: list[Event] = []
         ended = threading.Event()
 
-        def tell(event: Event | None) -> None:
+        def listener(event: Event | None) -> None:
             if event is None:
                 ended.set()
             else:
                 events.append(event)
 
-        self.ask("", asked, tell)
+        self.ask(Place("", ""), asked, listener)
         ended.wait()
         return next((one["text"] for one in events if one["event"] == "error"), None)
-
-    def drop(self, ticket: Ticket) -> None:
-        """Nobody waits for a question any more."""
-        ticket.over.set()
-        with self._change:
-            if self._waiting.get((ticket.window, ticket.asked.kind)) is ticket:
-                del self._waiting[ticket.window, ticket.asked.kind]
 
     def end(self) -> None:
         """End the thread, between two products at the latest."""
@@ -102,14 +117,9 @@ class Solver:
             self._ended = True
             for ticket in (*self._waiting.values(), self._running):
                 if ticket is not None:
-                    ticket.over.set()
+                    ticket.end()
             self._change.notify()
-        self._thread.join(2.0)
-
-    def kept(self, asked: Question) -> list[Event] | None:
-        """The last answers to a question, if they are kept."""
-        with self._change:
-            return self._kept.get(asked)
+        self._thread.join(1.0)
 
     def _work(self) -> None:
         while True:
@@ -118,20 +128,16 @@ class Solver:
                 self._change.wait_for(lambda: self._waiting or self._ended)
                 if self._ended:
                     return
-                # Numbers before what takes long, each window in its turn.
-                key = next(
-                    (k for k in self._waiting if k[1] == "measure"), next(iter(self._waiting))
-                )
-                ticket = self._running = self._waiting.pop(key)
+                _, ticket = self._waiting.popitem(last=False)
+                self._running = ticket
             self._answer(ticket)
 
     def _answer(self, ticket: Ticket) -> None:
         told: list[Event] = []
+        asked, check = ticket.asked, ticket.check
         try:
-            ticket.check()
-            with closing(events_of(self.model, ticket.asked, ticket.check, ticket.tell)) as events:
+            with closing(events_of(self.model, asked, check, ticket.tell)) as events:
                 for event in events:
-                    ticket.check()
                     told.append(event)
                     ticket.tell(event)
         except SupersededError:
@@ -142,8 +148,15 @@ class Solver:
             told = []
             ticket.tell({"event": "error", "text": text})
         with self._change:
-            if told and told[-2].get("event") != "file":  # which is large, and asked for once
-                self._kept[ticket.asked] = told
+            if told and not asked.is_file:  # which is large, and wanted once
+                self._kept[asked] = told
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
-        ticket.tell(None)
+        ticket.end()
+
+
+def twin(model: OpenModel) -> OpenModel:
+    """The model once more, of the same weights, so that two threads may ask at once."""
+    module = model.model
+    weights = {id(one): one for one in (*module.parameters(), *module.buffers())}
+    return OpenModel(replace(model.loaded, model=copy.deepcopy(module, weights)))

@@ -3,21 +3,22 @@ const FIRST = { theme: null, ...D.asked, layer: null };
 const state = { ...FIRST, tables: "", push: 0, along: 0, size: 0 };
 const SELF = crypto.randomUUID();  // this window, so that its newer question takes the place of the older
 const NAMES = ["model", "map", "metric", "move", "read", "mask"];
-Object.assign(FIRST, { heads: false, panel: "", beside: "", second: 0, among: "", ball: "joint" });
+const LINES = "The hotel was wonderful.\nThe hotel was terrible.\nA story about a war.\nThe weather is cold today.";
+Object.assign(FIRST, { heads: false, panel: "", beside: "", second: 0, among: D.models[0].encoder ? LINES : "", ball: "joint" });
 Object.assign(state, FIRST);
 
 // --- asking ------------------------------------------------------------------------------
 
 const running = new Map();
 // Tells of every event of an answer; a newer question of the same kind takes its place.
-async function ask(place, question, tell) {
-  running.get(place)?.abort();
+async function ask(part, question, tell) {
+  running.get(part)?.abort();
   const stop = new AbortController();
-  running.set(place, stop);
-  const mine = () => running.get(place) === stop;
+  running.set(part, stop);
+  const mine = () => running.get(part) === stop;
   try {
     const answer = await fetch("ask", { method: "POST", signal: stop.signal,
-      headers: { "content-type": "application/json" }, body: JSON.stringify({ window: `${SELF} ${place}`, ...question }) });
+      headers: { "content-type": "application/json" }, body: JSON.stringify({ window: SELF, part, ...question }) });
     if (!answer.ok) return mine() && tell({ event: "error", text: await answer.text() });
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
     for (let held = "";;) {
@@ -174,6 +175,7 @@ function chooseLayer(layer) {
 }
 
 function finished() {
+  controls();
   const top = largest();
   const rough = [...seen.layers.values()].some((one) => one.row?.status === "max_steps");
   $("layers-note").textContent = `Each interval holds with probability ${1 - (top?.[1].row.delta ?? 0.01)}; pale numbers are `
@@ -201,7 +203,7 @@ function askHeads() {
       : event.event === "rows" ? event.rows.map((row) => ({ row, words: event.words })) : [];
     if (some.length) {
       for (const line of [...$("heads").tBodies[0].children]) if (Number(line.dataset.key) >= some.length) line.remove();
-      some.forEach((one, head) => drawLine(lineOf($("heads"), `${head}`, head), one));
+      some.forEach((one, head) => { const line = lineOf($("heads"), `${head}`, head); drawLine(line, one); place(line, "i.beside", null); });
     }
   });
   return undefined;
@@ -232,9 +234,10 @@ function drawBeside() {
   const ratio = ([, a, b]) => b.sigma / a.sigma;
   const most = both.filter(apart).sort((x, y) => Math.abs(Math.log(ratio(y))) - Math.abs(Math.log(ratio(x))))[0];
   const [here, there] = [largest()?.[0], [...second.layers].sort((x, y) => (y[1].row?.sigma ?? 0) - (x[1].row?.sigma ?? 0))[0]?.[0]];
+  const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}`;
   $("differs").textContent = !second.done ? "" : !both.length ? "No layer has a number in both." : !most
     ? `At all ${both.length} layers the intervals meet: no difference is shown.`
-    : `${layerName(most[0])} differs most: sigma ${number(most[2].sigma, 3)} beside ${number(most[1].sigma, 3)}, ${number(ratio(most), 3)} times as large; `
+    : `${sentence(layerName(most[0]))} differs most: sigma ${number(most[2].sigma, 3)} beside ${number(most[1].sigma, 3)}, ${number(ratio(most), 3)} times as large; `
       + `the intervals are apart at ${both.filter(apart).length} of ${both.length} layers. The largest is ${layerName(here)} here`
       + `${here === there ? " as there." : `, ${layerName(there)} there.`}`;
   list("differences", second.done ? both : [], [["layer", ([layer]) => layer ?? "all", "row"], ["this", ([, a]) => ends(a), "number"],
@@ -248,6 +251,7 @@ function drawPanels() {
     "aria-controls": `panel-${name}`, onclick: () => { state.panel = state.panel === name ? "" : name; remember(); drawPanels(); askBeside(); askPanel();
       document.querySelector(`#panels [aria-controls=panel-${name}]`).focus(); } }, text)));
   for (const [name] of PANELS) $(`panel-${name}`).hidden = state.panel !== name;
+  $("reads").hidden = !["push", "certify"].includes(state.panel);
 }
 
 function askPanel() {
@@ -259,7 +263,7 @@ function askPanel() {
 }
 
 function askPush() {
-  const asked = { ...question(), layer: state.layer ?? 0, heads: false };
+  const asked = { ...question(), layer: state.layer ?? 0, among: state.among };
   const told = (text) => { $("push-progress").textContent = text; };
   told(`Pushing ${layerName(state.layer)} …`);
   ask("push", { ...asked, kind: "push" }, (event) => {
@@ -273,7 +277,7 @@ function askPush() {
     if (!(state.size < steps.length) || !state.size) state.size = Math.max(0, steps.findIndex((s) => s.relative >= 0.1));
     drawPushed();
   });
-  ask("words", { ...asked, kind: "words" }, (event) => {
+  ask("words", { ...asked, kind: "words", among: "" }, (event) => {
     if (event.event === "error") $("words").hidden = true;
     if (event.event !== "words") return;
     const [worst] = event.directions;
@@ -476,6 +480,11 @@ function rove(box, k) {
 
 // --- controls ----------------------------------------------------------------------------
 
+// Named where it stands for no text, such as [CLS].
+function firstToken() {
+  const word = [...seen.layers.values()][0]?.words?.[0]?.trim() ?? "";
+  return /^[[<]/.test(word) ? word : "the first token";
+}
 const MAPS = ["attention", "heads", "normed", "residual", "block", "model"];
 const METRICS = ["frobenius", "token-relative", "max-token", "infinity"];
 const MASKS = [["own", "as the model has it"], ["yes", "causal"], ["no", "none"]];
@@ -489,12 +498,13 @@ function controls() {
   const plain = (some) => some.map((one) => [one, one]);
   fill("controls",
     D.models.length > 1 ? select("Model", state.model, D.models.map((m, k) => [k, m.name]), (model) => choose({ model })) : null,
-    toggle("Without the first token", state.move === "not-first", (on) => choose({ move: on ? "not-first" : "all" })),
+    toggle(`Without ${firstToken()}`, state.move === "not-first", (on) => choose({ move: on ? "not-first" : "all" })),
     toggle("Single heads", state.heads, (heads) => { state.heads = heads; controls(); remember(); askHeads(); }),
-    toggle("All tokens move", state.move === "all" && state.read === "all", () => choose({ move: "all", read: "all" })),
     select("Mask", state.mask, MASKS, (mask) => choose({ mask })),
     select("Map", state.map, plain(MAPS), (map) => choose({ map })),
-    select("Metric", state.metric, plain(METRICS), (metric) => choose({ metric })));
+    select("Metric", state.metric, plain(METRICS), (metric) => choose({ metric })),
+    state.move === "all" && state.read === "all" ? null
+      : make("button", { type: "button", onclick: () => { choose({ move: "all", read: "all" }); $("text").focus(); } }, "Move and read all"));
   $("model-name").textContent = D.models[state.model].name;
   if (focused) [...document.querySelectorAll("#controls label")].find((l) => l.firstChild.textContent === focused)?.querySelector("select")?.focus();
 }
@@ -549,6 +559,7 @@ $("examples").append(select("Examples", null, [[null, "Choose …"], ...EXAMPLES
   (text) => { if (text) { $("text").value = text; choose({ text, move: keeps(state.move), read: keeps(state.read) }); } }));
 $("beside").addEventListener("input", () => { state.beside = $("beside").value; remember(); askBeside(); });
 $("among").addEventListener("input", () => { state.among = $("among").value; remember(); stale(); });
+$("among").addEventListener("change", askPanel);
 if (D.models.length > 1) {
   $("beside-model").append(select("Second model", state.second, D.models.map((m, k) => [k, m.name]), (k) => { state.second = k; remember(); askBeside(); }));
 }
