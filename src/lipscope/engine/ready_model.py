@@ -152,13 +152,8 @@ class ReadyModel:
         if isinstance(model, Attention):
             return Ready(model)
         if not self._ready:
-<<<<<<< Updated upstream
-            self._check_unchanged()
-        sites = attention_sites(model, setting.modules, side=setting.side)
-=======
             self.check_unchanged()
-        sites = self.sites(model, setting)
->>>>>>> Stashed changes
+        sites = attention_sites(model, setting.modules, side=setting.side)
         closed = setting.fused and all(reader_of(site) for site in sites.values())
         own = choices(model)
         dtype, device = getattr(torch, setting.dtype), device_of(setting.device)
