@@ -35,6 +35,7 @@ def sections(threads: Sequence[int] = (1, 2)) -> dict[str, Pair]:
     import batching
     import certified
     import counts
+    import explore
     import flows
     import functional
     import large_models
@@ -68,6 +69,7 @@ def sections(threads: Sequence[int] = (1, 2)) -> dict[str, Pair]:
         "certificates": (certificates.measure, certificates.render),
         "sweeps": (scale.measure, scale.render),
         "page": (report.measure, report.render),
+        "explore": (explore.measure, explore.render),
         "control": (control.measure, control.render),
         "estimate": (control.measure_estimate, control.render_estimate),
         "certified": (certified.measure, certified.render),

@@ -188,7 +188,7 @@ def _constant(kind: str, content: bytes) -> Any:
 
 
 def _refused(status: int, text: str) -> Response:
-    return Response(text, status, media_type="text/plain")
+    return Response(text, status, {"connection": "close"}, media_type="text/plain")
 
 
 async def _json_of(request: Request) -> dict[str, Any] | None:

@@ -1,0 +1,145 @@
+"""The live page in a browser: from the last key to the first number and to all tight ones."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tables import ROOT, Raw, Section, Target, table
+
+# Model, tokens, most milliseconds to the first number and to all tight ones.
+CASES = (("minilm", 32, 150, 400), ("smollm2", 64, 500, 4000))
+ROUNDS, KEYS, MINUTE = 12, 20, 60  # questions a model, keys a second, seconds
+GROWTH = 64  # MB that are no growth: what torch and a browser's buffers keep
+WORDS = (
+    "Attention is the part of a Transformer that moves information between tokens, and a small "
+    "change in one of them can move the output of all the others by a surprising amount. How far "
+    "is what the local Lipschitz constant measures, layer by layer, at the text that is read."
+)
+
+
+def measure(quick: bool = False) -> Raw:
+    """Times of single questions, then of a minute of typing."""
+    sys.path.append(str(ROOT / "tests"))
+    from playwright.sync_api import sync_playwright
+
+    from browser import ARGUMENTS, find  # pyright: ignore[reportMissingImports]
+    from lipscope.explore import served
+
+    raw: Raw = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=find(), args=ARGUMENTS)
+        for name, tokens, *_ in CASES[: 1 if quick else None]:
+            server = served([name], text_of(name, tokens))
+            server.start()
+            page = browser.new_page()
+            page.goto(server.address)
+            drawn(page)
+            for k in range(3 if quick else ROUNDS):
+                page.locator("#text").focus()
+                page.keyboard.press("End" if k == 0 else "Backspace")
+                page.wait_for_timeout(600)
+                page.keyboard.type("abcdefghijkl"[k])
+                drawn(page)
+                raw.append({"model": name, "tokens": length(page)} | marks(page))
+            if name == CASES[0][0]:
+                raw.append({"model": name} | typed(page, 5 if quick else MINUTE))
+            page.close()
+            server.end()
+        browser.close()
+    return raw
+
+
+def text_of(name: str, tokens: int) -> str:
+    """The beginning of a text that has one token less, so that a letter more makes it whole."""
+    import lipscope as ls
+
+    tokenizer = ls.load_model(name).tokenizer
+    words = WORDS.split(" ")
+    best = max(k for k in range(len(words)) if count(tokenizer, words[:k]) < tokens)
+    return " ".join(words[:best]) + " "
+
+
+def count(tokenizer: Any, words: list[str]) -> int:
+    """Tokens of these words."""
+    return len(tokenizer(" ".join(words))["input_ids"])
+
+
+def drawn(page: Any) -> None:
+    """Wait until every number is tight and on the page."""
+    page.wait_for_selector("html[data-drawn=yes]", timeout=120e3)
+
+
+def length(page: Any) -> int:
+    """Tokens that were read."""
+    return page.evaluate("seen.asked.length")
+
+
+def marks(page: Any) -> dict[str, float]:
+    """Milliseconds from the key to what it made the page show."""
+    found = (
+        "Object.fromEntries(performance.getEntriesByType('mark').map((m) => [m.name, m.startTime]))"
+    )
+    at = page.evaluate(found)
+    return {name: round(at[name] - at["asked"], 1) for name in ("first", "tight")}
+
+
+def typed(page: Any, seconds: int) -> dict[str, float]:
+    """Twenty keys a second for so long: memory on the way, and the time after the last key."""
+    page.locator("#text").fill("")
+    began, keys, early = time.perf_counter(), 0, 0.0
+    while (now := time.perf_counter() - began) < seconds:
+        if not early and now > seconds / 4:
+            early = resident()
+        if keys % 120 == 0:
+            page.locator("#text").fill("")
+        page.keyboard.type(WORDS[keys % len(WORDS)])
+        keys += 1
+        time.sleep(max(0.0, began + keys / KEYS - time.perf_counter()))
+    drawn(page)
+    last = marks(page)["tight"]
+    grown = round(resident() - early, 1)
+    return {"typed": keys, "seconds": seconds, "last": last, "early": early, "grown": grown}
+
+
+def resident() -> float:
+    """Memory of this process, which serves and solves, in MB."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if "VmRSS" in x)
+    return int(line.split()[1]) / 1e3
+
+
+def render(raw: Raw) -> Section:
+    """Times in the browser, and what a minute of typing leaves."""
+    section = Section("The live page")
+    section.add(
+        "Milliseconds in the browser from the last key to the first interval and to all intervals "
+        f"tight and compared with the model: medians of {ROUNDS} questions that were not asked "
+        "before, with the largest in brackets."
+    )
+    lines = []
+    for name, tokens, first, tight in CASES:
+        some = [one for one in raw if one["model"] == name and "first" in one]
+        said = {}
+        for kind, most in (("first", first), ("tight", tight)):
+            values = [one[kind] for one in some]
+            said[kind] = f"{median(values):.0f} [{max(values):.0f}]" if values else "–"
+            reached = median(values) <= most if values else None
+            what = "the first number" if kind == "first" else "all layers tight"
+            target = f"live page: {name}, {tokens} tokens, {what} within {most} ms of the last key"
+            section.targets.append(Target(target, f"{said[kind]} ms", reached))
+        lines.append([name, some[0]["tokens"] if some else tokens, said["first"], said["tight"]])
+    section.add(table(["model", "tokens", "first, ms", "all tight, ms"], lines))
+    for one in (one for one in raw if "typed" in one):
+        section.add(
+            f"{one['typed']} keys in {one['seconds']} s: the last text was answered "
+            f"{one['last']:.0f} ms after its key; resident memory went from {one['early']:.0f} MB "
+            f"after a quarter of the time by {one['grown']:+.0f} MB."
+        )
+        said = f"{one['last']:.0f} ms after the last key, {one['grown']:+.0f} MB"
+        held = one["last"] <= 2 * CASES[0][3] and one["grown"] <= GROWTH
+        target = "live page: a minute of twenty keys a second leaves no queue, memory flat"
+        section.targets.append(Target(target, said, held))
+    return section
