@@ -35,7 +35,6 @@ def sections(threads: Sequence[int] = (1, 2)) -> dict[str, Pair]:
     import batching
     import certified
     import counts
-    import explore
     import flows
     import functional
     import large_models
@@ -50,6 +49,7 @@ def sections(threads: Sequence[int] = (1, 2)) -> dict[str, Pair]:
 
     import certificates
     import control
+    import explore
 
     rate = functools.partial(products.measure_rate, threads=threads)
     return {

@@ -17,11 +17,11 @@ from lipscope.charts.tokens import shaded_text
 from lipscope.pages.rows import report
 
 FOLDER = Path(__file__).parent / "images"
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # which find the browser
 
 
 def photograph(page: Path, image: Path) -> None:
     """The opening view of a report, at one and a half pixels a point."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
     from playwright.sync_api import sync_playwright
 
     from browser import ARGUMENTS, find
@@ -34,6 +34,68 @@ def photograph(page: Path, image: Path) -> None:
         opened.wait_for_function("document.documentElement.dataset.drawn === 'yes'")
         opened.screenshot(path=image)
         browser.close()
+
+
+def explored() -> None:
+    """The live page: every layer, a push, and typing as moving pictures."""
+    from io import BytesIO
+
+    from PIL import Image
+    from playwright.sync_api import sync_playwright
+
+    from browser import ARGUMENTS, find
+    from lipscope.explore import served
+
+    server = served(["minilm"])
+    server.start()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=find(), args=ARGUMENTS)
+        size = {"width": 1180, "height": 800}
+        page = browser.new_page(viewport=size, device_scale_factor=1.5, color_scheme="light")
+        page.goto(server.address)
+        page.wait_for_selector("html[data-drawn=yes]")
+        page.wait_for_timeout(500)
+        page.screenshot(path=FOLDER / "explore.png")
+        page.click("#panels >> text=Push it")
+        page.wait_for_selector("#push svg")
+        page.wait_for_selector("#words-tokens .reading")
+        page.locator("#pushed").screenshot(path=FOLDER / "explore-push.png")
+        small = {"width": 980, "height": 700}
+        page = browser.new_page(viewport=small, reduced_motion="reduce", color_scheme="light")
+        page.goto(server.address + "#text=The+film")
+        frames: list[tuple[Image.Image, int]] = []
+
+        def frame(milliseconds: int) -> None:
+            content = Image.open(BytesIO(page.screenshot())).convert("RGB")
+            frames.append((content.quantize(48, dither=Image.Dither.NONE), milliseconds))
+
+        page.wait_for_selector("html[data-drawn=yes]")
+        page.locator("#text").focus()
+        page.keyboard.press("End")
+        frame(900)
+        for words in (" was", " not", " good,", " and", " nobody", " said", " so."):
+            page.keyboard.type(words)
+            page.wait_for_selector("html[data-drawn=yes]")
+            frame(450)
+        frame(900)
+        for token in (0, 4):
+            page.locator("#in [role=option]").nth(token).click()
+            page.wait_for_selector("html[data-drawn=yes]")
+            frame(1400)
+        browser.close()
+    server.end()
+    first, *others = [image for image, _ in frames]
+    first.save(
+        FOLDER / "explore.gif",
+        save_all=True,
+        append_images=others,
+        duration=[milliseconds for _, milliseconds in frames],
+        loop=0,
+        optimize=True,
+    )
+    for name in ("explore.png", "explore-push.png"):  # few colours: a third of the bytes
+        with Image.open(FOLDER / name) as image:
+            image.convert("RGB").quantize(128).save(FOLDER / name, optimize=True)
 
 
 def compared(image: Path) -> None:
@@ -54,6 +116,7 @@ def compared(image: Path) -> None:
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
+    explored()
     compared(FOLDER / "compared.svg")
     with tempfile.TemporaryDirectory() as run:
         rows = ls.measure("minilm", lengths=[16, 32, 64, 128], samples=6, rest=True, out=run)
