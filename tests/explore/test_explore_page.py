@@ -290,10 +290,12 @@ def test_a_mistake_is_one_line_and_the_page_goes_on(opened: Opened) -> None:
 
 def test_a_notebook_shows_the_page_in_a_frame(browser: Browser) -> None:
     shown = ls.load_model(MODEL).explore(TEXT)
-    page = browser.new_page()
-    page.set_content(shown._repr_html_())
-    assert 'src="http://127.0.0.1:' in shown._repr_html_()
-    page.goto(shown.address)
-    page.wait_for_selector("html[data-drawn=yes]")
+    page, notebook = browser.new_page(), "http://localhost:8888/"
+    content = f"<!DOCTYPE html><title>A notebook</title>{shown._repr_html_()}"
+    page.route(notebook, lambda route: route.fulfill(content_type="text/html", body=content))
+    page.goto(notebook)
+    frame = page.frame_locator("iframe")
+    frame.locator("html[data-drawn=yes]").wait_for()
+    assert frame.locator("#layers tbody tr").count() == 3
     page.close()
     shown.end()

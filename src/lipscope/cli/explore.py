@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import webbrowser
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 
 from lipscope.cli import interrupts
 from lipscope.cli.options import Model
-from lipscope.cli.terminal import note, read_text
+from lipscope.cli.terminal import errors, note, read_text
 
 
 def explore(
@@ -31,4 +32,7 @@ def explore(
     note(f"{server.address}\nCtrl-C ends it.")
     if browser:
         webbrowser.open(server.address)
-    server.run()
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run()
+    errors.print("Stopped.")
+    raise typer.Exit(130)

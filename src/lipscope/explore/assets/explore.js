@@ -42,6 +42,7 @@ function askAll() {
   performance.clearMarks();
   performance.mark("asked");
   document.documentElement.dataset.drawn = "";
+  for (const [part, one] of running) if (part !== "all") one.abort();  // they were about what was there before
   remember();
   const fresh = { layers: new Map(), asked: null, done: false };
   ask("all", question(), (event) => {
@@ -494,7 +495,8 @@ function choose(change) {
   askAll();
 }
 function controls() {
-  const focused = document.activeElement?.closest?.("label")?.firstChild?.textContent;
+  const nameOf = (e) => e.closest("label")?.firstChild.textContent ?? e.textContent;
+  const focused = document.activeElement?.closest?.("#controls") ? nameOf(document.activeElement) : null;
   const plain = (some) => some.map((one) => [one, one]);
   fill("controls",
     D.models.length > 1 ? select("Model", state.model, D.models.map((m, k) => [k, m.name]), (model) => choose({ model })) : null,
@@ -506,7 +508,7 @@ function controls() {
     state.move === "all" && state.read === "all" ? null
       : make("button", { type: "button", onclick: () => { choose({ move: "all", read: "all" }); $("text").focus(); } }, "Move and read all"));
   $("model-name").textContent = D.models[state.model].name;
-  if (focused) [...document.querySelectorAll("#controls label")].find((l) => l.firstChild.textContent === focused)?.querySelector("select")?.focus();
+  if (focused) [...document.querySelectorAll("#controls :is(select, button)")].find((e) => nameOf(e) === focused)?.focus();
 }
 const toggle = (name, on, change) => make("button", { type: "button", "aria-pressed": String(on), onclick: () => change(!on) }, name);
 
