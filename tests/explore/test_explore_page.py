@@ -103,6 +103,7 @@ def test_a_held_token_and_read_outputs_are_those_of_measure(opened: Opened) -> N
     n = page.locator("#in [role=option]").count()
     scope = f"0:1,3:{n - 1}"
     assert page.locator("#in [aria-selected=false]").count() == 1
+    page.locator("#out").scroll_into_view_if_needed()
     first, last = (page.locator("#out [role=option]").nth(k).bounding_box() for k in (1, 3))
     assert first is not None and last is not None
     page.mouse.move(first["x"] + 2, first["y"] + 4)

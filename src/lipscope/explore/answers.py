@@ -152,15 +152,14 @@ def _one_layer(model: OpenModel, asked: Question) -> dict[str, Any]:
 
 def _certified(model: OpenModel, asked: Question, check: Check, tell: Tell) -> Iterator[Event]:
     def told(text: str) -> None:
+        check()
         tell({"event": "progress", "text": text})
 
-    with _Interruptible(check):
-        found = model.decision(asked.text, between=asked.texts or None)
-        tell({"event": "decision", **{one: getattr(found, one) for one in _DECIDED}})
-        for tokens in found.groups(asked.ball, None):  # pyright: ignore[reportArgumentType]
-            one = found.certified(asked.ball, tokens, told)  # pyright: ignore[reportArgumentType]
-            yield {"event": "decision", **{name: getattr(found, name) for name in _DECIDED}}
-            yield {"event": "certificate", **_plain(one)}
+    found = model.decision(asked.text, between=asked.texts or None)
+    yield {"event": "decision", **{name: getattr(found, name) for name in _DECIDED}}
+    ball: Any = asked.ball
+    for tokens in found.groups(ball, None):
+        yield {"event": "certificate", **_plain(found.certified(ball, tokens, told))}
 
 
 _DECIDED = ("answer_name", "runner_up_name", "by", "margin", "words")

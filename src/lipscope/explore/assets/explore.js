@@ -100,7 +100,10 @@ const placeOf = (v) => 100 * Math.min(Math.max(Math.log(v / axis[0]) / Math.log(
 function drawAxis() {
   const ticks = [];
   for (let p = 10 ** Math.floor(Math.log10(axis[0])); p <= axis[1]; p *= 10) ticks.push(...[1, 2, 5].map((s) => s * p));
-  const some = ticks.filter((t) => t >= axis[0] * 0.999 && t <= axis[1] * 1.001);
+  const room = 2600 / Math.max($("axis").clientWidth, 1);  // of one number, in hundredths of the axis
+  let last = -Infinity;
+  const some = ticks.filter((t) => t >= axis[0] * 0.999 && t <= axis[1] * 1.001)
+    .filter((t) => { const far = placeOf(t) - last >= room; if (far) last = placeOf(t); return far; });
   fill("axis", ...some.map((t) => { const mark = make("span", {}, number(t, 1).replace(/\.0$/, "")); mark.style.left = `${placeOf(t)}%`; return mark; }));
 }
 
