@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -63,7 +64,7 @@ def text_of(name: str, tokens: int) -> str:
     return " ".join(words[:best]) + " "
 
 
-def count(tokenizer: Any, words: list[str]) -> int:
+def count(tokenizer: Any, words: Sequence[str]) -> int:
     """Tokens of these words."""
     return len(tokenizer(" ".join(words))["input_ids"])
 
