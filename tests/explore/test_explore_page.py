@@ -15,6 +15,7 @@ from lipscope.explore import Server, served
 
 SIZES = "hidden_size=24,num_attention_heads=3,num_hidden_layers=3,intermediate_size=32"
 MODEL = f"random:bert:{SIZES},vocab_size=300,max_position_embeddings=64"
+PHONE = {"width": 390, "height": 844}
 TEXT = "It was late, and nobody came."
 
 
@@ -95,6 +96,26 @@ def test_numbers_follow_the_text_and_are_those_of_measure(opened: Opened) -> Non
         assert row.upper is not None and row.upper <= high <= 1.001 * row.upper
 
 
+def test_a_held_token_and_read_outputs_are_those_of_measure(opened: Opened) -> None:
+    page = opened.page
+    page.locator("#in [role=option]").nth(2).click()
+    opened.drawn()
+    n = page.locator("#in [role=option]").count()
+    scope = f"0:1,3:{n - 1}"
+    assert page.locator("#in [aria-selected=false]").count() == 1
+    page.locator("#out").scroll_into_view_if_needed()
+    first, last = (page.locator("#out [role=option]").nth(k).bounding_box() for k in (1, 3))
+    assert first is not None and last is not None
+    page.mouse.move(first["x"] + 2, first["y"] + 4)
+    page.mouse.down()
+    page.mouse.move(last["x"] + 2, last["y"] + 4, steps=4)
+    page.mouse.up()
+    opened.drawn()
+    found = page.evaluate("[...seen.layers.values()].map((one) => one.row)")
+    expected = measured(TEXT, move=scope, read="1:3")
+    assert [(row["id"], row["sigma"], row["upper"]) for row in found] == said(expected)
+
+
 def test_single_heads_are_those_of_measure(opened: Opened) -> None:
     opened.page.click("text=Single heads")
     opened.page.wait_for_selector("#heads tbody tr:nth-child(3):not(.rough)")
@@ -131,6 +152,35 @@ def test_a_push_and_its_direction_in_words(opened: Opened) -> None:
     along = [one for one in expected.steps if one.direction == "+v"]
     assert [eps for eps, _ in found] == pytest.approx([one.eps for one in along])
     assert [change for _, change in found] == pytest.approx([one.layer for one in along], rel=1e-6)
+
+
+def test_a_second_text_stands_beside_the_first(opened: Opened) -> None:
+    page = opened.page
+    page.click("#panels >> text=Compare")
+    page.fill("#beside", "Somebody came early.")
+    page.wait_for_selector("#differences tbody tr:nth-child(3)")
+    shown = [one.split("\t")[2] for one in page.locator("#differences tbody tr").all_inner_texts()]
+    for text, row in zip(shown, measured("Somebody came early."), strict=True):
+        low, _ = map(float, text.strip("[]").split(", "))
+        assert row.sigma == pytest.approx(low, rel=1e-3)
+    # Attention of a random model is nearly uniform: sigma hardly depends on the text.
+    assert "interval" in page.inner_text("#differs")
+
+
+@pytest.mark.slow
+def test_a_certified_radius_is_that_of_the_model_and_below_its_attack(browser: Browser) -> None:
+    name = "random:bert:hidden_size=8,num_attention_heads=2,num_hidden_layers=1,intermediate_size=8"
+    server = served([name], "No.")
+    server.start()
+    window = Opened(browser, server, "#panel=certify&among=Yes.%0AMaybe+so.")
+    window.page.click("#certify-controls >> text=Certify")
+    window.page.wait_for_selector("#certified div:nth-child(2)", timeout=300_000)
+    found = ls.load_model(name).decision("No.", between=["Yes.", "Maybe so."]).certify("joint")
+    said = window.page.locator("#certified dd").nth(1).evaluate("(e) => e.firstChild.textContent")
+    assert 0.98 * found.radius <= float(said) <= found.radius
+    assert found.attack is None or float(said) <= found.attack
+    window.close()
+    server.end()
 
 
 def test_a_link_brings_back_what_was_shown(browser: Browser, server: Server) -> None:
@@ -195,7 +245,7 @@ def test_two_windows_ask_at_a_time(browser: Browser, server: Server) -> None:
         window.close()
 
 
-@pytest.mark.parametrize("how", [{}, {"color_scheme": "dark"}])
+@pytest.mark.parametrize("how", [{}, {"color_scheme": "dark"}, {"viewport": PHONE}])
 def test_axe_finds_nothing_wrong(browser: Browser, server: Server, how: dict) -> None:
     window = Opened(browser, server, "#heads=true&panel=push", **how)
     window.page.wait_for_selector("#words-tokens .reading")
@@ -207,8 +257,7 @@ def test_axe_finds_nothing_wrong(browser: Browser, server: Server, how: dict) ->
         found += [(one["id"], one["nodes"][0]["html"]) for one in result.response["violations"]]
     wide = window.page.evaluate("document.documentElement.scrollWidth - innerWidth")
     window.close()
-    assert found == []
-    assert wide <= 0  # nothing sticks out, on a phone either
+    assert (found, wide <= 0) == ([], True)  # nothing sticks out
 
 
 def test_the_keyboard_reaches_everything(opened: Opened) -> None:
@@ -240,3 +289,16 @@ def test_a_mistake_is_one_line_and_the_page_goes_on(opened: Opened) -> None:
     assert "\n" not in page.inner_text("#problem")
     opened.type("It goes on.")
     assert page.locator("#problem").is_hidden()
+
+
+def test_a_notebook_shows_the_page_in_a_frame(browser: Browser) -> None:
+    shown = ls.load_model(MODEL).explore(TEXT)
+    page, notebook = browser.new_page(), "http://localhost:8888/"
+    content = f"<!DOCTYPE html><title>A notebook</title>{shown._repr_html_()}"
+    page.route(notebook, lambda route: route.fulfill(content_type="text/html", body=content))
+    page.goto(notebook)
+    frame = page.frame_locator("iframe")
+    frame.locator("html[data-drawn=yes]").wait_for()
+    assert frame.locator("#layers tbody tr").count() == 3
+    page.close()
+    shown.end()
