@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -293,12 +295,25 @@ def test_a_mistake_is_one_line_and_the_page_goes_on(opened: Opened) -> None:
 
 def test_a_notebook_shows_the_page_in_a_frame(browser: Browser) -> None:
     shown = ls.load_model(MODEL).explore(TEXT)
-    page, notebook = browser.new_page(), "http://localhost:8888/"
-    content = f"<!DOCTYPE html><title>A notebook</title>{shown._repr_html_()}"
-    page.route(notebook, lambda route: route.fulfill(content_type="text/html", body=content))
-    page.goto(notebook)
-    frame = page.frame_locator("iframe")
-    frame.locator("html[data-drawn=yes]").wait_for()
-    assert frame.locator("#layers tbody tr").count() == 3
-    page.close()
+    content = f"<!DOCTYPE html><title>A notebook</title>{shown._repr_html_()}".encode()
+
+    class Notebook(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-type", "text/html")
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Notebook) as notebook:
+        threading.Thread(target=notebook.serve_forever, daemon=True).start()
+        page = browser.new_page()
+        page.goto(f"http://127.0.0.1:{notebook.server_port}/")
+        frame = page.frame_locator("iframe")
+        frame.locator("html[data-drawn=yes]").wait_for()
+        assert frame.locator("#layers tbody tr").count() == 3
+        page.close()
+        notebook.shutdown()
     shown.end()
