@@ -304,7 +304,7 @@ def test_a_notebook_shows_the_page_in_a_frame(browser: Browser) -> None:
             self.end_headers()
             self.wfile.write(content)
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:
             pass
 
     with HTTPServer(("127.0.0.1", 0), Notebook) as notebook:
