@@ -262,8 +262,8 @@ def certify_map(
     Source: derived here; ``docs/theory/ball-certificate.md``, section 9.
 
     >>> from lipscope import DotProduct
-    >>> layer = DotProduct(torch.eye(2), torch.eye(2), torch.eye(2))
-    >>> mean_added = Chain((Branch(layer),))
+    >>> eye = torch.eye(2, dtype=torch.float64)
+    >>> mean_added = Chain((Branch(DotProduct(eye, eye, eye)),))
     >>> found = certify_map(mean_added, torch.zeros(3, 2), eps=1e-9)
     >>> round(found.value, 6), round(found.sigma_bound, 6)
     (2.0, 2.0)

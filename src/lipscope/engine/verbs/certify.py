@@ -176,7 +176,7 @@ def certify(
             row = rows[head or 0]
             if row.sigma is None or row.upper is None:
                 raise InputError(f"No certificate: {row.error or row.note}.")
-            sigma, x = (row.sigma, row.upper), at.x.double()
+            sigma, x = (row.sigma, row.upper), at.x.double().cpu()
             kind: Any = {"eps": eps, "ball": ball, "seed": row.seed, **attempts}
             kind |= {"head": head, "map": map} if map in _OF_ATTENTION else {}
             with at.window.ready():
