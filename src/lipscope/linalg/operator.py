@@ -84,10 +84,7 @@ def over_leading(product: Product, event_dims: int) -> Product:
     def batched(e: Tensor) -> Tensor:
         if e.ndim == event_dims:
             return product(e)
-        lead = e.shape[: e.ndim - event_dims]
-        flat = e.reshape(-1, *e.shape[e.ndim - event_dims :])
-        out = torch.stack([product(one) for one in flat])
-        return out.reshape(*lead, *out.shape[1:])
+        return torch.stack([batched(one) for one in e])
 
     return batched
 

@@ -48,7 +48,7 @@ class Recorder(contextlib.ExitStack):
     def around(
         self, module: nn.Module, start: Callable[..., Any], finish: Callable[..., Any]
     ) -> None:
-        """Both."""
+        """Call ``start`` before and ``finish`` after every call, as these two do."""
         self.before(module, start)
         self.after(module, finish)
 
