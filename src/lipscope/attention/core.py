@@ -8,6 +8,7 @@ are here, once; so are the scores that variants share.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar, Unpack
 
 import torch
@@ -163,13 +164,11 @@ class Attention(Layer):
             options |= {name: None if t is None else wide(t) for name, t in others.items()}
             single = self.in_double().to(x.device, torch.float32)
             op = single.linearise(wide(x), memory=memory, **options)
-            return Operator(
-                lambda e: op.matvec(wide(e)).to(x.dtype),
-                lambda g: op.rmatvec(wide(g)).to(x.dtype),
-                op.in_shape,
-                op.out_shape,
-                x.dtype,
-                x.device,
+            return replace(
+                op,
+                matvec=lambda e: op.matvec(wide(e)).to(x.dtype),
+                rmatvec=lambda g: op.rmatvec(wide(g)).to(x.dtype),
+                dtype=x.dtype,
             )
         at = Linearised(self, x, memory, context=context, log_weights=log_weights, **options)
         doubt = at.doubt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -525,17 +525,13 @@ class Replayed:
         if map == "heads":
             return heads
         projection = projection_by_head(self.call)
-        return compose(
-            Operator(
-                lambda e: e @ projection.mT,
-                lambda g: g @ projection,
-                heads.out_shape,
-                (heads.out_shape[0], projection.shape[1]),
-                heads.dtype,
-                heads.device,
-            ),
+        out = replace(
             heads,
+            matvec=lambda e: e @ projection.mT,
+            rmatvec=lambda g: g @ projection,
+            out_shape=(heads.out_shape[0], projection.shape[1]),
         )
+        return compose(out, heads)
 
     def _by_head(self, op: Operator) -> Operator:
         """The Jacobian of `heads`, each of which moves by itself."""
@@ -555,14 +551,8 @@ class Replayed:
                 padded[h, :, h * width : (h + 1) * width] = g[h]
             return op.rmatvec(padded)
 
-        return Operator(
-            over_leading(matvec, 3),
-            over_leading(rmatvec, 3),
-            op.in_shape,
-            (n, width),
-            op.dtype,
-            op.device,
-        )
+        products = {"matvec": over_leading(matvec, 3), "rmatvec": over_leading(rmatvec, 3)}
+        return replace(op, **products, out_shape=(n, width))
 
 
 class TokenModule:
