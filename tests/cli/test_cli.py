@@ -186,7 +186,8 @@ def test_as_a_user_calls_it(tmp_path):
     """In a process of its own: the installed command, standard streams, no progress bar."""
     (tmp_path / "text.txt").write_text(TEXT)
     model = GPT2 + ",vocab_size=300"  # transformers warns about the ids of special tokens
-    result = in_a_process(tmp_path, model, "--text", "text.txt", *SHORT, "--jsonl", "--out", "run")
+    options = ["--text", "text.txt", *SHORT, "--jsonl", "--out", "run", "--figures"]
+    result = in_a_process(tmp_path, model, *options)
     assert result.status == 0, result.err
     assert [list(v) for v in result.rows] == [KEYS] * 4
     assert "\r" not in result.err and "\x1b" not in result.err

@@ -117,7 +117,7 @@ def test_too_short_a_text_says_how_many_tokens_it_takes(lipscope):
         f"at least {300 * (8 + 16)} tokens",
         f"Found {len(TEXT)}",
     )
-    options = ["minilm", "--text", "-", "--samples", "1", "--layers", "0", "--lengths", "6"]
+    options = ["minilm", "--text", "-", "--samples", "1", "--layers", "0", "--lengths", "8"]
     refused(lipscope(*options, stdin=b"the quick brown fox jumps"), "at least 6 tokens", "Found 5")
     fits = lipscope(*options, "--out", "run", stdin=b"the quick brown fox jumps over")
     assert fits.status == 0, fits.err

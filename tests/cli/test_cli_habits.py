@@ -131,7 +131,7 @@ OPEN = {"lengths": ("64", "16,64,256"), "length": (64,), "samples": (10, 1)}
 OPEN |= {"random": (20,), "ascents": (2,)}  # the command attacks its certificate unasked
 # What only a command has: files, streams, what is printed, what chooses between two verbs.
 ONLY_HERE = {"help", "force", "jsonl", "out", "text", "images", "like_text", "list", "dry_run"}
-ONLY_HERE |= {"budget", "read_out", "between", "pool", "decision"}
+ONLY_HERE |= {"budget", "read_out", "between", "pool", "decision", "figures"}
 # Behind one command.
 SEVERAL = {"attack": ("attack_text",), "certify": ("certify_decision",)}
 
@@ -155,7 +155,7 @@ def _defaults(name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", sorted({*NAMES} - {"theorems", "rows", "doctor"}))
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"theorems", "rows", "doctor", "explore"}))
 def test_the_command_has_the_defaults_of_the_verb(name: str) -> None:
     own = _defaults(name)
     own["layers"] = own["layer"] if name == "directions" else own["layers"]

@@ -539,7 +539,9 @@ def test_a_page_has_the_sections_that_its_folders_fill(anew: Opened) -> None:
     assert [text.strip() for text in shaded.all_inner_texts()] == ["[CLS]", "cat"]
     assert shaded.nth(1).get_attribute("class") == "top"
     together = anew.page.locator("#decided-balls tbody tr").all_inner_texts()
-    assert [text.split("\t") for text in together] == [["all together", "2", "0.1", "0.9", "3"]]
+    assert [text.split("\t") for text in together] == [
+        ["all together", "2", "0.1000", "0.9000", "3"]
+    ]
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (420, "light")])

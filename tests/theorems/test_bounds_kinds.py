@@ -51,7 +51,8 @@ VARIANTS = (
     "normalised",
     "divided",
 )
-COSTLY = {"row_gram", "row_gram_joint", "castin_lemma_3_8"}  # a second each: asked now and then
+# A second each: asked now and then.
+COSTLY = {"row_gram", "row_gram_joint", "castin_lemma_3_8", "sink_column_upper"}
 EXTRAS = ("plain", "causal", "masked", "biased", "heads", "heads, causal", "heads, masked")
 
 

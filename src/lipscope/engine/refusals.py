@@ -10,8 +10,8 @@ from lipscope.engine.checks import Entries, items, layers
 from lipscope.engine.spec import AXES, CHECKS
 from lipscope.sources import check_device, check_model, read_text
 
-# Whose words stand in rooms that bring torch.
-_LATER = ("metrics", "side", "inputs", "theorems")
+# Whose words stand in rooms that bring torch, or mean something else to a verb.
+_LATER = ("metrics", "side", "inputs", "theorems", "tokens")
 
 
 def refuse_early(model: str, options: Mapping[str, Any]) -> None:

@@ -63,6 +63,7 @@ class Server:
         self._token = secrets.token_urlsafe(24)
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._socket.bind((HOST, 0))
+        self._socket.listen()  # whoever comes before the server runs waits for it
         self._host = f"{HOST}:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(
             _Guard(self._app(), self._host, self._token, self._policy()),
