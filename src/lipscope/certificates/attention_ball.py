@@ -21,7 +21,7 @@ from lipscope.certificates.attention_at import (
     extreme_size,
     graded,
 )
-from lipscope.certificates.forms import added, norm_above, top_value, weighted_gram
+from lipscope.certificates.forms import about, added, norm_above, top_value, weighted_gram
 
 PIECES = 16  # radii of the grid on which what grows with the radius is bounded
 
@@ -458,7 +458,7 @@ def _sizes(forms: Sequence[Float[Tensor, "p p"]]) -> float:
 
 def _product(left: Float[Tensor, "p p"], right: Float[Tensor, "p p"]) -> Float[Tensor, "p p"]:
     """A form ``>= 2 (L(f) R(f))^(1/2)`` for forms that are not negative: ``θ L + R / θ``."""
-    sizes = top_value(left) + TINY, top_value(right) + TINY
+    sizes = about(left) + TINY, about(right) + TINY
     theta = (sizes[1] / sizes[0]).sqrt()
     return theta * left + right / theta
 

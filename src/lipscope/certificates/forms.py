@@ -63,6 +63,15 @@ def _top_by_cholesky(gram: Float[Tensor, "m m"]) -> Tensor:
         step *= 2
 
 
+def about(form: Float[Tensor, "m m"]) -> Tensor:
+    """Largest eigenvalue of a positive semidefinite matrix, roughly: for weights, never a bound."""
+    v = _start(len(form))[:, :1].to(form.dtype)
+    for _ in range(4):
+        v = form @ v
+        v = v / (v.norm() + 1e-300)
+    return (form @ v).norm()
+
+
 def norm_above(m: Float[Tensor, "*b k p"]) -> Float[Tensor, "*b"]:
     """Spectral norms, from above."""
     return top_value(m @ m.mT if m.shape[-2] <= m.shape[-1] else m.mT @ m).sqrt()
@@ -141,7 +150,7 @@ def young(*sizes: float) -> list[float]:
 
 def added(forms: Sequence[Float[Tensor, "m m"]]) -> Float[Tensor, "m m"]:
     """A form ``>= (sum_k F_k(f)^(1/2))^2`` of forms that are not negative."""
-    w = young(*(float(top_value(form)) ** 0.5 for form in forms))
+    w = young(*(float(about(form)) ** 0.5 for form in forms))
     return torch.stack([form / share for form, share in zip(forms, w, strict=True)]).sum(0)
 
 
