@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from lipscope import InputError
 from lipscope_experiments import reproduce
 from lipscope_experiments.certified import decisions
 from lipscope_experiments.certified.classifiers import Classifier, Recipe, Trained, described
@@ -126,7 +125,6 @@ def test_findings_say_what_was_decided(tmp_path, monkeypatch) -> None:
     named = lambda _, name: lambda keep: Recipe.of(name if name[0] in "ANS" else "N3")  # noqa: E731
     monkeypatch.setattr(decisions, "_source", named)
     monkeypatch.setattr(decisions, "decided", _records)
-    monkeypatch.setattr(decisions, "_of_models", lambda *_: None)
     found = reproduce("certified/decisions", out=tmp_path)
     assert "N2: 1.25 (1.25 to 1.25)" in found.claims[0].found
     assert "N2: 0.25" in found.claims[1].found
@@ -142,21 +140,16 @@ def test_findings_say_what_was_decided(tmp_path, monkeypatch) -> None:
 
 
 def test_what_is_not_there_is_left_out(tmp_path, monkeypatch) -> None:
-    """In one line each: texts, DeepT's folder, models."""
+    """In one line each: texts, DeepT's folder."""
     monkeypatch.setattr(decisions, "_FULL", {"N1": (1, 1), "N1-prose": (1, 1), "DeepT-1": (0, 1)})
     monkeypatch.setattr(Trained, "of", lambda name, *_: Recipe.of(name))
     monkeypatch.setattr(decisions, "decided", _records)
     monkeypatch.delenv("LIPSCOPE_DEEPT", raising=False)
 
-    def nothing(name: str) -> None:
-        raise InputError("no such model")
-
-    monkeypatch.setattr("lipscope_experiments.experiment.load_model", nothing)
     found = reproduce("certified/decisions", out=tmp_path)
     said = " ".join(found.remarks)
     assert "N1-prose was left out" in said
     assert "LIPSCOPE_DEEPT names no folder" in said
-    assert "no such model" in said
 
 
 def test_the_benchmark_says_what_was_decided(monkeypatch) -> None:

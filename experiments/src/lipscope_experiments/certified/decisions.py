@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lipscope import InputError, OpenModel
 from lipscope.certificates import NetworkBall, certify_network
 from lipscope.charts import Panel, Series
 from lipscope_experiments.certified.classifiers import LICENCES, Recipe, Trained, described
@@ -49,7 +48,6 @@ _FULL = {
     "N3": (1, 0),
 }
 _POINTS = 100_000  # at which the bounds of a network are held against its margins
-_LENGTH = 16  # tokens of the pre-trained models
 
 
 @experiment(
@@ -58,7 +56,7 @@ _LENGTH = 16  # tokens of the pre-trained models
     cite="derived here",
 )
 def decisions(study: Study) -> None:
-    """Small classifiers of one to three blocks, DeepT's, MiniLM, SmolLM2: certified, attacked."""
+    """Small classifiers of one to three blocks, and DeepT's: certified and attacked."""
     plan, found, missing = study.pick(_QUICK, _FULL), list[Record](), list[str]()
     with tempfile.TemporaryDirectory() as folder:
         for name, counts in plan.items():
@@ -112,8 +110,6 @@ def decisions(study: Study) -> None:
             },
         },
     )
-    if not study.quick:
-        _of_models(study, missing)
     study.remark(
         "A: attention, mean pool, linear head; N, S: post-norm blocks of four heads and a ReLU "
         "network, without variance in their norms and with standard LayerNorm; then the number of "
@@ -121,8 +117,7 @@ def decisions(study: Study) -> None:
         "two works of prose where the name says so; the inputs are correctly classified held-out "
         "windows in an order drawn once. DeepT: certifiably trained networks (Bonaert et al. 2021) "
         "of 1 and 3 blocks, d = 64, on sentences of SST.",
-        "l2 balls of the embeddings. The token that moves is that of the largest gradient, the "
-        "second one in pre-trained models. The "
+        "l2 balls of the embeddings. The token that moves is that of the largest gradient. The "
         "attack's radius is that of the smallest flip found, an upper value. A dash: no bound for "
         "an operation of the network.",
         *([] if peer() else ["CROWN and IBP were left out: auto_LiRPA cannot be imported."]),
@@ -146,56 +141,6 @@ def _source(study: Study, name: str) -> Source | str:
     if len(texts) < 2:
         return f"{name} was left out: one of its two texts is not there."
     return lambda keep: Trained.of(name, texts, keep)
-
-
-def _of_models(study: Study, missing: list[str]) -> None:
-    """MiniLM's nearest neighbour and SmolLM2's next token, the whole model and its last block."""
-
-    def one(model: str, at_layer: int, ball: Ball) -> Record:
-        asked: Record = {"between": _BETWEEN} if model == "minilm" else {}
-        decision = OpenModel(study.load(model)).decision(
-            study.texts[0].content, at_layer=at_layer, length=_LENGTH, **asked
-        )
-        about = {"answer": decision.answer_name, "margin": decision.margin}
-        try:
-            (tokens,) = decision.groups(ball, [1] if ball == "token" else None)
-            found = decision.certified(ball, tokens)
-        except InputError as why:
-            return about | {"why": str(why)}
-        return about | {"ours": found.radius, "attack": found.attack, "seconds": found.seconds}
-
-    names = [{"model": "minilm", "at_layer": k} for k in (0, 5)]
-    names += [{"model": "smollm2", "at_layer": k} for k in (0, 29)]
-    keys = [{**name, "ball": ball} for name in names for ball in BALLS]
-    try:
-        found = study.values("models", keys, one)
-    except InputError as why:  # a model that is not there
-        missing.append(str(why))
-        return
-    study.table(
-        f"Pre-trained models at {_LENGTH} tokens: the nearest of three texts, the next token",
-        found,
-        {
-            "model": "model",
-            "tokens move before layer": "at_layer",
-            "ball": "ball",
-            "answer": "answer",
-            "certified": lambda r: _or_dash(r.get("ours")),
-            "attack": lambda r: _or_dash(r.get("attack")),
-            "certified / attack": lambda r: _or_dash(
-                r["ours"] / r["attack"] if r.get("attack") else None
-            ),
-            "seconds": lambda r: _or_dash(r.get("seconds")),
-            "why not": lambda r: r.get("why", ""),
-        },
-    )
-
-
-_BETWEEN = ("programs and their functions", "a story for children", "the weather tomorrow")
-
-
-def _or_dash(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}"
 
 
 def _draw(study: Study, found: Sequence[Record]) -> None:
