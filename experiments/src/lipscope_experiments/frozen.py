@@ -11,7 +11,6 @@ from scipy.linalg import eigh
 from torch import Tensor
 
 from lipscope import Attention, Operator, top_singular
-from lipscope.attention import product_norm
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,11 @@ def frozen_column(layer: Attention, x: Float[Tensor, "n d"]) -> FrozenColumn:
     own = received.diagonal(dim1=1, dim2=2)  # (s, h): Σ_i P_h,is²
     mass = float((written / written.sum() * own[token]).sum() / n)
     best, places = own.max(0)
+    folded = torch.linalg.qr(output.transpose(0, 1), mode="r").R @ value  # as large as O_h V_h
+    norms = torch.linalg.matrix_norm(folded, 2)
     heads = [
-        (int(s), math.sqrt(float(m) / n), float(m.sqrt() * product_norm(output[:, h].T, value[h])))
-        for h, (s, m) in enumerate(zip(places, best, strict=True))
+        (int(s), math.sqrt(float(m) / n), float(m.sqrt() * norm))
+        for s, m, norm in zip(places, best, norms, strict=True)
     ]
     top = math.sqrt(max(float(square), 0.0))
     return FrozenColumn(token, top, math.sqrt(mass), float(p[..., token].mean()), tuple(heads))

@@ -320,11 +320,12 @@ def _of_group(laws: Sequence[LayerLaw], constant: float) -> str:
     errors |= {f"{constant:.2f}, the mean stated": _errors(laws, lambda _: constant)}
     measured, predicted = ([law.means[n] for law in laws] for n in (MEASURED, PREDICTED))
     ranked = rank_correlation(predicted, measured)[0] if len(laws) > 2 else math.nan
+    agreed = f"{ranked:.2f}" if math.isfinite(ranked) else "–"
     signed = fmean(p - m for p, m in zip(predicted, measured, strict=True))
     said = ", ".join(f"{name} {value:.3f}" for name, value in errors.items())
     return (
-        f"{len(laws)} layers; mean absolute error: {said}; mean error of the law {signed:+.3f}; "
-        f"rank correlation {ranked:.2f}"
+        f"{len(laws)} {'heads' if laws[0].head is not None else 'layers'}; mean absolute error: "
+        f"{said}; mean error of the law {signed:+.3f}; rank correlation {agreed}"
     )
 
 
@@ -363,7 +364,8 @@ def _of_law(study: Study, laws: Sequence[LayerLaw], heads: Sequence[LayerLaw]) -
         "random weights, all layers": [law for law in laws if law.is_random],
     }
     for about, mine in groups.items():
-        study.claim(about, "no sink: the law says nothing", _of_group(mine, constant))
+        told = "small: it was stated on them" if mine is stated else "nothing, unless one is a sink"
+        study.claim(about, told, _of_group(mine, constant))
     for kind, sink in (("sinks", True), ("no sinks", False)):
         mine = [head for head in heads if head.is_sink is sink]
         study.claim(f"heads by themselves, {kind}", "as for layers", _of_group(mine, constant))
