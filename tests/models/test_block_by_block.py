@@ -16,6 +16,7 @@ from lipscope import InputError
 from lipscope.models import loading, stored_weights
 from lipscope.models.stored_weights import StoredWeights
 from lipscope.models.tracing import resident_weights
+from lipscope.models.tracing.map_endpoints import MapEndpoints
 
 IDS = torch.randint(3, 200, (1, 10), generator=torch.Generator().manual_seed(0))
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -301,3 +302,131 @@ def test_a_model_of_ones_own_is_not_a_stored_one(folders: dict[str, str], small:
     loaded = ls.load_model(folders["llama"]).loaded
     assert loaded.stored is not None and replace(loaded, name="other").stored is not None
     assert replace(loaded, model=nn.Linear(2, 2)).stored is None
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_windows_pass_a_block_together(
+    family: str, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = torch.randint(3, 200, (3, 10), generator=torch.Generator().manual_seed(1))
+    several = {"input_ids": ids}
+    if family in _SIDES:
+        several["decoder_input_ids"] = ids[:, :6]
+    alone = [
+        ls.measure(folders[family], {k: v[i : i + 1] for k, v in several.items()}, layers=[1])[0]
+        for i in range(3)
+    ]
+    names = read_names(monkeypatch)
+    rows = ls.measure(folders[family], several, layers=[1])
+    assert [row.sigma for row in rows] == pytest.approx([row.sigma for row in alone], rel=1e-6)
+    of_blocks = [name for name in names if "layers.0." in name or "block.0." in name]
+    assert len(of_blocks) == len(set(of_blocks)) > 0  # once for all windows
+    assert not any("layers.1.mlp.up" in name for name in names)  # behind the attention
+
+
+@pytest.mark.usefixtures("small")
+def test_a_window_that_fails_does_not_stop_the_others(folders: dict[str, str]) -> None:
+    model = ls.load_model(folders["llama"])
+    ids = torch.cat([IDS, IDS + 1, torch.full_like(IDS, 10_000)])
+    with pytest.raises(InputError, match="forward pass"):
+        ls.measure(model, {"input_ids": ids}, layers=[1])
+    assert torch.get_default_dtype() == torch.float32
+    (row,) = ls.measure(model, {"input_ids": IDS}, layers=[1])
+    assert row.sigma is not None
+
+
+def read_keys(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    keys: list[str] = []
+    opened = StoredWeights._opened
+
+    def noted(self: StoredWeights, some: Any) -> Any:
+        keys.extend(some)
+        return opened(self, some)
+
+    monkeypatch.setattr(StoredWeights, "_opened", noted)
+    return keys
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_only_experts_of_the_tokens_are_read(
+    family: str, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = read_keys(monkeypatch)
+    model = ls.load_model(folders[family])
+    for token in (7, 8):  # each goes to two of four experts
+        keys.clear()
+        ls.measure(model, {"input_ids": torch.tensor([[token]])}, layers=[1])
+        of_experts = [key.partition("experts.")[2] for key in keys if ".experts." in key]
+        assert len({key.split(".")[0] for key in of_experts}) == 2
+        assert len(of_experts) == len(set(of_experts)) == 2 * 3  # of the first block alone
+
+
+@pytest.mark.usefixtures("small")
+def test_pickles_are_mapped(tmp_path: Path, folders: dict[str, str], whole: Any) -> None:
+    model = model_of("llama")
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(InputError, match="only as a pickle"):
+        ls.load_model(tmp_path)
+    loaded = ls.load_model(tmp_path, allow_pickle=True)
+    assert loaded.loaded.stored is not None
+    rows = asked(loaded, "llama", layers=[0, 1])
+    expected = whole["llama", "attention"][:2]
+    assert [row.sigma for row in rows] == pytest.approx(expected, rel=1e-6)
+    torch.save(
+        model.state_dict(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False
+    )
+    assert ls.load_model(tmp_path, allow_pickle=True).loaded.stored is None
+
+
+@pytest.mark.usefixtures("small")
+def test_a_hub_id_in_the_cache_is_read_block_by_block(
+    tmp_path: Path, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, whole: Any
+) -> None:
+    from huggingface_hub import constants
+
+    commit, home = "0123456789" * 4, tmp_path / "models--someone--llama"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text(commit)
+    (home / "snapshots").mkdir()
+    (home / "snapshots" / commit).symlink_to(folders["llama"])
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    loaded = ls.load_model("someone/llama")
+    assert loaded.loaded.stored is not None and loaded.loaded.revision == commit
+    (row,) = asked(loaded, "llama", layers=[1])
+    assert row.sigma == pytest.approx(whole["llama", "attention"][1], rel=1e-6)
+
+
+@pytest.mark.usefixtures("small")
+def test_overflow_in_float16_is_found_where_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("llama").half()
+    model.layers[1].self_attn.v_proj.weight.data *= 60_000
+    model.save_pretrained(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "LARGE", 2**40)
+        expected = [row.note for row in ls.measure(str(tmp_path), given("llama"))]
+    found = [row.note for row in ls.measure(str(tmp_path), given("llama"))]
+    said = "in float16 layer 1 overflows at this input"
+    assert [said in (note or "") for note in found] == [said in (note or "") for note in expected]
+    assert said in (found[1] or "")
+
+
+@pytest.mark.usefixtures("small")
+def test_a_push_runs_no_block_below_it(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"layer": 1, "draws": 1, "eps": [0.1, 10.0], "certificate": False}
+    with monkeypatch.context() as patch:
+        patch.setattr(MapEndpoints, "below", lambda *_: {})
+        expected = ls.push(folders["llama"], given("llama"), **options)
+    names = read_names(monkeypatch)
+    found = ls.push(folders["llama"], given("llama"), **options)
+    numbers = [[(one.layer, one.block, one.model) for one in a.steps] for a in (found, expected)]
+    assert numbers[0] == numbers[1]
+    low = [name for name in names if "layers.0.self_attn.q" in name]
+    high = [name for name in names if "layers.2.self_attn.q" in name]
+    assert len(high) > 10 * len(low)

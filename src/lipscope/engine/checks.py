@@ -117,6 +117,20 @@ def _check_upwards(start: int, stop: int, text: str, option: str) -> None:
         )
 
 
+FREE = "free"  # as much memory as is free, or ``free/2``, a share of it
+
+
+def budget(text: str, free: Callable[[], int]) -> int:
+    """Bytes of a budget of memory; of what is free, or a share of it.
+
+    >>> budget("free/2", lambda: 1000), budget("1MiB", lambda: 1000)
+    (500, 1048576)
+    """
+    if not text.startswith(FREE):
+        return parse_bytes(text)
+    return free() // int(text.partition("/")[2] or 1)
+
+
 def parse_bytes(text: str | int) -> int:
     """Read a memory size such as ``1GiB`` or ``500MB``.
 
@@ -129,7 +143,8 @@ def parse_bytes(text: str | int) -> int:
         size = int(float(match[1]) * _UNITS[match[2].upper()])
     if size < 2**20:
         raise InputError(
-            f"`memory` should be a size of at least 1MiB, such as 1GiB. Found `{shown(text)}`."
+            "`memory` should be a size of at least 1MiB, such as 1GiB, or free. Found "
+            f"`{shown(text)}`."
         )
     return size
 
@@ -326,9 +341,9 @@ def one_of(*choices: str) -> Check:
 
 
 def memory(source: Entries, key: str, value: Any) -> str:
-    """A size such as ``1GiB``."""
+    """A size such as ``1GiB``, or ``free``."""
     try:
-        parse_bytes(value)
+        _ = value == FREE or parse_bytes(value)
     except InputError as problem:
         source.fail(str(problem), key)
     return str(value)

@@ -147,8 +147,13 @@ class PushProbe:
             paths["scores"] = ""
         self._names += paths
         others = [ends.at(path) for path in paths.values()]
-        self._function = ends.beside(others, model, self._inputs)
-        self.layer_at = ends.function(model, self._inputs)  # the model runs no further
+        below = {}
+        if not self._window.trace.draws:
+            end = others[-1] if others else ends
+            below = end.below(model, self._inputs, self.x + self._v)
+        self._function = ends.beside(others, model, self._inputs, below)
+        # The model runs no further.
+        self.layer_at = ends.function(model, self._inputs, below)
 
     @cached_property
     def patches(self) -> Patches | None:

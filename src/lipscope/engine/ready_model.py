@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -56,7 +56,7 @@ from lipscope.models import (
 )
 from lipscope.sources import split_revision
 
-_BY_BLOCK = "its weights were read block by block, and checked by the block's own value and slope"
+_MATRICES = 16  # of all tokens that a pass keeps for each layer
 _DRAWS = "the model draws random numbers in its forward pass: here the same ones each time"
 
 
@@ -173,19 +173,41 @@ class ReadyModel:
         for one in {done, model}:
             stack.enter_context(eval_mode(one))
             stack.enter_context(later_positions(one, setting.position_offset))
-        if resident is not None:
-            notes.append(_BY_BLOCK)
         paths = (site.replace("_orig_mod.", "") for site in sites)  # compiled modules are out now
         return Ready(done, tuple(notes), tuple(own), resident, tuple(paths))
 
     def _converted(self, dtype: torch.dtype, device: torch.device) -> nn.Module | ResidentWeights:
         """The model in a type on a device, whole or block by block."""
         model, stored = self.model, self.loaded.stored
-        as_it_is = stored is None and all(p.dtype == dtype for p in model.parameters())
-        if as_it_is or (stored is None and not self.loaded.is_large(dtype)):
+        if not self.by_block(dtype):
             return converted(model, dtype, device)
         source = ModuleWeights(model) if stored is None else stored
         return ResidentWeights(without_weights(model, dtype, device), source, dtype, device)
+
+    def in_half(self, device: torch.device) -> ResidentWeights | None:
+        """A model whose weights stay on the disk, in float16 if it is stored so; bfloat16 is wide.
+
+        None for all others.
+        """
+        stored, half = self.loaded.stored, torch.float16
+        if stored is None or next(self.model.parameters()).dtype != half:
+            return None
+        if (half, device) not in self._copies:
+            self._copies[half, device] = self._converted(half, device)
+        found = self._copies[half, device]
+        return found if isinstance(found, ResidentWeights) else None
+
+    def by_block(self, dtype: torch.dtype) -> bool:
+        """Whether its weights come into memory block by block."""
+        as_it_is = all(p.dtype == dtype for p in self.model.parameters())
+        return self.loaded.stored is not None or (self.loaded.is_large(dtype) and not as_it_is)
+
+    def bytes_of_states(self, setting: Setting, num_tokens: int | None) -> int:
+        """About what a pass keeps of a window: some token matrices for each layer."""
+        widths = [p.numel() for p in self.model.parameters() if p.ndim == 1]
+        sizes = max(widths, default=1) * getattr(torch, setting.dtype).itemsize
+        sites = attention_sites(self.model, setting.modules, side=setting.side)
+        return _MATRICES * len(sites) * (num_tokens or 1) * sizes
 
     def in_memory(self, what: str) -> ReadyModel:
         """The model with all its weights, which ``what`` needs at once; itself if it has them."""
@@ -209,24 +231,26 @@ class ReadyModel:
         sample: Sample,
         *,
         norms: bool,
+        sums: bool = True,
         layers: Sequence[int] | None = None,
         memory: int = 2**30,
     ) -> ModelAtInput:
         """The model at an input; the same object while anybody holds it.
 
-        ``layers``: those that will be asked for, None for all. Of a model that is read block by
-        block, the others' blocks are run once, or not at all, and let go; those of these layers
-        stay as long as they have room in ``memory`` bytes.
+        ``layers``: those that will be asked for, None for all; ``sums``: whether more than their
+        attention will be. Of a model that is read block by block, the others' blocks are run once,
+        or not at all, and let go; those of these layers stay as long as they have room in half of
+        ``memory`` bytes, which the hidden states of windows that share a pass share.
         """
         key = (setting, sample.sha256, sample.kind, sample.sample, sample.start)
         found = self._windows.get(key)
         if (
             found is None
             or (norms and not found.norms)
-            or not found.reaches(layers)
+            or not found.reaches(layers, sums)
             or not _same_arguments(found.sample, sample)
         ):
-            self._windows[key] = found = ModelAtInput(self, setting, sample, norms)
+            self._windows[key] = found = ModelAtInput(self, setting, sample, norms, sums)
             found.layers, found.memory = layers, memory
         return found
 
@@ -254,11 +278,14 @@ AnyModel = str | Path | nn.Module | LoadedModel | ReadyModel
 class ModelAtInput:
     """A model at one input: traced once, when that is first asked for."""
 
-    def __init__(self, model: ReadyModel, setting: Setting, sample: Sample, norms: bool) -> None:
+    def __init__(
+        self, model: ReadyModel, setting: Setting, sample: Sample, norms: bool, sums: bool
+    ) -> None:
         self.model, self.setting, self.sample = model, setting, sample
-        self.norms = norms
+        self.norms, self.sums = norms, sums
         self.layers: Sequence[int] | None = None  # those that will be asked for; None for all
-        self.memory = 2**30  # bytes that their blocks may take together
+        self.memory = 2**30  # bytes, of which half are for their blocks and for hidden states
+        self.beside: list[ModelAtInput] = []  # windows that share a pass over the blocks
         self._sites = 0  # number of attention modules, known with the trace
         # Maps that were built before their layer was asked, and the last things that were solved.
         self.maps: dict[tuple[int | None, str], LayerMap] = {}
@@ -296,32 +323,60 @@ class ModelAtInput:
 
     @cached_property
     def trace(self) -> Trace:
-        """The record of the forward pass."""
+        """The record of the forward pass, which windows beside it share block by block."""
         forward = memory_for("The model's own forward pass", self.setting.dtype)
         with forward, self.ready() as ready:
-            setting, sample, resident = self.setting, self.sample, ready.resident
+            resident = ready.resident
             sites = {name: ready.model.get_submodule(name) for name in ready.sites}
-            self._sites = len(sites)
+            if resident is None:
+                return self._overflowing(self._pass(ready, sites), None)
+            some = [self, *(one for one in self.beside if "trace" not in vars(one))]
+            some = [one for one in some if one.layers == self.layers]
             layers = self.layers if count_of_layers(ready.model, sites) else None
             with self._reading(resident, list(sites), layers):
-                record = run_traced(
-                    ready.model,
-                    self.arguments,
-                    sites,
-                    norms=self.norms,
-                    blocks=not setting.fused,
-                    dtype=self.dtype,
-                    side=setting.side,
-                    asked=setting.modules,
-                    resident=resident,
-                    upto=max(layers) if layers else None,
-                )
-            names = [call.name for call in record.calls]
-            self.model.check_layers(setting, names, complete=record.complete)
-            own = self.model.model
-            if self.model.loaded.stored is None:
-                record.remarks = overflows(own, sample.arguments, setting.modules, setting.side)
+                found = resident.turns.run([partial(one._pass, ready, sites) for one in some])
+                if any(isinstance(one, Trace) and one.draws for one in found[1:]):
+                    some, found = some[:1], [self._pass(ready, sites)]  # draws come in order
+            for one, record in zip(some, found, strict=True):
+                if isinstance(record, Trace):
+                    vars(one)["trace"] = one._overflowing(record, layers)
+            if isinstance(found[0], BaseException):
+                raise found[0]
+            return found[0]
+
+    def _pass(self, ready: Ready, sites: Mapping[str, nn.Module]) -> Trace:
+        setting, resident, self._sites = self.setting, ready.resident, len(sites)
+        layers = self.layers if resident and count_of_layers(ready.model, sites) else None
+        record = run_traced(
+            ready.model,
+            self.arguments,
+            sites,
+            norms=self.norms,
+            blocks=not setting.fused,
+            dtype=self.dtype,
+            side=setting.side,
+            asked=setting.modules,
+            resident=resident,
+            upto=max(layers) if layers else None,
+            briefly=self._briefly,
+        )
+        names = [call.name for call in record.calls]
+        self.model.check_layers(setting, names, complete=record.complete)
         return record
+
+    def _overflowing(self, record: Trace, layers: Sequence[int] | None) -> Trace:
+        """The record, with what overflows in the model's own half precision."""
+        half, upto = self.model.in_half(self.device), max(layers) if layers else None
+        if self.model.loaded.stored is None or half is not None:
+            own, inputs = self.model.model if half is None else half.model, self.sample.arguments
+            about = self.setting.modules, self.setting.side, half, upto
+            record.remarks = overflows(own, inputs, *about)
+        return record
+
+    @property
+    def _briefly(self) -> bool:
+        """Whether nothing after the attention of the last layer is asked for."""
+        return self.setting.fused and not self.sums
 
     @property
     def num_layers(self) -> int:
@@ -329,10 +384,12 @@ class ModelAtInput:
         record = self.trace
         return len(record.calls) if record.complete else self._sites
 
-    def reaches(self, layers: Sequence[int] | None) -> bool:
-        """Whether these layers were in the pass, or will be in it."""
+    def reaches(self, layers: Sequence[int] | None, sums: bool) -> bool:
+        """Whether these layers were in the pass, or will be in it, and what follows them."""
         if "trace" in vars(self) and not self.trace.complete:
-            return layers is not None and max(layers) < len(self.trace.calls)
+            there = layers is not None and max(layers) < len(self.trace.calls)
+            return there and (self.sums or not sums)
+        self.sums |= sums
         wanted = self.layers, layers
         self.layers = None if None in wanted else sorted({k for one in wanted for k in one or ()})
         return True
@@ -347,9 +404,12 @@ class ModelAtInput:
             return
         inside = [resident.block_of(name) for name in sites]
         asked = inside if layers is None else [inside[k] for k in layers if k < len(inside)]
-        resident.kept, resident.room = frozenset(filter(None, asked)), self.memory
+        resident.kept, resident.room = frozenset(filter(None, asked)), self.memory // 2
         run = list(dict.fromkeys(filter(None, inside)))
         run = run[: 1 + max((run.index(one) for one in asked if one), default=-1)] or run
+        resident.order, resident.part = tuple(run), None
+        if layers and max(layers) < len(sites) and self._briefly:
+            resident.part = resident.part_of(sites[max(layers)])
         if not resident.blocks_read:
             loaded, needed = self.model.loaded, sum(map(resident.bytes_of, run))
             disk = f", {loaded.stored.bytes / 1e9:.3g} GB on disk" if loaded.stored else ""
@@ -376,6 +436,12 @@ class ModelAtInput:
         """Remarks of rows on the model and the input."""
         with self.ready() as ready:
             said = [*ready.notes, *remarks_on(self.model.loaded, self.sample)]
+            if ready.resident is not None:
+                memory = f"`memory = {self.memory >> 20}MiB`"
+                said.append(
+                    f"its weights were read block by block, with {memory}, and checked by the "
+                    "block's own value and slope"
+                )
         drawn = not self.model.is_layer and self.trace.draws
         return [*said, _DRAWS] if drawn else said
 

@@ -126,6 +126,7 @@ class LocalRun:
             self.folder = self.opened(stack)
             models = {self.spec.models[0].name: self._load}
             self.session = Session(self.spec, {"": self.data}, models, norms=self._norms)
+            self.session.coming = None
             stack.callback(self.session.close)
             self._key = key = survey_key(self.spec, 0, self._more) if self._named else None
             self.survey, held = surveyed(
@@ -208,7 +209,9 @@ class LocalRun:
         bounds = folder.bounds(done) if folder is not None and self.spec.theorems else []
         parts = folder.directions(done) if folder is not None and self.spec.directions else []
         tell(sum(one in done for one in ids), len(ids), None)
-        for job in left_over(self.jobs, [self.survey.shape], done):
+        left = left_over(self.jobs, [self.survey.shape], done)
+        self.session.coming = {job.window for job in left}
+        for job in self.session.in_order(left) if left else ():
             new = [one for one in self._answered(job) if one.row.id not in done]
             if folder is not None and keep:
                 self._note_model()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from lipscope.attention import Attention
 from lipscope.engine.answer import Answer, answer, explained, failed_rows, row_of
-from lipscope.engine.checks import COPIES, parse_bytes, parse_tokens
+from lipscope.engine.checks import COPIES, FREE, budget, parse_tokens
 from lipscope.engine.closed_form import (
     BuiltInput,
     built_input,
@@ -46,6 +47,7 @@ from lipscope.models import (
     device_of,
     inputs_of,
     norm_before,
+    usable_memory,
     why_run,
     with_own_head,
 )
@@ -56,6 +58,7 @@ _MASKS = {
     True: "run with a causal mask in every layer",
     False: "run without a causal mask",
 }
+_CHUNKS = 2**30  # bytes
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -147,7 +150,7 @@ class MapAtInput:
     def linearise(self, x: Float[Tensor, "n d"] | None = None) -> Operator:
         """The Jacobian at the input, or at another one; the model is ready during its products."""
         with self.window.ready():
-            found = self.map.linearise(self.x if x is None else x, memory=self._session.memory)
+            found = self.map.linearise(self.x if x is None else x, memory=self._session.chunks)
 
         def ready(product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
             def inside(vector: Tensor) -> Tensor:
@@ -260,7 +263,7 @@ class MapAtInput:
             with self.window.ready():
                 check = self._session.first(job) and whole_tokens
                 reference = self.window.reference(self.map) if check else None
-                return answer(self.map, spec, job, self._session.memory, key, reference, self.watch)
+                return answer(self.map, spec, job, self._session.chunks, key, reference, self.watch)
 
         asked = job, spec.per_head, spec.rest, spec.average, spec.directions
         return keep_last(self.window.answers, asked, make)
@@ -298,7 +301,7 @@ class MapAtInput:
         with window.ready() as ready:
             whole = None if record is None else window.with_head(ready)
             about = (self.map, row.id, model.loaded, self.item, record)
-            memory = self._session.memory
+            memory = self._session.chunks
             found = (*describe_directions(reply.leading, *about, memory, whole),)
             if not spec.among:
                 return found
@@ -351,7 +354,9 @@ class Session:
         norms: bool = False,
     ) -> None:
         self.spec, self.sources, self.models = spec, sources, models or {}
-        self.memory = parse_bytes(spec.memory)  # bytes
+        self.memory = budget(spec.memory, usable_memory)  # bytes
+        # Of them what products and the basis may take: more is no faster where nobody asked for it.
+        self.chunks = min(self.memory, _CHUNKS) if spec.memory.startswith(FREE) else self.memory
         device_of(spec.device)
         self._norms = norms or spec.radius == "norm"
         self._stack = ExitStack()
@@ -360,6 +365,8 @@ class Session:
         self._model: dict[ModelKey, ReadyModel] = {}
         self._items: dict[tuple[ModelKey, str], list[Sample]] = {}
         self._ready: dict[tuple[ModelKey, Setting], None] = {}
+        # The windows whose passes may be shared, None for all; those that share the last one.
+        self.coming: Collection[WindowKey] | None = ()
         self._window: dict[WindowKey, ModelAtInput] = {}
         self._at: dict[Job, MapAtInput] = {}
         self._sizes: dict[Any, dict[int | None, list[float]]] = {}
@@ -374,7 +381,8 @@ class Session:
     def close(self) -> None:
         """Put the model back as it was, and let go of it."""
         self._stack.close()
-        for held in (self._model, self._items, self._ready, self._window, self._at, self.texts):
+        self._part()
+        for held in (self._model, self._items, self._ready, self._at, self.texts):
             held.clear()
 
     # --- what a model has
@@ -495,27 +503,71 @@ class Session:
     # --- a map at an input
 
     def window(self, key: WindowKey) -> ModelAtInput:
-        """The model at an input, which stays ready until another one is asked for."""
+        """The model at an input, which stays ready until another one is asked for.
+
+        Windows of a model that is read block by block share a pass, and stay together.
+        """
+        if key in self._window:
+            return self._window[key]
         model_key, spec = ModelKey(key.model, key.weights), self.spec
-        model, item = self.model(model_key), self.items(model_key, key.text)[key.item]
+        model, items = self.model(model_key), self.items(model_key, key.text)
         maps = {name for name in spec.maps if (name in FUSED) == key.fused}
         norms = bool({"normed", "residual"} & maps) or self._norms
-        setting = Setting(
-            key.dtype, key.fused, spec.device, spec.side, spec.modules, spec.position_offset
-        )
+        setting = self._setting(key)
 
         def enter() -> None:
             self._stack.close()
             self._stack.enter_context(model.ready(setting))
 
-        def make() -> ModelAtInput:
-            self._at.clear()
-            keep_last(self._ready, (model_key, setting), enter)
-            whole = spec.among or not maps.isdisjoint(("stack", *WHOLE))
-            layers = None if whole else spec.layers
-            return model.window(setting, item, norms=norms, layers=layers, memory=self.memory)
+        self._part()
+        self._at.clear()
+        keep_last(self._ready, (model_key, setting), enter)
+        whole = spec.among or not maps.isdisjoint(("stack", *WHOLE))
+        about: dict[str, Any] = {"norms": norms, "layers": None if whole else spec.layers}
+        about |= {"sums": "residual" in maps, "memory": self.memory}
+        for one in self._sharing(key):
+            self._window[one] = model.window(setting, items[one.item], **about)
+        for one in self._window.values():
+            one.beside = [*self._window.values()]
+        return self._window[key]
 
-        return keep_last(self._window, key, make)
+    def _setting(self, key: WindowKey) -> Setting:
+        spec = self.spec
+        more = (spec.device, spec.side, spec.modules, spec.position_offset)
+        return Setting(key.dtype, key.fused, *more)
+
+    def _part(self) -> None:
+        """Let go of the windows."""
+        for one in self._window.values():
+            one.beside = []
+        self._window.clear()
+
+    def _sharing(self, key: WindowKey) -> list[WindowKey]:
+        """The windows that share a pass with one: as many as half of the memory holds."""
+        model_key = ModelKey(key.model, key.weights)
+        model, items = self.model(model_key), self.items(model_key, key.text)
+        if model.is_layer or not model.by_block(getattr(torch, key.dtype)):
+            return [key]
+        left, found = 0, list[WindowKey]()
+        for index, item in enumerate(items):
+            one = key._replace(item=index)
+            if self.coming is not None and one not in self.coming and one != key:
+                continue
+            size = model.bytes_of_states(self._setting(key), item.num_tokens)
+            if left < size:
+                if key in found:
+                    break
+                left, found = self.memory // 2, []
+            left -= size
+            found.append(one)
+        return found
+
+    def in_order(self, jobs: Sequence[Job]) -> list[Job]:
+        """Jobs in the order that reads the fewest blocks: layer by layer, of windows together."""
+        found = list[Job]()
+        for _, some in groupby(jobs, lambda job: self._sharing(job.window)):
+            found += sorted(some, key=lambda job: job.layer or 0)
+        return found
 
     def at(self, job: Job) -> MapAtInput:
         """The map that a job asks about, at its input."""
@@ -570,7 +622,7 @@ class Session:
 
         ``clock`` tells the time, in seconds.
         """
-        self._window.clear()
+        self._part()
         self._at.clear()
         with suppress(Exception):  # a job that fails takes its time too
             self.window(job.window)

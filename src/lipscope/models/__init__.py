@@ -35,6 +35,7 @@ from lipscope.models.loading import (
     folder_stamp as folder_stamp,
     load_model as load_model,
     source_stamp as source_stamp,
+    usable_memory as usable_memory,
 )
 from lipscope.models.model_head import (
     with_own_head as with_own_head,

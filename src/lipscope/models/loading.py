@@ -92,13 +92,13 @@ class LoadedModel(Shown):
         if self.stored is None:
             return self
         # As stored, and in the type of the run beside that.
-        needed, free = self.stored.bytes + 4 * self.num_parameters, free_memory()
-        if needed > _MARGIN * free:
+        needed = self.stored.bytes + 4 * self.num_parameters
+        if needed > usable_memory():
             raise InputError(
                 f"{what} needs all of `{self.name}` in memory: {self.num_parameters / 1e9:.1f} G "
                 f"parameters, {needed / 2**30:.1f} GiB with those in float32. Found "
-                f"{free / 2**30:.1f} GiB free; maps of a layer (attention, normed, residual, "
-                "block) are read block by block."
+                f"{free_memory() / 2**30:.1f} GiB free; maps of a layer (attention, normed, "
+                "residual, block) are read block by block."
             )
         model, _ = from_pretrained(self.stored.source, **self.stored.options)
         check_finite(model)
@@ -293,13 +293,13 @@ def _package_model(name: str, package: _Package) -> LoadedModel:
 
 def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
     folder = check_folder(name, allow_pickle=allow_pickle)
-    stored = stored_weights(str(folder), larger_than=LARGE)
+    stored = _mapped(str(folder), allow_pickle)
     if stored is not None:
         revision = f"sha256:{stored.fingerprint()}"
         tokenizer = tokenizer_at(str(folder))
         return replace(_stored(name, stored.skeleton, tokenizer, revision), stored=stored)
     size = sum(file.stat().st_size for end in _WEIGHTS for file in folder.glob(f"*{end}"))
-    if size > _MARGIN * free_memory():
+    if size > usable_memory():
         raise InputError(
             f"`{name}` holds {size / 1e9:.3g} GB of weights that are read as a whole. Found "
             f"{free_memory() / 1e9:.3g} GB free; plain safetensors are read block by block."
@@ -309,10 +309,19 @@ def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
     return _stored(name, model, tokenizer, revision)
 
 
+def _mapped(source: str, allow_pickle: bool, **options: Any) -> StoredWeights | None:
+    """A large checkpoint whose weights stay on the disk; None for what is loaded as a whole."""
+    how: dict[str, Any] = {"larger_than": LARGE, **options}
+    if allow_pickle:
+        with contextlib.suppress(InputError):  # one that cannot be mapped, or holds other objects
+            return stored_weights(source, allow_pickle=True, **how)
+    return stored_weights(source, **how)
+
+
 def _hub_model(name: str, revision: str | None, allow_pickle: bool) -> LoadedModel:
     options = {} if revision is None else {"revision": revision}
     with contextlib.suppress(InputError):  # whatever it is, its loader says it below
-        stored = stored_weights(name, larger_than=LARGE, **options)
+        stored = _mapped(name, allow_pickle, **options)
         if stored is not None:
             commit = getattr(stored.skeleton.config, "_commit_hash", None)
             tokenizer = tokenizer_at(name, **options)
@@ -450,6 +459,11 @@ def _check_size(name: str, config: Any) -> None:
             f"`{name}` has {count / 1e9:.1f} G parameters, {4 * count / 2**30:.0f} GiB in float32. "
             f"Found {free / 2**30:.0f} GiB of free memory; make it smaller with key=value entries."
         )
+
+
+def usable_memory() -> int:
+    """Bytes of memory that may be taken: what is free, less a tenth."""
+    return int(_MARGIN * free_memory())
 
 
 def free_memory() -> int:

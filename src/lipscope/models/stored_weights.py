@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import math
 import threading
 from collections.abc import Collection, Iterator
@@ -32,20 +33,21 @@ from lipscope.sources import entries_of
 # sizes and times of their files.
 HASHED = 2 * 2**30
 _PIECE = 2**24  # bytes that are hashed at a time
-_INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
+_SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
 
 
 @dataclass
 class StoredWeights:
-    """The weights of a checkpoint in safetensors, and its model without their values."""
+    """The weights of a checkpoint, and its model without their values."""
 
     source: str  # folder or hub id
     files: list[Path]
     skeleton: nn.Module  # the model; its weights have a shape and a type, and no values
-    _file_of: dict[str, Path]  # by key
+    _shapes: dict[str, _Shape]  # what the files hold, by key
     _keys_of: dict[str, list[str]]  # by the name of the first weight that is made of them
     _plain: set[str]  # names of weights that are their key's tensor as it is
-    options: dict[str, Any]  # the revision, where one was asked for
+    _experts: dict[str, list[list[str]]]  # keys of each row, by the name of a stack of experts
+    options: dict[str, Any]  # the revision, where one was asked for, and whether pickles are
     _name: dict[str, str]  # the first of a weight's names, by each of them
     _lock: Any = field(default_factory=threading.Lock)
 
@@ -56,36 +58,68 @@ class StoredWeights:
 
     def read(self, names: Collection[str]) -> dict[str, Tensor]:
         """Weights by name, as they are stored; some may have more names in the model."""
-        keys = [key for name in names for key in self._keys_of.get(name, ())]
+        return self._read([key for name in names for key in self._keys_of.get(name, ())])
+
+    def _read(self, keys: Collection[str], **sizes: int) -> dict[str, Tensor]:
+        """Weights that are made of some keys, stacks of experts of other ``sizes`` than theirs."""
         with self._lock, self._opened(keys) as slices, quiet():
             before = self.skeleton.state_dict(keep_vars=True)
             try:
+                for name, size in sizes.items():
+                    like = before[name].new_empty((size, *before[name].shape[1:]))
+                    _put(self.skeleton, name, nn.Parameter(like, requires_grad=False))
                 _load(self.skeleton, slices, "cpu")
                 found = self.skeleton.state_dict(keep_vars=True).items()
-                return {self._name[n]: t.detach() for n, t in found if t is not before[n]}
+                new = {n: t for n, t in found if t is not before[n] and not t.is_meta}
+                return {self._name[n]: t.detach() for n, t in new.items()}
             finally:
                 for name, tensor in before.items():
                     _put(self.skeleton, name, tensor)
 
     def rows(self, name: str, index: list[int]) -> Tensor:
-        """Some rows of a weight that `has_rows`."""
+        """Some rows of a weight that `has_rows`, in rising order."""
+        if name in self._experts:
+            keys = [key for i in index for key in self._experts[name][i]]
+            return self._read(keys, **{name: len(index)})[name]
         (key,) = self._keys_of[name]
+        ends = [k for k in range(1, len(index)) if index[k] != index[k - 1] + 1]
+        runs = zip([0, *ends], [*ends, len(index)], strict=True)
         with self._lock, self._opened([key]) as slices:
             kind = self.skeleton.get_parameter(name).dtype
-            return torch.cat([slices[key][i : i + 1] for i in index]).to(kind)
+            some = (slices[key][index[a] : index[b - 1] + 1] for a, b in runs)
+            return torch.cat([one.to(kind) for one in some])
 
     def has_rows(self, name: str) -> bool:
         """Whether single rows of a weight can be read."""
-        return name in self._plain
+        return name in self._plain or name in self._experts
+
+    def ahead(self, names: Collection[str]) -> None:
+        """Bring weights from the disk into the system's cache, in large pieces."""
+        buffer = bytearray(_PIECE)
+        for key in (key for name in names for key in self._keys_of.get(name, ())):
+            one = self._shapes[key]
+            with contextlib.suppress(OSError), one.file.open("rb", buffering=0) as stream:
+                stream.seek(one.start)
+                left = one.bytes
+                while left > 0 and (read := stream.readinto(memoryview(buffer)[:left])):
+                    left -= read
 
     @contextlib.contextmanager
     def _opened(self, keys: Collection[str]) -> Iterator[dict[str, Any]]:
         from safetensors import safe_open
 
         with contextlib.ExitStack() as stack:
-            files = dict.fromkeys(dict.fromkeys(self._file_of[key] for key in keys))
-            opened: dict[Path, Any] = {f: stack.enter_context(safe_open(f, "pt")) for f in files}
-            yield {key: opened[self._file_of[key]].get_slice(key) for key in keys}
+            files = dict.fromkeys(self._shapes[key].file for key in keys)
+            pickles = {f: _pickled(f) for f in files if f.suffix == ".bin"}
+            opened: dict[Path, Any] = {
+                f: stack.enter_context(safe_open(f, "pt")) for f in files if f not in pickles
+            }
+
+            def found(key: str) -> Any:
+                file = self._shapes[key].file
+                return pickles[file][key] if file in pickles else opened[file].get_slice(key)
+
+            yield {key: found(key) for key in keys}
 
     def fingerprint(self) -> str:
         """A digest of the files' contents, or of their names, sizes and times where they are large.
@@ -106,19 +140,22 @@ class StoredWeights:
         return state.hexdigest()[:12]
 
 
-def stored_weights(source: str, *, larger_than: int, **options: Any) -> StoredWeights | None:
+def stored_weights(
+    source: str, *, larger_than: int, allow_pickle: bool = False, **options: Any
+) -> StoredWeights | None:
     """The checkpoint of a folder or hub id, or None where it is to be loaded as a whole.
 
-    That is one whose weights take at most ``larger_than`` bytes in float32, one that is not in
-    safetensors, or a quantised one. Keys that a layer lacks, and others that
-    `check_checkpoint` refuses, are refused here too: they are in the files' headers.
+    That is one whose weights take at most ``larger_than`` bytes in float32, one that is neither in
+    safetensors nor in pickles that can be mapped and are allowed, or a quantised one. Keys that a
+    layer lacks, and others that `check_checkpoint` refuses, are refused here too: they are in the
+    files' headers.
     """
     from transformers import AutoConfig, AutoModel
     from transformers.core_model_loading import rename_source_key
 
     try:
         with quiet():
-            files = _files(source, **options)
+            files = _files(source, (_SAFE, _PICKLED) if allow_pickle else (_SAFE,), **options)
             if 4 * sum(file.stat().st_size for file in files) <= larger_than:
                 return None
             config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
@@ -140,7 +177,7 @@ def stored_weights(source: str, *, larger_than: int, **options: Any) -> StoredWe
     state = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
     names = {name: first.setdefault(id(t), name) for name, t in state.items()}
-    keys_of, plain = dict[str, list[str]](), set[str]()
+    keys_of, plain, experts = dict[str, list[str]](), set[str](), dict[str, list[list[str]]]()
     renamings, converters = _mapping(model)
     for key, one in shapes.items():
         how = (model.base_model_prefix, state)
@@ -150,11 +187,35 @@ def stored_weights(source: str, *, larger_than: int, **options: Any) -> StoredWe
         if name not in state:
             continue
         keys_of.setdefault(names[name], []).append(key)
+        how_made = next((c.operations for c in converters if pattern in c.source_patterns), ())
+        if {type(one).__name__ for one in how_made} - _ROW_BY_ROW == set() and how_made:
+            experts[names[name]] = []
         if pattern is None and tuple(state[name].shape) == one.shape:
             plain.add(names[name])
     plain -= {name for name, keys in keys_of.items() if len(keys) > 1}
-    files_of = {key: one.file for key, one in shapes.items()}
-    return StoredWeights(source, files, model, files_of, keys_of, plain, options, names)
+    experts = {name: _by_row(keys_of[name], len(state[name])) for name in experts}
+    experts = {name: rows for name, rows in experts.items() if rows}
+    options |= {"allow_pickle": True} if allow_pickle else {}
+    return StoredWeights(source, files, model, shapes, keys_of, plain, experts, options, names)
+
+
+# What is made of experts one after the other, and no expert of another one.
+_ROW_BY_ROW = {"MergeModulelist", "Concatenate", "Transpose"}
+
+
+def _by_row(keys: list[str], count: int) -> list[list[str]]:
+    """The keys of each of so many experts, which have its number; nothing if they do not."""
+    parts = [key.split(".") for key in keys]
+    if len({len(one) for one in parts}) != 1:
+        return []
+    for place in range(len(parts[0])):
+        numbers = [one[place] for one in parts]
+        if {*numbers} == {*map(str, range(count))} and count > 1:
+            rows: list[list[str]] = [[] for _ in range(count)]
+            for number, key in zip(numbers, keys, strict=True):
+                rows[int(number)].append(key)
+            return rows
+    return []
 
 
 @dataclass(frozen=True)
@@ -164,6 +225,8 @@ class _Shape:
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
+    start: int  # of its bytes in the file
+    bytes: int
 
     @property
     def empty(self) -> Tensor:
@@ -171,20 +234,30 @@ class _Shape:
 
 
 def _shapes(files: list[Path]) -> dict[str, _Shape]:
-    from safetensors import safe_open
-
     found: dict[str, _Shape] = {}
     for file in files:
-        with safe_open(file, "pt") as opened:
-            for key in opened.keys():  # noqa: SIM118 - no mapping
-                one = opened.get_slice(key)
-                kind = _KINDS.get(one.get_dtype())
-                if kind is None:
-                    raise InputError(
-                        f"`{file}` should hold numbers. Found `{key}` of type `{one.get_dtype()}`."
-                    )
-                found[key] = _Shape(file, tuple(one.get_shape()), kind)
+        if file.suffix == ".bin":
+            held = _pickled(file).items()
+            found |= {key: _Shape(file, tuple(t.shape), t.dtype, 0, 0) for key, t in held}
+            continue
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(size))
+        header.pop("__metadata__", None)
+        for key, one in header.items():
+            kind = _KINDS.get(one["dtype"])
+            if kind is None:
+                raise InputError(
+                    f"`{file}` should hold numbers. Found `{key}` of type `{one['dtype']}`."
+                )
+            start, end = one["data_offsets"]
+            found[key] = _Shape(file, tuple(one["shape"]), kind, 8 + size + start, end - start)
     return found
+
+
+def _pickled(file: Path) -> dict[str, Tensor]:
+    """The tensors of a pickle, mapped and not read; nothing but weights is unpickled."""
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
 
 
 _KINDS = {
@@ -212,18 +285,21 @@ def _dtype(config: Any, shapes: dict[str, _Shape]) -> torch.dtype:
     return next(floats, torch.float32)
 
 
-def _files(source: str, **options: Any) -> list[Path]:
-    """The safetensors files of a checkpoint, fetched where the source is no folder."""
+def _files(source: str, names: Collection[str], **options: Any) -> list[Path]:
+    """The files of a checkpoint of the first name there is, fetched where it is no folder."""
     from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
     quietly = {"_raise_exceptions_for_missing_entries": False, **options}
-    index = cached_file(source, _INDEX, **quietly)
-    if index is None:
-        one = cached_file(source, _ONE, **quietly)
-        return [] if one is None else [Path(one)]
-    if not entries_of(Path(index)).get("weight_map"):
-        return []  # its loader says what is wrong
-    return [Path(file) for file in get_checkpoint_shard_files(source, index, **options)[0]]
+    for name in names:
+        index = cached_file(source, f"{name}.index.json", **quietly)
+        if index is not None:
+            if not entries_of(Path(index)).get("weight_map"):
+                return []  # its loader says what is wrong
+            return [Path(file) for file in get_checkpoint_shard_files(source, index, **options)[0]]
+        one = cached_file(source, name, **quietly)
+        if one is not None:
+            return [Path(one)]
+    return []
 
 
 def _mapping(model: Any) -> tuple[list[Any], list[Any]]:

@@ -18,9 +18,11 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, TextIO
 
+from lipscope.engine.checks import FREE
 from lipscope.engine.plan import Job, Shape
 from lipscope.engine.session import Result, failed
 from lipscope.engine.spec import Request, spec_of
@@ -177,9 +179,11 @@ class _Pool:
     ) -> None:
         self.spec, self.shapes, self.batches = request.spec, shapes, batches
         self.count = min(count, len(batches))
-        threads = threads_of(count)
+        threads, spec = threads_of(count), request.spec
+        if spec.memory == FREE:
+            spec = replace(spec, memory=f"{FREE}/{self.count}")
         self.start_line = json.dumps(
-            {"spec": request.spec.as_dict(), "sources": dict(request.sources), "threads": threads}
+            {"spec": spec.as_dict(), "sources": dict(request.sources), "threads": threads}
         )
         self.environment = _environment(threads)
         self.workers: list[_Worker] = []

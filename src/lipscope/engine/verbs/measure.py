@@ -98,9 +98,10 @@ def measure(
             * ``tol=1e-3``: how wide intervals may be, ``upper <= (1 + tol) sigma``;
               ``delta=0.01``: failure probability of each; a small one may need float64.
             * ``dtype="float32"``; ``device="auto"`` takes a GPU where there is one; ``seed=0``: of
-              the random starts; ``memory="1GiB"``: budget for chunks, stored probabilities and
-              the solver's basis; ``modules``: regular expression for the attention modules,
-              searched in their paths.
+              the random starts; ``memory="free"``: budget such as 1GiB for blocks of weights
+              that are read from the disk, hidden states, chunks, stored probabilities and the
+              solver's basis, of which the last three take 1 GiB unless it is given; ``modules``:
+              regular expression for the attention modules, searched in their paths.
             * ``tokenizer`` of a module of your own that reads text; ``revision`` of a hub id;
               ``allow_pickle=False``: accept a checkpoint that exists only as a pickle.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,17 +34,31 @@ class Reached(BaseException):
 
 
 class Recorder(contextlib.ExitStack):
-    """Hooks on modules, and runs of the model with them; on exit they are gone."""
+    """Hooks on modules, and runs of the model with them; on exit they are gone.
+
+    They see the calls of the thread that made it, of passes that take turns with a model; or of
+    ``all_threads``.
+    """
+
+    def __init__(self, *, all_threads: bool = False) -> None:
+        super().__init__()
+        self._thread = None if all_threads else threading.get_ident()
+
+    def _seeing(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        thread = self._thread
+        if thread is None:
+            return hook
+        return lambda *call: hook(*call) if threading.get_ident() == thread else None
 
     def before(self, module: nn.Module, hook: Callable[..., Any]) -> Any:
         """Call ``hook(module, args, kwargs)`` before a call; what it returns takes their place."""
-        handle = module.register_forward_pre_hook(_unseen()(hook), with_kwargs=True)
+        handle = module.register_forward_pre_hook(_unseen()(self._seeing(hook)), with_kwargs=True)
         self.callback(handle.remove)
         return handle
 
     def after(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         """Call ``hook(module, args, out)`` after every call; what it returns takes its place."""
-        self.callback(module.register_forward_hook(_unseen()(hook)).remove)
+        self.callback(module.register_forward_hook(_unseen()(self._seeing(hook))).remove)
 
     def around(
         self, module: nn.Module, start: Callable[..., Any], finish: Callable[..., Any]

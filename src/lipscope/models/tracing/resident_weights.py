@@ -7,9 +7,11 @@ cast to the type of the run, and let go when the next one comes.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -17,7 +19,10 @@ from torch import Tensor, nn
 
 from lipscope.errors import InputError
 from lipscope.models.tracing.prepare import copied
-from lipscope.models.tracing.recorder import Reached, Recorder
+from lipscope.models.tracing.recorder import Reached, Recorder, named_arguments
+from lipscope.models.tracing.turns import Turns
+
+Test = Callable[[], bool]
 
 # Weights of fewer entries (norms, biases) stay once they were read: theorems ask for them later.
 _SMALL = 2**17
@@ -41,6 +46,10 @@ class WeightSource(Protocol):
         """Whether single rows of a weight can be read."""
         ...
 
+    def ahead(self, names: Collection[str]) -> None:
+        """Have weights at hand that will be read soon."""
+        ...
+
 
 @dataclass(frozen=True)
 class ModuleWeights:
@@ -61,6 +70,9 @@ class ModuleWeights:
         """Whether single rows of a weight can be read: always."""
         return True
 
+    def ahead(self, names: Collection[str]) -> None:
+        """Nothing: they are in memory."""
+
 
 @dataclass
 class _Weight:
@@ -69,6 +81,7 @@ class _Weight:
     name: str
     places: list[tuple[nn.Module, str]]
     empty: nn.Parameter  # on the device `meta`, in the type of the run
+    rows: set[int] = field(default_factory=set)  # those that have values, of one that is read so
 
     @property
     def value(self) -> nn.Parameter:
@@ -79,6 +92,10 @@ class _Weight:
     def put(self, parameter: nn.Parameter) -> None:
         for module, name in self.places:
             module._parameters[name] = parameter
+
+    def is_inside(self, path: str) -> bool:
+        """Whether it belongs to the module of a path."""
+        return self.name.startswith(f"{path}.")
 
 
 class ResidentWeights:
@@ -98,26 +115,47 @@ class ResidentWeights:
         self.room = 0  # bytes
         self.blocks = _blocks(model)
         self.blocks_read = 0
+        self.turns = Turns()
+        self.order = tuple[str, ...]()  # the blocks of a pass
+        # A block of which only this part is read, and small weights, until another part is called.
+        self.part: tuple[str, str] | None = None
         self._tell: Callable[[str], Any] = _never
-        self._enough = _never
+        self._ends: dict[int, tuple[Test, Test]] = {}  # of passes, by their threads
         self._resident: dict[str, int] = {}  # bytes of the blocks that are in memory
         # Blocks whose weights others may hold, and the memory of those that went and that nobody
         # holds: the next block takes it, which spares the system to clear new memory.
         self._lent: set[str] = set()
         self._free: dict[tuple[int, ...], list[Tensor]] = {}
         self._weights: dict[str, list[_Weight]] = {block: [] for block in (*self.blocks, "")}
+        self._experts: dict[str, list[_Weight]] = {block: [] for block in self.blocks}
         tables: list[_Weight] = []
         for one in _weights(model):
-            if _is_table(one) and source.has_rows(one.name):
+            block, by_row = self.block_of(one.name), source.has_rows(one.name)
+            if by_row and _is_table(one):
                 tables.append(one)
+            elif by_row and block and _chosen_by(one) is not None:
+                self._experts[block].append(one)
             else:
-                self._weights[self.block_of(one.name)].append(one)
-        self._worker = ThreadPoolExecutor(1)
-        self._hooks = Recorder()
+                self._weights[block].append(one)
+        self._worker, self._ahead = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._hooks = Recorder(all_threads=True)
         for block in self.blocks:
             self._hooks.before(
                 model.get_submodule(block), lambda *_, block=block: self._enter(block)
             )
+            for one in (one for one in self._weights[block] if one.empty.numel() > _SMALL):
+                for module, _ in one.places:
+                    self._hooks.before(
+                        module, lambda *_, one=one, block=block: self._enter_part(one, block)
+                    )
+            for one in self._experts[block]:
+                (module, _), name = one.places[0], str(_chosen_by(one))
+                self._hooks.before(
+                    module,
+                    lambda m, args, kwargs, one=one, block=block, name=name: self._choose(
+                        one, block, named_arguments(m, args, kwargs)[name]
+                    ),
+                )
         for one in tables:
             for module, _ in one.places:
                 self._hooks.before(
@@ -126,13 +164,23 @@ class ResidentWeights:
                         lambda: self._look_up(one, (*args, *kwargs.values())[0])
                     ),
                 )
-                self._hooks.after(module, lambda *_, one=one: one.put(one.empty))
+                self._hooks.after(module, lambda *_, one=one: _empty_again(one))
         self._in_order(lambda: self._read(""))
         self._in_order(self._read_buffers)
 
     def block_of(self, path: str) -> str:
         """The block that holds a module or a weight; "" for none."""
         return next((b for b in self.blocks if f"{path}.".startswith(f"{b}.")), "")
+
+    def part_of(self, path: str) -> tuple[str, str]:
+        """The block that holds a module, and which part of it does: the first that is called."""
+        block = self.block_of(path)
+        last = block
+        for name in path.removeprefix(f"{block}.").split("."):
+            last = f"{last}.{name}"
+            if not isinstance(self.model.get_submodule(last), nn.ModuleList | nn.ModuleDict):
+                break
+        return block, last
 
     def bytes_of(self, block: str) -> int:
         """Size of a block in the type of the run."""
@@ -145,24 +193,33 @@ class ResidentWeights:
 
     def _fill(self, block: str) -> None:
         if block in self._resident or not block:
+            if block and (self.part is None or block != self.part[0]):
+                self._in_order(lambda: self._read(block))
             return
         size = self.bytes_of(block)
         for other in [*self._resident]:
             if other not in self.kept or sum(self._resident.values()) + size > self.room:
                 self._let_go(other)
         self._tell(block)
+        place = self.order.index(block) if block in self.order else len(self.order)
+        for one in (block, *self.order[place + 1 : place + 2]):
+            self._ahead.submit(self.source.ahead, [w.name for w in self._wanted(one)])
         self._in_order(lambda: self._read(block))
         self._resident[block] = size
         self.blocks_read += 1
 
     @contextlib.contextmanager
-    def passing(self, enough: Callable[[], bool]) -> Iterator[None]:
-        """A forward pass, which ends before the first block at which there is ``enough``."""
-        self._enough = enough
+    def passing(self, enough: Test, inside: Test) -> Iterator[None]:
+        """A forward pass, which ends before the first block at which there is ``enough``.
+
+        Or ``inside`` a block, before weights of it are read that are not read yet.
+        """
+        thread = threading.get_ident()
+        self._ends[thread] = enough, inside
         try:
             yield
         finally:
-            self._enough = _never
+            del self._ends[thread]
 
     @contextlib.contextmanager
     def told(self, tell: Callable[[str], Any]) -> Iterator[None]:
@@ -173,13 +230,45 @@ class ResidentWeights:
         finally:
             self._tell = _never
 
-    def _enter(self, block: str) -> None:
-        if self._enough():
+    def _ends_here(self, which: int) -> None:
+        if self._ends.get(threading.get_ident(), (_never, _never))[which]():
             raise Reached
+
+    def _enter(self, block: str) -> None:
+        self._ends_here(0)
+        self.turns.wait_at(block)
         self._fill(block)
 
-    def _read(self, block: str) -> None:
-        wanted = {one.name: one for one in self._weights[block] if one.value.is_meta}
+    def _enter_part(self, one: _Weight, block: str) -> None:
+        if one.value.is_meta and block in self._resident:
+            self._ends_here(1)
+            self._in_order(lambda: self._read(block, whole=True))
+
+    def _choose(self, one: _Weight, block: str, index: Tensor) -> None:
+        """Read the experts of the tokens that a block is given; they stay as long as it does."""
+        if one.value.is_meta:
+            self._ends_here(1)
+        before = len(one.rows)
+        self._in_order(lambda: self._look_up(one, index))
+        if block in self._resident:
+            self._resident[block] += (
+                (len(one.rows) - before) * one.empty[0].numel() * self.dtype.itemsize
+            )
+
+    def _wanted(self, block: str, *, whole: bool = False) -> list[_Weight]:
+        """Weights of a block that are to be read."""
+        of, part = self.part or ("none", "")
+        return [
+            one
+            for one in self._weights[block]
+            if one.value.is_meta
+            and (whole or block != of or one.empty.numel() <= _SMALL or one.is_inside(part))
+        ]
+
+    def _read(self, block: str, *, whole: bool = False) -> None:
+        wanted = {one.name: one for one in self._wanted(block, whole=whole)}
+        if not wanted:
+            return
         tensors = self.source.read([*wanted])
         for name in [*tensors]:
             tensor = tensors.pop(name)  # not held after it was cast
@@ -213,9 +302,11 @@ class ResidentWeights:
         held = block in self._lent
         for one in self._weights[block]:
             if one.empty.numel() > _SMALL:
-                if not held and one.empty.is_floating_point():
+                if not held and one.empty.is_floating_point() and not one.value.is_meta:
                     self._free.setdefault(tuple(one.empty.shape), []).append(one.value.data)
                 one.put(one.empty)
+        for one in self._experts[block]:
+            _empty_again(one)
         self._lent.discard(block)
         del self._resident[block]
 
@@ -224,16 +315,24 @@ class ResidentWeights:
         return self._worker.submit(work).result()
 
     def _look_up(self, one: _Weight, ids: Tensor) -> None:
-        """Read the rows of the tokens; the others take no memory, and have no values."""
-        table = torch.empty(one.empty.shape, dtype=self.dtype, device=self.device)
-        index = ids.unique()
-        index = index[(index >= 0) & (index < len(table))]  # of others the module says it
-        table[index] = self._parameter(one.name, self.source.rows(one.name, index.tolist()))
-        one.put(nn.Parameter(table, requires_grad=False))
+        """Read rows that are not there; the others take no memory, and have no values."""
+        if one.value.is_meta:
+            table = torch.empty(one.empty.shape, dtype=self.dtype, device=self.device)
+            one.put(nn.Parameter(table, requires_grad=False))
+        new = [i for i in ids.unique().tolist() if 0 <= i < len(one.empty) and i not in one.rows]
+        if new:  # of others the module says it
+            # Not in the graph of an earlier call, which has used other rows.
+            one.value.data[new] = self._parameter(one.name, self.source.rows(one.name, new)).data
+            one.rows.update(new)
 
 
 def _never(*_: Any) -> bool:
     return False
+
+
+def _empty_again(one: _Weight) -> None:
+    one.put(one.empty)
+    one.rows.clear()
 
 
 def _blocks(model: nn.Module) -> tuple[str, ...]:
@@ -264,6 +363,14 @@ def _is_table(one: _Weight) -> bool:
         or type(module).__name__.endswith("ScaledWordEmbedding")
         for module, _ in one.places
     )
+
+
+def _chosen_by(one: _Weight) -> str | None:
+    """Which argument of a module says which rows of a stack of experts it uses; None for all."""
+    if one.empty.ndim < 3 or len(one.places) > 1:
+        return None
+    takes = inspect.signature(one.places[0][0].forward).parameters
+    return next((name for name in ("top_k_index", "router_indices") if name in takes), None)
 
 
 def without_weights(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:

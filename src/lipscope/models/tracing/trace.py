@@ -75,6 +75,7 @@ def trace(
     asked: str | None = None,
     resident: ResidentWeights | None = None,
     upto: int | None = None,
+    briefly: bool = False,
 ) -> Trace:
     """Run a `prepared` model on one sample and record its attention calls, which are the layers.
 
@@ -82,20 +83,23 @@ def trace(
     which side the calls of cross-attention are layers, ``asked`` the path of a module that is a
     layer because it was asked for by its own name. ``norms``: record norms and sums, for the maps
     ``normed`` and ``residual``; ``blocks``: the Transformer blocks around the sites. ``resident``:
-    the weights of a model that are in memory; the blocks after layer ``upto`` are then not run.
+    the weights of a model that are in memory; the blocks after layer ``upto`` are then not run,
+    and ``briefly`` nothing after the attention of its own.
     """
 
     def once(marks: bool, copies: bool = False) -> Trace:
         kept = TensorStore(copies)
         record = Trace(model, inputs, kept, SumRecorder(kept), side, resident=resident)
-        _fill(record, sites, norms, blocks, dtype, marks, upto)
+        _fill(record, sites, norms, blocks, dtype, marks, upto, briefly)
         return record
 
     marks = True
     try:
         record = once(marks)
     except (InputError, *_OF_MODELS):  # some code runs without marks only; mistakes come again
-        marks = False
+        marks = briefly = False
+        if resident is not None:
+            resident.part = None
         record = once(marks)
     if record.kept.overwritten():
         record = once(marks, copies=True)
@@ -124,9 +128,10 @@ def _fill(
     dtype: torch.dtype,
     marks: bool,
     upto: int | None,
+    briefly: bool,
 ) -> None:
     """Run the model and keep what the hooks see."""
-    model, inputs = record.model, record.inputs
+    model, inputs, resident = record.model, record.inputs, record.resident
 
     def called_once(model: nn.Module, inputs: Inputs) -> Any:
         before = torch.get_rng_state()
@@ -134,9 +139,14 @@ def _fill(
             output = _called_once(model, inputs)
         except Reached:
             output, record.complete = None, False
+        finally:
+            if resident is not None:
+                resident.turns.end()
         record.draws = not torch.equal(torch.get_rng_state(), before)
         return output
 
+    if resident is not None:
+        resident.turns.begin()
     with Recorder() as recorder:
         for name, module in sites.items():
             hook_site(recorder, record, name, module)
@@ -151,8 +161,8 @@ def _fill(
                 hook_block(recorder, record, name, model.get_submodule(name))
             for name in dict.fromkeys(first_block_of(block) for block in around):
                 hook_first(recorder, record, name, model.get_submodule(name))
-        if record.resident is not None:
-            _hook_blocks(recorder, record, upto)
+        if resident is not None:
+            _hook_blocks(recorder, record, resident, upto, briefly)
         if marks:
             mark_embeddings(recorder, model, inputs)
         recorder.enter_context(tracked() if marks else torch.no_grad())
@@ -163,17 +173,22 @@ def _fill(
         record.hidden = getattr(output, "last_hidden_state", None) is not None
 
 
-def _hook_blocks(recorder: Recorder, record: Trace, upto: int | None) -> None:
+def _hook_blocks(
+    recorder: Recorder, record: Trace, resident: ResidentWeights, upto: int | None, briefly: bool
+) -> None:
     """Keep what the blocks are given that will be asked for, and end the pass after the last."""
-    resident = record.resident
-    assert resident is not None
+
+    def enough() -> bool:
+        return upto is not None and sum(not one.unsure for one in record.calls) > upto
+
+    def inside() -> bool:
+        """Whether the last one asked is over, its output projection included."""
+        last = record.calls[-1] if enough() else None
+        return briefly and last is not None and len(last.kept) > 1 and _has_projection(last)
+
     for block in resident.kept:
         hook_start(recorder, record, block, record.model.get_submodule(block))
-    recorder.enter_context(
-        resident.passing(
-            lambda: upto is not None and sum(not one.unsure for one in record.calls) > upto
-        )
-    )
+    recorder.enter_context(resident.passing(enough, inside))
 
 
 _ROOM = __name__.rpartition(".")[0]
@@ -266,6 +281,12 @@ def _check_mixes(call: AttentionCall) -> None:
         )
 
 
+def _has_projection(call: AttentionCall) -> bool:
+    """Whether what ends a finished call is inside of it."""
+    torchs = isinstance(call.module, nn.MultiheadAttention)
+    return torchs or any(same_place(one.y, call.kept[1]) for one in call.inside)
+
+
 def find_end(call: AttentionCall) -> LayerEnd:
     """The end of a layer: the last affine map inside, or one beside it that takes the output."""
     out, axis = call.kept[1], call.token_axis
@@ -347,20 +368,28 @@ def _term_of_sum(call: AttentionCall, out: Tensor, norm: Applied | None) -> Appl
 
 
 def overflows(
-    model: nn.Module, inputs: Inputs, modules: str | None = None, side: Side = "self"
+    model: nn.Module,
+    inputs: Inputs,
+    modules: str | None = None,
+    side: Side = "self",
+    resident: ResidentWeights | None = None,
+    upto: int | None = None,
 ) -> dict[int, str]:
     """What overflows in a model's own half precision, where it is measured in more: by layer.
 
     Nothing of one in float32 or wider, or that this machine cannot run in half precision.
+    ``resident`` and ``upto`` as in `trace`.
     """
     first = next(model.parameters(), None)
     if first is None or not first.is_floating_point() or first.dtype.itemsize > 2:
         return {}
-    name, given = str(first.dtype)[6:], to_device(inputs, first.device, first.dtype)
+    device = first.device if resident is None else resident.device
+    name, given = str(first.dtype)[6:], to_device(inputs, device, first.dtype)
     try:
         with eval_mode(model):
             sites = attention_sites(model, modules, side=side)
-            record = trace(model, given, sites, dtype=first.dtype, side=side)
+            how: dict[str, Any] = {"resident": resident, "upto": upto}
+            record = trace(model, given, sites, dtype=first.dtype, side=side, **how)
     except InputError:  # not every operation exists in half precision everywhere
         return {}
     bad = [not bool(call.output.isfinite().all()) for call in record.calls]
