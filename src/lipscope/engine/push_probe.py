@@ -148,7 +148,8 @@ class PushProbe:
         self._names += paths
         others = [ends.at(path) for path in paths.values()]
         below = {}
-        if not self._window.trace.draws:
+        # Sums are counted from the first block on, random numbers drawn there.
+        if ends.total is None and not self._window.trace.draws:
             end = others[-1] if others else ends
             below = end.below(model, self._inputs, self.x + self._v)
         self._function = ends.beside(others, model, self._inputs, below)

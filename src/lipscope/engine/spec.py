@@ -204,7 +204,7 @@ class Spec:
     seeds: tuple[int, ...] = _solver(
         (0,), checks.integers(0, 2**63 - 1), "Seed of the random starts."
     )
-    memory: str = _solver(checks.FREE, checks.memory, "Budget such as 1GiB; unset: what is free.")
+    memory: str = _solver(checks.FREE, checks.memory, "Budget, such as 1GiB.")
     modules: str | None = _solver(
         None, checks.word, "Regular expression for attention modules.", rare=True, named=True
     )

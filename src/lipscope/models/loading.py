@@ -323,15 +323,26 @@ def _hub_model(name: str, revision: str | None, allow_pickle: bool) -> LoadedMod
     with contextlib.suppress(InputError):  # whatever it is, its loader says it below
         stored = _mapped(name, allow_pickle, **options)
         if stored is not None:
-            commit = getattr(stored.skeleton.config, "_commit_hash", None)
+            commit = _commit_of(name, stored.skeleton.config, **options)
             tokenizer = tokenizer_at(name, **options)
             loaded = _stored(name, stored.skeleton, tokenizer, commit or revision)
             return replace(loaded, stored=stored)
     model, tokenizer = from_pretrained(
         name, revision=revision, allow_pickle=allow_pickle, known=list(PACKAGES)
     )
-    commit = getattr(model.config, "_commit_hash", None)
+    commit = _commit_of(name, model.config, **options)
     return _stored(name, model, tokenizer, commit or revision)
+
+
+def _commit_of(name: str, config: Any, **options: Any) -> str | None:
+    """The commit of a hub id: where its configuration does not say it, paths in the cache do."""
+    from transformers.utils.hub import cached_file, extract_commit_hash
+
+    if said := getattr(config, "_commit_hash", None):
+        return said
+    quietly = {"_raise_exceptions_for_missing_entries": False, **options}
+    file = cached_file(name, "config.json", **quietly)
+    return None if file is None else extract_commit_hash(file, None)
 
 
 def _stored(name: str, model: nn.Module, tokenizer: Any, revision: str | None) -> LoadedModel:
