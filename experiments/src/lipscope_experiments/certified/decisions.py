@@ -31,21 +31,23 @@ _KINDS = {"A": "attention alone", "N": "norms without variance", "S": "standard 
 # Networks with the number of inputs certified while all tokens move, and while one does.
 _QUICK = {"N1": (2, 2)}
 _FULL = {
-    "N1": (3, 5),
-    "N2": (3, 1),
-    "S1": (2, 3),
-    "A1": (2, 3),
-    "DeepT-1": (0, 2),
-    "N1-gelu": (1, 1),
-    "N1-prose": (1, 1),
-    "S1-gelu": (0, 1),
-    "S1-prose": (0, 1),
-    "N1-n16": (0, 1),
-    "N1-d64": (0, 1),
-    "S1-n16": (0, 1),
-    "S1-d64": (0, 1),
-    "S2": (1, 1),
-    "N3": (1, 0),
+    "N1": (10, 10),
+    "N2": (10, 3),
+    "S1": (10, 10),
+    "A1": (10, 10),
+    "DeepT-1": (0, 4),
+    "N1-gelu": (3, 3),
+    "N1-prose": (3, 3),
+    "S1-gelu": (0, 3),
+    "S1-prose": (0, 3),
+    "N1-n16": (0, 3),
+    "N1-d64": (0, 3),
+    "S1-n16": (0, 3),
+    "S1-d64": (0, 3),
+    "S2": (3, 2),
+    "N3": (3, 0),
+    "S3": (1, 0),
+    "DeepT-3": (0, 1),
 }
 _POINTS = 100_000  # at which the bounds of a network are held against its margins
 
