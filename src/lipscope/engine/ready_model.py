@@ -20,6 +20,8 @@ from lipscope.errors import InputError, memory_for, remark
 from lipscope.linalg import few_threads
 from lipscope.models import (
     OF_FUNCTION,
+    BlockOutputs,
+    BlockRun,
     Choice,
     LayerMap,
     LoadedModel,
@@ -47,6 +49,7 @@ from lipscope.models import (
     prepared,
     reader_of,
     remarks_on,
+    run_of_blocks,
     to_device,
     trace as run_traced,
     with_mask,
@@ -88,6 +91,8 @@ class ReferenceModel:
 
     function: Callable[[Tensor], Tensor]  # what it gives there for the map's input
     dtype: torch.dtype  # floating type of its own computation
+    # The same, where blocks below the map gave before what they give: they do not run again.
+    quick: Callable[[Tensor], Tensor] | None = None
 
 
 class ReadyModel:
@@ -285,6 +290,8 @@ class ModelAtInput:
         self.norms, self.sums = norms, sums
         self.layers: Sequence[int] | None = None  # those that will be asked for; None for all
         self.memory = 2**30  # bytes, of which half are for their blocks and for hidden states
+        # What the model's blocks give as it was given, once that is asked for, in its own type.
+        self._blocks: tuple[torch.dtype, BlockRun] | None = None
         self.beside: list[ModelAtInput] = []  # windows that share a pass over the blocks
         self._sites = 0  # number of attention modules, known with the trace
         # Maps that were built before their layer was asked, and the last things that were solved.
@@ -479,15 +486,25 @@ class ModelAtInput:
             if inner is not None:
                 ends, part, arguments = inner, model.get_submodule(block), starts[0].arguments
 
-        between = ends.function(part, arguments)
-
-        def function(x: Tensor) -> Tensor:
+        def function(x: Tensor, below: BlockOutputs | None = None) -> Tensor:
             with self.ready(), as_chosen(model, own):
                 if resident is not None:
                     resident.fill(resident.block_of(built.ends.leaves if built.ends else ""))
-                return between(x)
+                return ends.function(part, arguments, below)(x)
 
-        return ReferenceModel(function, dtype)
+        if resident is not None or ends.total is not None or not self._pays_to_know(built):
+            return ReferenceModel(function, dtype)
+        if self._blocks is None or self._blocks[0] != dtype:
+            with self.ready(), as_chosen(model, own):
+                self._blocks = dtype, run_of_blocks(model, arguments, dtype)
+        below = self._blocks[1].below(ends.enters)
+        return ReferenceModel(function, dtype, partial(function, below=below) if below else None)
+
+    def _pays_to_know(self, built: LayerMap) -> bool:
+        """Whether one more pass, and what its blocks give, cost less than passes for each layer."""
+        several = self.layers is None or len(self.layers) > 1
+        size = built.x.numel() * built.x.element_size() * self.num_layers
+        return several and not self.trace.draws and size <= self.memory // 4
 
 
 def ready_model(model: AnyModel, *, tokenizer: Any = None, **how: Any) -> ReadyModel:

@@ -79,6 +79,11 @@ from lipscope.models.readings import (
     Readings as Readings,
     Where as Where,
 )
+from lipscope.models.tracing.block_run import (
+    BlockOutputs as BlockOutputs,
+    BlockRun as BlockRun,
+    run_of_blocks as run_of_blocks,
+)
 from lipscope.models.tracing.calls import Trace as Trace
 from lipscope.models.tracing.map_endpoints import (
     LayerMap as LayerMap,
@@ -136,4 +141,8 @@ from lipscope.models.tracing.sites import (
     reader_of as reader_of,
     why_run as why_run,
 )
-from lipscope.models.tracing.trace import overflows as overflows, trace as trace
+from lipscope.models.tracing.trace import (
+    OF_MODELS as OF_MODELS,
+    overflows as overflows,
+    trace as trace,
+)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from lipscope.attention import Attention
 from lipscope.errors import InputError
 from lipscope.linalg import Operator, derivatives, linearise
+from lipscope.models.tracing.block_run import BlockOutputs, run_of_blocks, standing_in
 from lipscope.models.tracing.calls import (
     BlockCall,
     BlockStart,
@@ -64,7 +64,7 @@ class MapEndpoints:
     last: Callable[[Tensor], Tensor] = lambda y: y  # what is made of them at the end
 
     def function(
-        self, model: nn.Module, inputs: Inputs, below: Outputs | None = None
+        self, model: nn.Module, inputs: Inputs, below: BlockOutputs | None = None
     ) -> Callable[[Tensor], Tensor]:
         """What the model reads at one end, as a function of what moves at the other, ``(n, d)``.
 
@@ -79,7 +79,7 @@ class MapEndpoints:
         others: Sequence[MapEndpoints],
         model: nn.Module,
         inputs: Inputs,
-        below: Outputs | None = None,
+        below: BlockOutputs | None = None,
     ) -> Callable[[Tensor], list[Tensor]]:
         """As `function`, with what the model reads at other ends of the same pass.
 
@@ -88,29 +88,18 @@ class MapEndpoints:
         ends = (self, *others)
 
         def function(x: Tensor) -> list[Tensor]:
-            with _known(model, below or {}):
+            with standing_in(model, below or {}):
                 found = self._run(ends, model, inputs, x)
             return [end.tokens(y) for end, y in zip(ends, found, strict=True)]
 
         return function
 
-    def below(self, model: nn.Module, inputs: Inputs, x: Tensor) -> Outputs:
+    def below(self, model: nn.Module, inputs: Inputs, x: Tensor) -> BlockOutputs:
         """What the blocks give that end before the map begins, so that none runs again for it.
 
         None of them where the model makes something else of ``x`` when they do not run.
         """
-        given: dict[str, list[Any]] = {}
-        with Recorder() as recorder, torch.no_grad():
-            for path, module in model.named_modules():
-                if isinstance(module, nn.ModuleList):
-                    for index, block in enumerate(module):
-                        given[f"{path}.{index}"] = recorder.outputs(block)
-            recorder.before(model.get_submodule(self.enters), _turns(self.turn))
-            with contextlib.suppress(Reached):
-                recorder.run(model, each_tensor(inputs, torch.clone), x.dtype, differentiable=False)
-        found = {path: some[0] for path, some in given.items() if len(some) == 1}
-        outer = {path for path in found if not path.startswith(tuple(f"{p}." for p in found))}
-        found = {path: _copy(found[path]) for path in found if path in outer}
+        found = run_of_blocks(model, inputs, x.dtype, self.enters).below(self.enters)
         same = torch.equal(self.function(model, inputs, found)(x), self.function(model, inputs)(x))
         return found if same else {}
 
@@ -264,56 +253,6 @@ class MapEndpoints:
         """The same beginning, but all that a module returns is read; "" for the model."""
         whole = MapEndpoints(self.enters, self.arguments, self.turn, path, path, self.token_axis)
         return replace(whole, moved=self.moved)
-
-
-Outputs = Mapping[str, Any]  # of blocks, by their paths
-
-
-class _KnownBlock(nn.Module):
-    """In the place of a block: its settings, and what it gave before."""
-
-    def __init__(self, block: nn.Module, output: Any) -> None:
-        super().__init__()
-        self.__dict__ |= {"block": block, "output": output}
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        """The same again."""
-        return _copy(self.output)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["block"], name)
-
-
-@contextlib.contextmanager
-def _known(model: nn.Module, outputs: Outputs) -> Iterator[None]:
-    """A model some of whose blocks are not run."""
-    lists = {path: model.get_submodule(path.rpartition(".")[0]) for path in outputs}
-    blocks = {path: model.get_submodule(path) for path in outputs}
-    try:
-        for path, block in blocks.items():
-            lists[path]._modules[path.rpartition(".")[2]] = _KnownBlock(block, outputs[path])
-        yield
-    finally:
-        for path, block in blocks.items():
-            lists[path]._modules[path.rpartition(".")[2]] = block
-
-
-def _copy(output: Any) -> Any:
-    """What a module gives, in memory of its own: a model may write into it."""
-    if isinstance(output, tuple | list):
-        return type(output)(_copy(one) for one in output)
-    return output.clone() if isinstance(output, Tensor) else output
-
-
-def _turns(waiting: int) -> Callable[..., None]:
-    """A hook that ends the run at a module's call of this index."""
-    left = iter(range(waiting))
-
-    def end(*_: Any) -> None:
-        if next(left, None) is None:
-            raise Reached
-
-    return end
 
 
 def _is_inside(path: str, block: str) -> bool:

@@ -96,7 +96,7 @@ def trace(
     marks = True
     try:
         record = once(marks)
-    except (InputError, *_OF_MODELS):  # some code runs without marks only; mistakes come again
+    except (InputError, *OF_MODELS):  # some code runs without marks only; mistakes come again
         marks = briefly = False
         if resident is not None:
             resident.part = None
@@ -193,7 +193,7 @@ def _hook_blocks(
 
 _ROOM = __name__.rpartition(".")[0]
 # What the code of models and of torch's own layers raises where an input does not fit.
-_OF_MODELS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+OF_MODELS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
 def _called_once(model: nn.Module, inputs: Inputs) -> Any:
@@ -202,7 +202,7 @@ def _called_once(model: nn.Module, inputs: Inputs) -> Any:
         return called(model, inputs)
     except InputError:
         raise
-    except _OF_MODELS as problem:
+    except OF_MODELS as problem:
         if _is_ours(problem):
             raise
         raise InputError(
