@@ -341,3 +341,40 @@ def test_an_ellipsoid_holds_what_a_block_can_give(scaled: bool) -> None:
         direct = torch.linalg.matrix_norm(secant.middle, 2)
         sizes = torch.linalg.matrix_norm(above.t.flatten(0, 1), 2)
         assert radius > 1e-3 or float(sizes) <= 1.1 * float(direct)
+
+
+@pytest.mark.parametrize("gap", [100.0, 700.0, 740.0])
+def test_a_key_beside_which_all_others_are_rounded_away(gap: float) -> None:
+    """``F'' = 2 p (1 - p) (1 - 2 p)`` with p logistic: where p rounds to 1, it says nothing yet."""
+    eye = torch.eye(3, dtype=F64)
+    layer = DotProduct(eye[:1], eye[1:2], eye[2:], scale=1.0)
+    x, t = torch.zeros(2, 3, dtype=F64), torch.zeros(2, 3, 1, dtype=F64)
+    x[0, 0], x[1, 1], x[0, 2], x[1, 2], t[1, 1] = 1.0, gap, -1.0, 1.0, 1.0
+    at = AttentionAt(layer, x, t, torch.tensor([0]))
+    bend = bend_of(at, torch.ones(1, 1, dtype=F64))
+    p = (torch.linspace(-1, 1, 100_001, dtype=F64) * (gap + 5) + gap).sigmoid()
+    needed = float((float(bend.hessian) - 2 * p * (1 - p) * (1 - 2 * p)).max())
+    assert needed > 0.19
+    assert float(AttentionBall(at, gap + 5, pieces=1).hessian_change(bend, ONE)) >= needed
+
+
+@pytest.mark.parametrize("gap", [700.0, 701.0])
+def test_no_radius_is_claimed_beyond_weights_that_are_rounded_away(gap: float) -> None:
+    eye, large = torch.eye(3, dtype=F64), 1e4
+    mask = torch.tensor([[True, True], [False, True]])
+    read = torch.tensor([[0.0], [0.0], [1.0]], dtype=F64)
+    layer = DotProduct(eye[:1], large * eye[1:2], eye[2:] / large, read, scale=1.0, mask=mask)
+    x = torch.zeros(2, 3, dtype=F64)
+    x[0, 0], x[1, 1], x[0, 2], x[1, 2] = 1.0, gap / large, -large, large
+    head = torch.tensor([[24.0, 0.0, 2.0], [-24.0, 0.0, -2.0]], dtype=F64)
+    half, none = torch.full((2,), 0.5, dtype=F64), torch.zeros(2, dtype=F64)
+    net = Network((Branch(layer, skip=True),), half, head, none)
+    scores = net(x)
+    net.bias[0] = 4.2 - float(scores[0] - scores[1])
+    found = certify_network(net, x, ball="token", tokens=torch.tensor([False, True]))
+    move, key = x.clone(), (gap + 4) / large
+    move[1, 1] -= key
+    move[1, 0] -= max((found.radius**2) * (1 - 1e-9) - key**2, 0.0) ** 0.5
+    beaten = net(move)
+    inside = float((move - x).norm()) <= found.radius
+    assert not inside or float(beaten[0] - beaten[1]) > 0

@@ -23,6 +23,7 @@ from lipscope.certificates.attention_at import (
 )
 from lipscope.certificates.forms import about, added, norm_above, top_value, weighted_gram
 
+_LOST = 1e-200  # total weight of keys below which their shares of it are not known
 PIECES = 16  # radii of the grid on which what grows with the radius is bounded
 
 
@@ -347,8 +348,8 @@ class AttentionBall:
         h, i, s = (at.single & at.lone[..., None]).nonzero(as_tuple=True)
         tau, nu, p = at.velocity[h, i], bend.read[h, i, s], at.p[h, i, s]
         others = at.p[h, i].scatter(1, s[:, None], 0.0)
-        mean = (others * bend.y[h, i]).sum(-1) / others.sum(-1).clamp_min(TINY)
-        apart = bend.y[h, i, s] - mean
+        total, y, own = others.sum(-1), bend.y[h, i], bend.y[h, i, s]
+        apart = own - (others * y).sum(-1) / total.clamp_min(TINY)
         lower, upper = one.lower[:, h, i, s], one.upper[:, h, i, s]
         half = p.new_tensor(0.5).clamp(lower, upper)
         first = [m * (1 - m) for m in (lower, upper, p.expand_as(lower), half)]
@@ -356,11 +357,16 @@ class AttentionBall:
         at_turning = (p.new_tensor(t).clamp(lower, upper) for t in turning)
         second = torch.stack([m * (1 - m) * (1 - 2 * m) for m in (lower, upper, *at_turning)])
         here = p * (1 - p) * (1 - 2 * p)
-        fall = torch.where(apart > 0, here - second.amin(0), second.amax(0) - here).clamp_min(0)
+        falls = here - second.amin(0), second.amax(0) - here
+        fall, far = torch.where(apart > 0, *falls), apart.abs()
+        # Where the others' weights are rounded away, so is their mean: any of them, either way.
+        lost = total < _LOST
+        fall = torch.where(lost, torch.maximum(*falls), fall).clamp_min(0)
+        far = torch.where(lost, (y - own[:, None]).abs().amax(-1), far)
         change = torch.stack([(m - first[2]).abs() for m in first]).amax(0)
         sizes = tau.norm(dim=-1), nu.norm(dim=-1)
         ratio = (sizes[0] + TINY) / (sizes[1] + TINY)
-        of_tau = apart.abs() * fall + second.abs().amax(0) * sizes[1] * one.radius[:, None]
+        of_tau = far * fall + second.abs().amax(0) * sizes[1] * one.radius[:, None]
         of_tau = weighted_gram(tau, shares @ (of_tau + change / ratio))
         return of_tau + weighted_gram(nu, shares @ (change * ratio))
 

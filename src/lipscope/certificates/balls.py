@@ -174,8 +174,8 @@ class BallCertificate(Shown):
     """A bound on how far a layer's output moves while its input stays in a ball."""
 
     value: float  # ``L`` with ``‖f(X') - f(X)‖ <= L ‖X' - X‖`` for every X' in the ball
-    # ``>= sigma(X')`` for every X' in the ball; hence also a bound of ``‖f(X') - f(X'')‖ / ‖X' -
-    # X''‖`` for any two of its points
+    # ``>= sigma(X')`` for every X' in the ball, of moves of the tokens whose radius is not 0; hence
+    # also a bound of ``‖f(X') - f(X'')‖ / ‖X' - X''‖`` for any two of its points
     sigma_bound: float
     eps: float  # radius (the largest one if per token)
     ball: BallName  # ``token`` or ``frobenius``

@@ -390,7 +390,7 @@ def _search(asked: _Question, progress: Callable[[str], None], found: _Found) ->
         if least > 0:
             found.radius, found.bound = size, "expansion"
         else:
-            high, found.rival = size, rival
+            high, found.rival = min(high, size), rival
         if size >= far:  # nothing of what decides seems to depend on these tokens
             found.note = f"no larger radius than {found.radius:.3g} was tried"
             break
