@@ -57,8 +57,9 @@ def measure(quick: bool = False) -> Raw:
 def text_of(name: str, tokens: int) -> str:
     """The beginning of a text that has one token less, so that a letter more makes it whole."""
     import lipscope as ls
+    from lipscope.explore.solver import by_itself
 
-    tokenizer = ls.load_model(name).tokenizer
+    tokenizer = by_itself(lambda: ls.load_model(name)).tokenizer  # as the command opens it
     words = WORDS.split(" ")
     best = max(k for k in range(len(words)) if count(tokenizer, words[:k]) < tokens)
     return " ".join(words[:best]) + " "

@@ -24,7 +24,7 @@ from lipscope.engine import OpenModel, load_model
 from lipscope.errors import InputError
 from lipscope.explore.answers import Event
 from lipscope.explore.question import MOST_LETTERS, Question, question_of
-from lipscope.explore.solver import Place, Solver, twin
+from lipscope.explore.solver import Place, Solver, by_itself, twin
 from lipscope.pages import live_data, live_script, live_section, live_style
 
 HOST = "127.0.0.1"
@@ -171,7 +171,7 @@ def served(
     Raises:
         InputError: If a model cannot be opened, or not be asked about a text.
     """
-    opened = [load_model(one) for one in models]
+    opened = by_itself(lambda: [load_model(one) for one in models])
     asked = Question(text=_BEGINS if text is None else text[:MOST_LETTERS])
     server = Server(opened, asked, framed=framed)
     for solver in server.quick:

@@ -37,7 +37,6 @@ async function ask(part, question, tell) {
 const question = () => ({ text: state.text, ...Object.fromEntries(NAMES.map((n) => [n, state[n]])) });
 
 let seen = { layers: new Map() };  // what the answer said so far
-let waiting = false;
 function askAll() {
   performance.clearMarks();
   performance.mark("asked");
@@ -61,13 +60,20 @@ function askAll() {
   });
 }
 
-// Drawn once a frame, however many events came.
+// However many events come, there is a pause between two drawings: the solver needs the processors as well.
+// The first and the last number of an answer do not wait.
+const PAUSE = 120;  // ms
 const after = [];
+let [timer, framed, drawnAt] = [null, false, 0];
 function soon(then) {
-  if (then) after.push(then);
-  if (waiting) return;
-  waiting = true;
-  requestAnimationFrame(() => { waiting = false; drawSeen(); after.splice(0).forEach((one) => one()); });
+  if (then) {
+    after.push(then);
+    clearTimeout(timer);
+    timer = null;
+  }
+  if (framed || timer !== null) return;
+  const draw = () => { framed = false; drawnAt = performance.now(); drawSeen(); after.splice(0).forEach((one) => one()); };
+  timer = setTimeout(() => { timer = null; framed = true; requestAnimationFrame(draw); }, then ? 0 : drawnAt + PAUSE - performance.now());
 }
 
 function problem(text) {
