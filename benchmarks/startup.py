@@ -122,8 +122,8 @@ def _products(repeats: int) -> Iterator[dict[str, Any]]:
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
 
-    query, key, value = (drawn(heads, width // heads, width) for _ in range(3))
-    layer = ls.DotProduct(query, key, value)
+    query, key, value = (drawn(width, width) for _ in range(3))
+    layer = ls.DotProduct(query, key, value, heads=heads)
     try:
         for n in _SIZES:
             op = linearise(layer, drawn(n, width) * width**0.5)
