@@ -50,7 +50,7 @@ def explored() -> None:
     server.start()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find(), args=ARGUMENTS)
-        size = {"width": 1180, "height": 800}
+        size = {"width": 1180, "height": 930}
         page = browser.new_page(viewport=size, device_scale_factor=1.5, color_scheme="light")
         page.goto(server.address)
         page.wait_for_selector("html[data-drawn=yes]")
