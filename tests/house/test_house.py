@@ -31,7 +31,7 @@ INSIDE = {
     "reliability_sweep split sweep sweep_cluster sweep_spec",
     "linalg": "ascent derivative directions interval operator singular",
     "measures": "splitting",
-    "models": "block_by_block capture changed dinov2 directions families settings sides",
+    "models": "block_by_block block_run capture changed dinov2 directions families settings sides",
     "pages": "compare identity page",
     "records": "changed charlm cli_rows compare engine_bounds folder growth normed parquet perturb "
     "questions record reliability reliability_sweep reproduce residual_bounds run sweep",
