@@ -323,9 +323,10 @@ def test_certified_radii_reach_the_page(tmp_path: Path) -> None:
     data = Content([read_run(decided(written(tmp_path / "run", grown(1))))]).as_plain()
     (one,) = data["decided"]
     assert (one["decision"], one["margin"]) == ("good", 0.5)
-    assert [(t["text"], t["radius"]) for t in one["tokens"]] == [("[CLS]", 0.4), ("cat", 0.2)]
+    assert [(t["text"], t["radius"]) for t in one["tokens"]] == [("[CLS]", 0.4812), ("cat", 0.2)]
     ball = {"ball": "joint", "count": 2, "words": 3, "radius": 0.1, "attack": 0.9}
-    assert one["balls"] == [ball] and not one["stopped"]
+    each = ball | {"ball": "each", "radius": None}
+    assert one["balls"] == [ball, each] and not one["stopped"]
 
 
 def test_values_of_another_kind_are_no_edits(tmp_path: Path) -> None:

@@ -407,6 +407,16 @@ def test_the_page_prints_and_fits_a_telephone(opens, path: Path) -> None:
     assert page.pdf(format="A4").startswith(b"%PDF")
 
 
+def test_a_name_without_a_break_fits_a_telephone(opens, tmp_path: Path) -> None:
+    name = "random:bert:" + "hidden_size=8," * 12
+    one = row(layer=0, model=name, id=row(layer=0).id)
+    folder = decided(written(tmp_path / "long", [one]))
+    (page,) = report([folder], tmp_path / "long.html")
+    opened = opens(page, viewport={"width": 390, "height": 800})
+    assert opened.page.locator("#decided").is_visible()
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
 def test_a_chart_is_saved_with_colours_instead_of_their_names(opened: Opened) -> None:
     with opened.page.expect_download() as download:
         opened.page.locator("#overview .save").click()
@@ -540,8 +550,11 @@ def test_a_page_has_the_sections_that_its_folders_fill(anew: Opened) -> None:
     assert shaded.nth(1).get_attribute("class") == "top"
     together = anew.page.locator("#decided-balls tbody tr").all_inner_texts()
     assert [text.split("\t") for text in together] == [
-        ["all together", "2", "0.1000", "0.9000", "3"]
+        ["all together", "2", "0.1000", "0.9000", "3"],
+        ["every one by", "2", "any", "0.9000", "3"],
     ]
+    alone = anew.page.locator("#decided-tokens tbody tr").all_inner_texts()
+    assert [text.split("\t")[3] for text in alone] == ["0.4812", "0.2000"]  # rounded down
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (420, "light")])

@@ -131,7 +131,7 @@ def _decision(
 
 def _of_decision(found: Sequence[DecisionCertificate]) -> Iterator[str]:
     """The decision and its radius; those of single tokens have a table."""
-    from lipscope.pages import number
+    from lipscope.pages import number, rounded_down
 
     one = found[0]
     what = "whole model" if one.map == "model" else f"layer {one.at_layer}"
@@ -146,7 +146,7 @@ def _of_decision(found: Sequence[DecisionCertificate]) -> Iterator[str]:
     if math.isinf(one.radius):
         yield f"{one.ball:<14}certified at any radius: {one.note}"
         return
-    below = number(one.radius * (1 - 1e-3))  # so that what is printed still holds
+    below = number(rounded_down(one.radius))
     yield f"{one.ball:<14}certified radius {below}: the decision stands while {moves} by less"
     attack = "no attack changed it"
     if one.attack is not None:

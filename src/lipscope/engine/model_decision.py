@@ -48,7 +48,7 @@ from lipscope.models import (
     whole_text,
     with_own_head,
 )
-from lipscope.pages import empty_table, number
+from lipscope.pages import empty_table, number, rounded_down
 from lipscope.records import Bound, stable_id
 from lipscope.sources import default_text
 from lipscope.theorems import DERIVED
@@ -613,7 +613,7 @@ def _radii(found: TokenRadii) -> Iterator[Piece]:
     )
     for one in found.each:
         cells = (str(one.tokens[0]), one.words[0], one.rival_name)
-        values = (number(one.radius * (1 - 1e-3)), number(one.attack), number(one.first_order))
+        values = (number(rounded_down(one.radius)), number(one.attack), number(one.first_order))
         within = "–" if one.words_within is None else str(one.words_within)
         made.add_row(*map(Text, cells), *values, within)
     yield made

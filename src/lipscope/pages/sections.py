@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from lipscope.charts import MAPS, curve_points, readable, spread
 from lipscope.pages.items import REAL, Item, folder_names
 from lipscope.pages.points import axis, axis_around, exponential, label, log_ends, mean_of, short
+from lipscope.pages.table import rounded_down
 from lipscope.records import (
     ADVERSARIAL,
     EDITS,
@@ -264,7 +265,7 @@ def _decision_record(s: int, some: Sequence[Mapping[str, Any]]) -> dict[str, Any
                 "text": readable(one["words"][0]).strip(" "),
                 "rival": one["rival_name"],
                 "words": one["words_within"],
-                "radius": short(one["radius"]),
+                "radius": short(rounded_down(one["radius"])),
                 "attack": short(one["attack"]),
             }
             for one in alone
@@ -274,7 +275,7 @@ def _decision_record(s: int, some: Sequence[Mapping[str, Any]]) -> dict[str, Any
                 "ball": one["ball"],
                 "count": len(one["tokens"]),
                 "words": one["words_within"],
-                "radius": short(one["radius"]),
+                "radius": short(rounded_down(one["radius"])),
                 "attack": short(one["attack"]),
             }
             for one in some

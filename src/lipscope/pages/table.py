@@ -122,6 +122,18 @@ def rounded_up(value: float, digits: int) -> float:
     return math.ceil(value / step * (1 - 1e-12)) * step
 
 
+def rounded_down(value: float, digits: int = 4) -> float:
+    """So many significant digits, not above the value: how a certified radius is said.
+
+    >>> rounded_down(1.7409), rounded_down(0.0), rounded_down(float("inf"))
+    (1.74, 0.0, inf)
+    """
+    if not value or math.isinf(value):
+        return value
+    step = 10.0 ** (math.floor(math.log10(value)) + 1 - digits)
+    return float(f"{math.floor(value / step) * step:.{digits}g}")
+
+
 def without(delta: float) -> str:
     """One minus a probability, which stays to be read where it is small.
 
