@@ -40,7 +40,7 @@ from lipscope.errors import InputError
 from lipscope.linalg import Operator, TopSingular, linearise, sigma, to_dense, top_singular
 from lipscope.pages import Rows, report
 from lipscope.records import Bound, Direction, Measurement, Run, TokenShare, read_run
-from lipscope.theorems import catalogue
+from lipscope.theorems import LipschitzBound, catalogue, lipschitz_bound
 
 __all__ = [
     "Attention",
@@ -52,6 +52,7 @@ __all__ = [
     "InputError",
     "L2Attention",
     "LayerAtInput",
+    "LipschitzBound",
     "LipschitzNormAttention",
     "Measurement",
     "Monitor",
@@ -77,6 +78,7 @@ __all__ = [
     "certify_decision",
     "directions",
     "linearise",
+    "lipschitz_bound",
     "load_model",
     "measure",
     "push",

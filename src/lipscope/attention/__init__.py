@@ -10,6 +10,7 @@ from lipscope.attention.core import (
     VARIANTS,
     Attention as Attention,
     Distance as Distance,
+    InnerProduct as InnerProduct,
     transformed as transformed,
     variant as variant,
     variants as variants,

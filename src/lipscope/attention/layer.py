@@ -174,6 +174,14 @@ class Rotary:
         turned = turned * self.cos + torch.cat([b, -a], dim=-1)
         return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
+    def norm(self, width: int) -> float:
+        """Largest norm of a rotation of ``width`` numbers: 1, unless a scaling is part of it."""
+        (c1, c2), (s1, s2) = (w.double().chunk(2, dim=-1) for w in (self.cos, self.sin))
+        # The two halves of one pair turn by [[c_1, -s_1], [s_2, c_2]].
+        pairs = torch.stack([torch.stack([c1, -s1], -1), torch.stack([s2, c2], -1)], -2)
+        rest = 1.0 if self.cos.shape[-1] < width else 0.0
+        return max(float(torch.linalg.matrix_norm(pairs, 2).max()), rest)
+
 
 def check_shapes(
     query: Tensor, key: Tensor, value: Tensor, output: Tensor | None, heads: int, groups: int

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lipscope.attention import DotProduct
+from lipscope.attention import Attention, Clip, DotProduct
 from lipscope.certificates.forms import (
     OutOfReachError,
     added,
@@ -48,14 +48,21 @@ def without_tail(net: Network) -> Network:
     return replace(net, branches=net.branches + net.tail, tail=())
 
 
-def _check(layer: DotProduct) -> None:
+def _check(branch: Branch) -> None:
     """Refuse scores and values that are not what the bounds differentiate."""
-    normed = any(norm is not None for norm in layer.norms())
-    if normed or layer.softcap is not None:
-        kind = "norms of queries, keys or values" if normed else "a soft cap of its scores"
+    layer, found = branch.part, None
+    if isinstance(branch.norm, Clip) or not isinstance(branch.skip, bool):
+        found = "a clip of tokens" if isinstance(branch.norm, Clip) else "a weighted residual sum"
+    elif isinstance(layer, Attention) and not isinstance(layer, DotProduct):
+        found = f"a layer of `{type(layer).__name__}`"
+    elif isinstance(layer, Attention) and any(norm is not None for norm in layer.norms()):
+        found = "a layer with norms of queries, keys or values"
+    elif isinstance(layer, Attention) and layer.softcap is not None:
+        found = "a layer with a soft cap of its scores"
+    if found is not None:
         raise InputError(
-            "`net` should hold attention with scores `<Q x_i + b, K x_j + c>`. "
-            f"Found a layer with {kind}; no decision through it is certified."
+            "`net` should hold attention with scores `<Q x_i + b, K x_j + c>`, norms and plain "
+            f"residual sums. Found {found}; no decision through it is certified."
         )
 
 
@@ -70,8 +77,7 @@ class NetworkBall:
 
     def __init__(self, net: Network, x: Float[Tensor, "n d"], tokens: Bool[Tensor, " n"]) -> None:
         for branch in net.branches:
-            if isinstance(branch.part, DotProduct):
-                _check(branch.part)
+            _check(branch)
         self.net, self.x, self.tokens = without_tail(net), x, tokens
         n, d = x.shape
         eye = torch.eye(int(tokens.sum()) * d, dtype=x.dtype)

@@ -111,6 +111,7 @@ class TokenBranch:
         self.skip = float(branch.skip)
         part = branch.part
         assert part is None or isinstance(part, Feed)
+        assert branch.norm is None or isinstance(branch.norm, Norm)
         self.units = None if part is None else Units(part)
         self.center, self.branch, self.reaches, self.at = at.value, branch, reach, at
         n, d = at.value.shape
@@ -449,7 +450,7 @@ class Segment:
         self.pieces = pieces or PIECES
         self.r = radius
         if self.first is not None and self.mixes and self.first.norm is not None:
-            assert isinstance(self.part, DotProduct)
+            assert isinstance(self.part, DotProduct) and isinstance(self.first.norm, Norm)
             self.entry = Entry(self.part, self.first.norm, self.x, self.t, radius)
             self.entry.of_rows(self.rows)
             self._attend(self.entry.y, self.entry.t)

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lipscope.attention import DotProduct
+from lipscope.attention import Attention, Clip
 
 ActivationName = Literal["relu", "gelu", "gelu_tanh", "silu", "tanh", "identity"]
 ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
@@ -71,17 +71,20 @@ class Feed:
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """``h -> skip h + part(norm(h))``; without a part ``norm(h)``, without a norm ``part(h)``."""
+    """``h -> skip h + part(norm(h))``; without a part ``norm(h)``, without a norm ``part(h)``.
 
-    part: DotProduct | Feed | None = None
-    norm: Norm | None = None
-    skip: bool = True
+    ``skip`` is the weight of the stream: True and False are 1 and 0.
+    """
+
+    part: Attention | Feed | None = None
+    norm: Norm | Clip | None = None
+    skip: bool | float | Tensor = True
 
     def __call__(self, h: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d_out"]:
         """The stream after this branch."""
         y = h if self.norm is None else self.norm(h)
         y = y if self.part is None else self.part(y)
-        return h + y if self.skip else y
+        return h * self.skip + y if self.skip is not False else y
 
 
 @dataclass(frozen=True, eq=False)

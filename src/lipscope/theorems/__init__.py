@@ -45,6 +45,10 @@ from lipscope.theorems.layer_bounds import (
     expected_seconds as expected_seconds,
     how_long as how_long,
 )
+from lipscope.theorems.network_bound import (
+    LipschitzBound as LipschitzBound,
+    lipschitz_bound as lipschitz_bound,
+)
 from lipscope.theorems.papers.castin2024 import (
     castin_thm_3_7_limit as castin_thm_3_7_limit,
     castin_thm_e_3 as castin_thm_e_3,

@@ -79,11 +79,7 @@ class Head:
     def rotation_norm(self) -> float:
         """Largest norm of a rotation; above 1 where a long-context scaling is part of it."""
         assert self.rotary is not None
-        (c1, c2), (s1, s2) = (w.chunk(2, dim=-1) for w in (self.rotary.cos, self.rotary.sin))
-        # The two halves of one pair turn by [[c_1, -s_1], [s_2, c_2]].
-        pairs = torch.stack([torch.stack([c1, -s1], -1), torch.stack([s2, c2], -1)], -2)
-        rest = self.rotary.cos.shape[-1] < self.query.shape[0]
-        return max(float(torch.linalg.matrix_norm(pairs, 2).max()), 1.0 if rest else 0.0)
+        return self.rotary.norm(self.query.shape[0])
 
     def visible(self, num_tokens: int) -> Tensor:
         """``N_i``: how many keys each of ``num_tokens`` rows may read, ``(n,)``."""

@@ -1,0 +1,331 @@
+"""A bound of a whole network, part by part: how much its output can move when its input moves.
+
+The constants of its parts multiply, and those of a residual sum add; each holds for tokens of the
+radius that the parts before it leave. Theorem and proof: ``docs/theory/network-bound.md``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, get_args
+
+import torch
+from jaxtyping import Float
+from rich.table import Table
+from torch import Tensor, nn
+
+from lipscope.attention import Attention, Clip, product_norm, spectral_norm
+from lipscope.display import Piece, Shown, pieces
+from lipscope.errors import InputError, check_count, check_positive
+from lipscope.models import ACTIVATIONS, ActivationName, Branch, Chain, Feed, Network, Norm
+from lipscope.theorems.derived.layer_constants import (
+    BoundNorm,
+    Constant,
+    Tokens,
+    attention_constant,
+    length,
+)
+from lipscope.theorems.register import NotApplicableError
+
+_ROUNDING = 1e-12  # relative, of the constant of one part
+_FAR, _GRID = 12.0, 240_001  # where slopes of activations are looked for
+
+
+@dataclass(frozen=True, repr=False)
+class PartBound(Shown):
+    """One factor of a bound.
+
+    Attributes:
+        name: Which part it is.
+        what: What it does.
+        constant: How much it moves, its residual sum in it.
+        branch: The same without the sum.
+        radius: Largest norm of a token that enters it.
+    """
+
+    name: str
+    what: str
+    constant: float
+    branch: float
+    radius: float
+
+
+@dataclass(frozen=True, repr=False)
+class LipschitzBound(Shown):
+    """How much the output of a network can move, from above.
+
+    ``|f(x) - f(y)| <= value |x - y|`` in the norm, for all inputs of the radius.
+
+    Attributes:
+        value: The bound, float64, differentiable in the weights. ``float(bound)`` is the same,
+            rounded up.
+        norm: ``max-token``, the largest norm of a token, or ``frobenius``.
+        radius: Largest norm of a token of the input, infinite for all inputs.
+        num_tokens: Their number, where it counts.
+        parts: Its factors, in order.
+    """
+
+    value: Float[Tensor, ""]
+    norm: BoundNorm
+    radius: float
+    num_tokens: int | None
+    parts: tuple[PartBound, ...]
+
+    def __float__(self) -> float:
+        up = float(self.value.detach()) * (1 + _ROUNDING * (1 + len(self.parts)))
+        return math.nextafter(up, math.inf)
+
+
+@pieces.register
+def _bound(found: LipschitzBound) -> Iterator[Piece]:
+    inputs = "all inputs" if math.isinf(found.radius) else f"tokens of norm ≤ {found.radius:.4g}"
+    tokens = "" if found.num_tokens is None else f", {found.num_tokens} of them"
+    table = Table(title=f"Lipschitz constant ≤ {float(found):.4g} ({found.norm}, {inputs}{tokens})")
+    for name in ("part", "what"):
+        table.add_column(name)
+    for name in ("constant", "without the sum", "radius of its input"):
+        table.add_column(name, justify="right")
+    for one in found.parts:
+        numbers = (one.constant, one.branch, one.radius)
+        table.add_row(one.name, one.what, *(f"{number:.4g}" for number in numbers))
+    yield table
+
+
+def lipschitz_bound(
+    model: nn.Module | Network | Chain,
+    *,
+    norm: BoundNorm = "max-token",
+    radius: float | Float[Tensor, ""] | None = None,
+    num_tokens: int | None = None,
+) -> LipschitzBound:
+    """How much the output of a whole network can move when its input moves, from above.
+
+    Its parts each have a constant on tokens of the radius that the parts before them leave; these
+    multiply, and add in residual sums (``docs/theory/network-bound.md``). Differentiable in the
+    weights, float64.
+
+    Args:
+        model: A network: its parts (`Network`, `Chain`), a module with a method ``as_network`` that
+            gives them, or an attention layer alone.
+        norm: ``max-token``, how far any token (or the scores) can move when no token moves by more
+            than 1, or ``frobenius``.
+        radius: Largest norm of a token of the input; None for all inputs.
+        num_tokens: Number of tokens; needed where a bound depends on it.
+
+    Raises:
+        InputError: Where no bound is known, or it is infinite: of which part, and what to do.
+
+    >>> eye = torch.eye(2, dtype=torch.float64)
+    >>> bound = lipschitz_bound(DotProduct(eye, eye, eye, scale=1.0), radius=1.0)
+    >>> f"{float(bound):.4f}"  # √(1 + R⁴) + R²
+    '2.4142'
+    """
+    return bound_of_network(_network(model), norm=norm, radius=radius, num_tokens=num_tokens)
+
+
+def _network(model: nn.Module | Network | Chain) -> Network | Chain:
+    if isinstance(model, Network | Chain):
+        return model
+    if isinstance(model, Attention):
+        return Chain((Branch(model, skip=False),))
+    parts = getattr(model, "as_network", None)
+    if not callable(parts):
+        raise InputError(
+            "`model` should be a network of known parts, or have a method `as_network` that gives "
+            f"them. Found `{type(model).__name__}`."
+        )
+    network: Any = parts()
+    return network
+
+
+def bound_of_network(
+    network: Network | Chain,
+    *,
+    norm: BoundNorm = "max-token",
+    radius: float | Float[Tensor, ""] | None = None,
+    num_tokens: int | None = None,
+) -> LipschitzBound:
+    """The bound of a network from its parts, differentiable in their weights.
+
+    Args:
+        network: The parts; a `Chain` gives all tokens, a `Network` scores of pooled ones.
+        norm: ``max-token`` or ``frobenius``.
+        radius: Largest norm of a token of the input; None for all inputs.
+        num_tokens: Number of tokens; needed where a bound depends on it.
+
+    Raises:
+        InputError: Where no bound is known, or it is infinite: of which part, and what to do.
+    """
+    if norm not in get_args(BoundNorm):
+        raise InputError(f"`norm` should be `max-token` or `frobenius`. Found `{norm}`.")
+    if radius is not None:
+        check_positive("radius", radius)
+    if num_tokens is not None:
+        check_count("num_tokens", num_tokens)
+    pooled = isinstance(network, Network)
+    if pooled and num_tokens is None and len(network.share):
+        num_tokens = len(network.share)
+    r = torch.as_tensor(math.inf if radius is None else radius, dtype=torch.float64)
+    run = _Run(norm, num_tokens, r)
+    for branch in network.branches:
+        run.through(branch)
+    if pooled and len(network.head):
+        run.pool(network.share.double())
+        for branch in network.tail:
+            run.through(branch)
+        run.score(network.head.double())
+    return LipschitzBound(run.value, norm, float(r.detach()), num_tokens, tuple(run.parts))
+
+
+class _Run:
+    """The bound and the radius, up to a part of the network."""
+
+    def __init__(self, norm: BoundNorm, num_tokens: int | None, radius: Tensor) -> None:
+        self.norm: BoundNorm = norm
+        self.n, self.radius = num_tokens, radius
+        self.value = torch.ones_like(radius)
+        self.parts: list[PartBound] = []
+        self.counts: dict[str, int] = {}
+
+    def _multiply(self, what: str, own: Tensor, branch: Tensor | None = None) -> None:
+        """One more factor."""
+        kind = what.split(maxsplit=1)[0].removesuffix(",")
+        at = self.counts[kind] = self.counts.get(kind, -1) + 1
+        branch = own if branch is None else branch
+        if not bool(own.isfinite()):
+            raise InputError(
+                f"`{kind} {at}` should have a finite constant. Found none on "
+                + (
+                    "all inputs: give `radius`, put a norm or a clip before it, or take a variant "
+                    "that is Lipschitz on all inputs."
+                    if math.isinf(float(self.radius))
+                    else f"tokens of norm {float(self.radius):.3g} ({what}); scale weights down."
+                )
+            )
+        numbers = (float(one.detach()) for one in (own, branch, self.radius))
+        self.parts.append(PartBound(f"{kind} {at}", what, *numbers))
+        self.value = self.value * own
+
+    def through(self, branch: Branch) -> None:
+        """A branch: what it adds to the stream, and what it keeps of it."""
+        slope, tokens = _entered(branch.norm, self.radius)
+        name = "" if branch.norm is None else f" after {_name(branch.norm)}"
+        part = branch.part
+        if part is None:
+            found, what = Constant(tokens.slope, tokens.size), name.removeprefix(" after ")
+        elif isinstance(part, Feed):
+            found, what = _feed(part, tokens), _of_feed(part) + name
+        else:
+            what = f"attention, {type(part).__name__}{name}"
+            try:
+                found = attention_constant(part, tokens, norm=self.norm, num_tokens=self.n)
+            except NotApplicableError as why:
+                raise InputError(
+                    f"A network should be of parts that have a bound in the norm {self.norm}. "
+                    f"Found `{type(part).__name__}`: {why}."
+                ) from None
+        moves = slope * found.constant
+        kept = torch.as_tensor(branch.skip, dtype=torch.float64, device=moves.device).abs()
+        self._multiply(what, kept + moves, moves)
+        radius = found.radius
+        self.radius = radius + (kept * self.radius if bool(kept > 0) else 0.0)
+
+    def pool(self, share: Float[Tensor, " n"]) -> None:
+        """A mean of tokens, or one of them."""
+        size = share.abs().sum()
+        self._multiply("pool", size if self.norm == "max-token" else length(share))
+        self.radius = size * self.radius
+        self.norm = "frobenius"  # of one row both norms are the same
+
+    def score(self, head: Float[Tensor, "c d"]) -> None:
+        """The linear head."""
+        self._multiply("head", spectral_norm(head))
+
+
+def _name(norm: Norm | Clip) -> str:
+    if isinstance(norm, Clip):
+        return "clip"
+    if not norm.scaled:
+        return "norm without variance"
+    return "LayerNorm" if norm.centred else "RMSNorm"
+
+
+def _entered(norm: Norm | Clip | None, radius: Tensor) -> tuple[Tensor, Tokens]:
+    """The slope of what comes before a part's weights, and what these read."""
+    one = radius.new_ones(())
+    if norm is None:
+        return one, Tokens(radius)
+    if isinstance(norm, Clip):
+        return one, Tokens(radius.clamp_max(norm.radius))
+    gain, shift = norm.weight.double(), norm.bias.double()
+    if not norm.scaled:
+        return one, Tokens(radius, gain, shift, norm.centred)
+    d = len(gain)
+    floor = math.sqrt(d * norm.eps)
+    if not floor:
+        return one * math.inf, Tokens(one, math.sqrt(d) * gain, shift, norm.centred)
+    share = radius / (radius.square() + d * norm.eps).sqrt() if bool(radius.isfinite()) else one
+    return one / floor, Tokens(share, math.sqrt(d) * gain, shift, norm.centred)
+
+
+# --- token-wise networks
+
+
+def _of_feed(feed: Feed) -> str:
+    if feed.activation == "identity" and feed.gate is None:
+        return "linear map"
+    return f"feed, {feed.activation}" + (" gated" if feed.gate is not None else "")
+
+
+def _feed(feed: Feed, tokens: Tokens) -> Constant:
+    """``W_2 diag(s) W_1`` with slopes ``s`` in a range: its middle, and half its width."""
+    inner, outer = tokens.weight(feed.inner.double()), feed.outer.double()
+    b, shift = tokens.bias(feed.inner.double(), feed.inner_bias), feed.outer_bias.double()
+    least, most = slopes(feed.activation)
+    if feed.gate is not None:
+        gate = tokens.weight(feed.gate.double())
+        beside = tokens.bias(feed.gate.double(), feed.gate_bias)
+        r = tokens.radius
+        z, u = (
+            torch.where(length(w) > 0, length(w) * r, 0.0) + c.abs()
+            for w, c in ((inner, b), (gate, beside))
+        )
+        moves = _between(outer, most * u, inner) + _between(outer, z, gate)
+        start = ACTIVATIONS[feed.activation](b) * beside
+    else:
+        middle, half = (most + least) / 2, (most - least) / 2
+        moves = middle * product_norm(outer.mT, inner)
+        if half:
+            moves = moves + half * spectral_norm(outer) * spectral_norm(inner)
+        start = ACTIVATIONS[feed.activation](b)
+    return Constant(moves, length(outer @ start + shift) + moves * tokens.radius)
+
+
+def _between(outer: Tensor, sizes: Tensor, inner: Tensor) -> Tensor:
+    """``>= ‖W_2 diag(t) W_1‖`` for ``|t| <= sizes``."""
+    if not bool(sizes.isfinite().all()):
+        return sizes.sum()
+    root = (sizes + 1e-300).sqrt()
+    return spectral_norm(outer * root) * spectral_norm(root[:, None] * inner)
+
+
+@cache
+def slopes(name: ActivationName) -> tuple[float, float]:
+    """The least and the largest slope of an activation on the whole line.
+
+    >>> slopes("relu"), [round(one, 6) for one in slopes("gelu")]
+    ((0.0, 1.0), [-0.128904, 1.128904])
+    """
+    if name in ("relu", "tanh"):
+        return 0.0, 1.0
+    if name == "identity":
+        return 1.0, 1.0
+    z = torch.linspace(-_FAR, _FAR, _GRID, dtype=torch.float64)
+    with torch.enable_grad():
+        z.requires_grad_()
+        (slope,) = torch.autograd.grad(ACTIVATIONS[name](z).sum(), z)
+    off = (2 * _FAR / (_GRID - 1)) ** 2 / 8  # a second derivative of at most 1 between two points
+    return float(slope.min()) - off, float(slope.max()) + off
