@@ -176,4 +176,9 @@ def test_sources_are_texts_or_pictures(tmp_path, monkeypatch) -> None:
 
 def test_they_are_registered() -> None:
     names = {entry.name for entry in experiments() if entry.name.startswith("questions/")}
-    assert names == {"questions/sink", "questions/precision", "questions/long-context"}
+    assert names == {
+        "questions/sink",
+        "questions/sink-training",
+        "questions/precision",
+        "questions/long-context",
+    }

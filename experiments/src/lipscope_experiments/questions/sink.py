@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
+
+import torch
 
 from lipscope import Measurement
 from lipscope.charts import Panel, Series, readable
@@ -17,10 +20,14 @@ from lipscope_experiments.experiment import Source, Study, experiment, layers_of
 from lipscope_experiments.findings import Record, average, counted, middle, share
 
 _TOKENS = 64
-_LAYERS = 6  # at most so many of a model, evenly
+_LAYERS = 12  # at most so many of a model, evenly
+_LATER = 32  # the position from which windows are read again
+_WORDS = ("the", "dog", "seven", "green")  # that take one place of a window in turn
+_PLACES = (0, 20)  # these places
 FIRST, SPECIAL, MARK, OTHER = "first token", "special, not first", "punctuation", "other"
 _KINDS = (FIRST, SPECIAL, MARK, OTHER)
 _AS_IS, _BARE, _RANDOM = "as it is", "no special tokens", "random weights"
+_MOVED, _BARE_MOVED = f"from position {_LATER}", f"no special tokens, from position {_LATER}"
 
 
 @dataclass(frozen=True)
@@ -69,11 +76,15 @@ class SinkCase:
 def sink(study: Study) -> None:
     """The top direction and the attention received, token by token, in layers of models."""
     missing: list[str] = []
-    cases = [case for source in study.sources(missing) for case in _three_controls(study, source)]
+    sources = [*study.sources(missing)]
+    cases = [case for source in sources for case in _controls(study, source)]
     _draw_shares(study, cases)
     places = dict.fromkeys(case.where for case in cases)
     for where in places:
         _of_the_sink(study, [c for c in cases if c.where == where])
+    for source in sources:
+        if not source.sees:
+            _erased_table(study, source)
     for case in cases:
         _shares_table(study, case)
     study.remark(
@@ -81,6 +92,11 @@ def sink(study: Study) -> None:
         f"side), at most {_LAYERS} layers of a model, evenly spread over its depth. v is the "
         "top right singular vector, the direction of the input in which the output moves most; "
         "the share of a token is its part of |v|².",
+        f"From position {_LATER}: the same windows, the first token at that position; where "
+        "positions enter by rotation, nothing but rounding should change.",
+        f"Does the word matter: one window without special tokens, {', '.join(_WORDS)} in turn at "
+        "one position; the difference of the layer's inputs there over their norm, mean of all "
+        "pairs. A sink whose input no longer says the word is there for its position.",
         "Without special tokens: for models that put some around a text. A token is of the first "
         "kind that fits: the first one of the window (the class token of MiniLM and DINOv2), "
         "another special token, one without a letter or a digit, any other.",
@@ -96,24 +112,32 @@ def sink(study: Study) -> None:
     )
 
 
-def _three_controls(study: Study, source: Source) -> Iterator[SinkCase]:
-    """The model as it is, without special tokens, and with random weights."""
-    where = source.where
+def _controls(study: Study, source: Source) -> Iterator[SinkCase]:
+    """The model as it is, without special tokens, at later positions, and with random weights."""
+    model, where, asked = source.model, source.where, source.asked
     yield _sink_case(study, where, source, _AS_IS)
-    asked = source.asked
-    tokenizer = source.model.tokenizer
-    if tokenizer is not None and any(special_tokens_of(tokenizer)):
-        bare = Source(source.model, source.name, {**asked, "special_tokens": False})
-        yield _sink_case(study, where, bare, _BARE)
-    if not source.model.weights.startswith("random"):
-        drawn = Source(reinitialised(source.model), source.name, asked)
+    changes: dict[str, dict[str, Any]] = {}
+    if not source.sees:
+        bare = model.tokenizer is not None and any(special_tokens_of(model.tokenizer))
+        changes = {_MOVED: {"position_offset": _LATER}}
+        if bare:
+            changes[_BARE] = {"special_tokens": False}
+            changes[_BARE_MOVED] = changes[_BARE] | changes[_MOVED]
+    for control, change in changes.items():
+        yield _sink_case(study, where, Source(model, source.name, asked | change), control)
+    if not model.weights.startswith("random"):
+        drawn = Source(reinitialised(model), source.name, asked)
         yield _sink_case(study, where, drawn, _RANDOM)
+
+
+def _layers_asked(study: Study, source: Source) -> list[int]:
+    count = int(source.model.config.num_hidden_layers)
+    return [*range(0, count, math.ceil(count / study.pick(4, _LAYERS)))]
 
 
 def _sink_case(study: Study, where: str, source: Source, control: str) -> SinkCase:
     loaded = source.model
-    count = int(loaded.config.num_hidden_layers)
-    layers = [*range(0, count, math.ceil(count / study.pick(4, _LAYERS)))]
+    layers = _layers_asked(study, source)
     asked: dict[str, Any] = {"layers": layers, **source.asked}
     if not source.sees:
         asked["lengths"] = [_TOKENS]
@@ -149,6 +173,56 @@ def _received(source: Source, asked: dict[str, Any]) -> Record:
             for one in found
         }
     }
+
+
+def _erased_table(study: Study, source: Source) -> None:
+    """Whether a layer's input at one place of a window still says which word stands there."""
+    layers = _layers_asked(study, source)
+    key = {"layers": layers, "words": list(_WORDS), "places": list(_PLACES)}
+    part = f"erased, {source.where}"
+    (found,) = study.values(part, [key], lambda **_: _erased(source, layers))
+    columns: dict[str, Callable[..., Any]] = {"layer": lambda layer: layer}
+    for place in _PLACES:
+        at = found["places"][str(place)]
+        columns[f"position {place}: difference of two words"] = lambda layer, at=at: (
+            f"{at[str(layer)][0]:.2%}"
+        )
+        columns[f"position {place}: attention received"] = lambda layer, at=at: (
+            f"{at[str(layer)][1]:.1%}"
+        )
+    study.table(f"{source.where}: does the word at a position matter?", layers, columns)
+
+
+def _erased(source: Source, layers: Sequence[int]) -> Record:
+    """By place and layer: the distance of two words' inputs over their norm, attention received.
+
+    Means over pairs of words, over words, heads and rows.
+    """
+    tokenizer = source.model.tokenizer
+    ids = torch.tensor(
+        tokenizer(source.asked["data"][:4000], add_special_tokens=False)["input_ids"]
+    )
+    words = [tokenizer(f" {word}", add_special_tokens=False)["input_ids"][-1] for word in _WORDS]
+    places: dict[str, dict[str, tuple[float, float]]] = {}
+    for place in _PLACES:
+        batch = ids[:_TOKENS].repeat(len(words), 1)
+        batch[:, place] = torch.tensor(words)
+        inputs: dict[int, list[torch.Tensor]] = {}
+        received: dict[int, list[float]] = {}
+        for one in layers_of(source.model, batch, layers=layers, dtype="float32"):
+            layer = one.layer or 0
+            inputs.setdefault(layer, []).append(one.x[place])
+            got = attention_received(one.attention, one.x)[:, place].mean()
+            received.setdefault(layer, []).append(float(got))
+        places[str(place)] = {
+            str(layer): (
+                fmean(float((a - b).norm()) for a, b in itertools.combinations(some, 2))
+                / fmean(float(a.norm()) for a in some),
+                fmean(received[layer]),
+            )
+            for layer, some in inputs.items()
+        }
+    return {"places": places}
 
 
 def token_kind(index: int, text: str, specials: frozenset[str]) -> str:
@@ -264,7 +338,7 @@ def _draw_shares(study: Study, cases: Sequence[SinkCase]) -> None:
         for case in mine:
             held = _mean_by_layer(case, lambda w: w.on(FIRST, w.held))
             series.append(Series(f"most sensitive direction, {case.control}", held))
-            if case.control != _BARE:
+            if case.control in (_AS_IS, _RANDOM):
                 got = _mean_by_layer(case, lambda w: w.on(FIRST, w.received))
                 series.append(Series(f"attention received, {case.control}", got))
         panels.append(

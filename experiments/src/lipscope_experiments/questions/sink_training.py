@@ -1,0 +1,304 @@
+"""When a sink appears: small models that must copy at triggers and have nothing to do elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope import top_singular
+from lipscope.charts import Panel, Series
+from lipscope.models import LoadedModel
+from lipscope.records import grouped, rank_correlation, slope_of
+from lipscope_experiments.experiment import Study, experiment, grid, layers_of
+from lipscope_experiments.findings import Record, average, chosen, share
+from lipscope_experiments.frozen import frozen_column
+from lipscope_experiments.texts import Text
+
+_WIDTH, _HEADS, _DEPTH, _LENGTH, _BATCH = 48, 4, 4, 64, 16
+_RATE, _WARM = 2e-3, 50
+_LETTERS = 63  # the most frequent ones of a text; what else it holds is left out
+_TRIGGERS = (1, 5, 9)  # ranks of the letters after which the letter before them is copied
+_LENGTHS = (16, 32, 64)
+_HELD = 2  # windows that are measured
+_SINK = 2.0  # times what it receives before training: the first token is a sink
+DECODER, ENCODER = "decoder", "encoder"
+
+PLAN = (
+    "Written before the runs. Question: when does the first token become a sink, and does the "
+    "exponent of sigma follow ½ + the slope of the attention that it receives along training?",
+    "Task: letters of a text by their bigrams, except that after three letters, the triggers, "
+    "comes the letter before the trigger. A decoder predicts the next letter; an encoder says at "
+    "every trigger which letter was before it, and elsewhere the letter itself. Both begin with a "
+    "token of their own, always the same.",
+    f"A layer has a sink once its first token receives {_SINK:g} times what it received before "
+    "training, in the mean over heads and rows of the longest windows.",
+    "The account is refuted if fewer than half of the runs of a kind have a sink at the end, or if "
+    "in the layer whose first token receives most at the end, predicted and measured exponents "
+    "have no positive rank correlation along training beyond the interval over seeds.",
+)
+
+
+class CopyingNet(nn.Module):
+    """A Transformer of torch's own layers, norms first, with or without a causal mask."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(_LETTERS + 1, _WIDTH)
+        self.positions = nn.Parameter(0.02 * torch.randn(_LENGTH, _WIDTH))
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        layer = nn.TransformerEncoderLayer(
+            _WIDTH, _HEADS, 4 * _WIDTH, dropout=0.0, batch_first=True, norm_first=True
+        )
+        norm = nn.LayerNorm(_WIDTH)
+        self.body = nn.TransformerEncoder(layer, _DEPTH, norm, enable_nested_tensor=False)
+        for p in self.body.parameters():  # torch makes copies of one layer
+            if p.ndim > 1:
+                nn.init.normal_(p, std=0.7 / math.sqrt(p.shape[1]))
+        self.head = nn.Linear(_WIDTH, _LETTERS)
+        self.causal = causal
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits of letters."""
+        n = input_ids.shape[-1]
+        x = self.tokens(input_ids) + self.positions[:n]
+        if not self.causal:
+            return self.head(self.body(x))
+        mask = nn.Transformer.generate_square_subsequent_mask(n)
+        return self.head(self.body(x, mask=mask, is_causal=True))
+
+
+class Letters:
+    """Bigrams of a text, and windows that copy at triggers."""
+
+    def __init__(self, text: Text) -> None:
+        ranked = [letter for letter, _ in Counter(text.content).most_common(_LETTERS)]
+        known = {letter: i for i, letter in enumerate(ranked)}
+        ids = torch.tensor([known[letter] for letter in text.content if letter in known])
+        pairs = torch.bincount(ids[:-1] * _LETTERS + ids[1:], minlength=_LETTERS**2)
+        self.next = pairs.view(_LETTERS, _LETTERS) + 0.01
+        self.first = torch.bincount(ids, minlength=_LETTERS).double()
+
+    def windows(self, count: int, gen: torch.Generator) -> Tensor:
+        """Windows ``(count, length + 1)``: the token of the beginning, then letters."""
+        ids = torch.full((count, _LENGTH + 1), _LETTERS)
+        ids[:, 1] = torch.multinomial(self.first, count, replacement=True, generator=gen)
+        for i in range(2, _LENGTH + 1):
+            ids[:, i] = torch.multinomial(self.next[ids[:, i - 1]], 1, generator=gen)[:, 0]
+            if i > 2:
+                copies = triggers(ids[:, i - 1])
+                ids[:, i] = torch.where(copies, ids[:, i - 2], ids[:, i])
+        return ids
+
+
+def triggers(ids: Tensor) -> Tensor:
+    """Where a letter is a trigger."""
+    return torch.isin(ids, torch.tensor(_TRIGGERS))
+
+
+def targets(kind: str, windows: Tensor) -> Tensor:
+    """What is asked at every token but the first, ``(b, length - 1)``."""
+    if kind == DECODER:
+        return windows[:, 2:]
+    own, before = windows[:, 1:-1], windows[:, :-2]
+    return torch.where(triggers(own) & (before < _LETTERS), before, own)
+
+
+@experiment(
+    "questions/sink-training",
+    title="When does a sink appear? Small models that copy at triggers",
+    cite="derived here",
+)
+def sink_training(study: Study) -> None:
+    """Ten seeds of a small decoder and a small encoder, measured along training."""
+    letters = Letters(study.texts[0])
+    steps = study.pick((0, 20, 40), (0, 50, 100, 200, 400, 600, 800, 1000))
+    keys = grid(
+        seed=range(study.pick(1, 10)),
+        kind=(DECODER, ENCODER),
+        steps=[list(steps)],
+        text=[study.texts[0].sha256],
+    )
+    runs = study.values("runs", keys, functools.partial(_trained, letters))
+    _draw_training(study, runs)
+    for kind in (DECODER, ENCODER):
+        _of_kind(study, kind, chosen(runs, kind=kind))
+    study.remark(
+        *PLAN,
+        f"{_DEPTH} blocks, width {_WIDTH}, {_HEADS} heads, norms first, {_LENGTH} tokens, "
+        f"{_BATCH} windows a step, AdamW at {_RATE:g} after {_WARM} steps of warm-up, weight decay "
+        f"0.1; measured at {', '.join(map(str, steps))} steps on {_HELD} windows, at "
+        f"{', '.join(map(str, _LENGTHS))} tokens.",
+        "Intervals: 95 %, Student's over seeds (Clopper–Pearson of counts).",
+    )
+
+
+def _trained(letters: Letters, seed: int, kind: str, steps: Sequence[int], **_: str) -> Record:
+    """One run: its readings at some steps."""
+    gen = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        net = CopyingNet(kind == DECODER)
+    held = letters.windows(_BATCH, torch.Generator().manual_seed(10_000))
+    optimiser = torch.optim.AdamW(net.parameters(), lr=_RATE, weight_decay=0.1, betas=(0.9, 0.95))
+    readings = []
+    for step in range(steps[-1] + 1):
+        if step in steps:
+            readings.append({"step": step, **_reading(net.eval(), kind, held)})
+            net.train()
+        for group in optimiser.param_groups:
+            group["lr"] = _RATE * min(1.0, (step + 1) / _WARM)
+        loss = _loss(net, kind, letters.windows(_BATCH, gen))
+        optimiser.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimiser.step()
+    return {"readings": readings}
+
+
+def _loss(net: nn.Module, kind: str, windows: Tensor) -> Tensor:
+    logits = net(windows[:, :-1])[:, 1:]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets(kind, windows).flatten())
+
+
+def _reading(net: CopyingNet, kind: str, held: Tensor) -> Record:
+    """Held-out loss, and by layer what its first token receives, exponents and largest logit."""
+    with torch.no_grad():
+        loss = float(_loss(net, kind, held))
+    loaded = LoadedModel(kind, net, None, None, "trained")
+    found: dict[int, list[Record]] = {}
+    for n in _LENGTHS:
+        for one in layers_of(loaded, held[:_HELD, :n], dtype="float32"):
+            q, k, _ = one.attention.project(one.x)
+            p = one.attention.weights(q, k)
+            top = top_singular(
+                one.linearise(), tol=1e-2, generator=torch.Generator().manual_seed(0)
+            )
+            column = frozen_column(one.attention, one.x)
+            point = {name: asdict(column)[name] for name in ("token", "norm", "mass")}
+            point |= {"n": n, "sample": one.sample, "sigma": top.sigma}
+            point |= {"first": float(p[..., 0].mean())}
+            point |= {"logit": float((q @ k.mT)[p > 0].abs().max())}
+            found.setdefault(one.layer or 0, []).append(point)
+    return {"loss": loss, "layers": [_of_layer(found[layer]) for layer in sorted(found)]}
+
+
+def _of_layer(points: Sequence[Record]) -> Record:
+    """Means over windows: exponents, and the rest at the longest length."""
+
+    def slope(name: str) -> float:
+        windows = grouped(points, lambda one: one["sample"]).values()
+        return fmean(slope_of((one["n"], one[name]) for one in mine) for mine in windows)
+
+    last = chosen(points, n=_LENGTHS[-1])
+    return {
+        "measured": slope("sigma"),
+        "predicted": 0.5 + slope("mass"),
+        "sigma": fmean(one["sigma"] for one in last),
+        "share": fmean(one["norm"] / one["sigma"] for one in last),
+        "first": fmean(one["first"] for one in last),
+        "logit": max(one["logit"] for one in last),
+        "on_first": fmean(one["token"] == 0 for one in last),
+    }
+
+
+# --- what is said
+
+
+def _top_layer(run: Record) -> int:
+    """The layer whose first token receives most at the end."""
+    last = run["readings"][-1]["layers"]
+    return max(range(len(last)), key=lambda layer: last[layer]["first"])
+
+
+def _along(run: Record, layer: int, name: str) -> list[float]:
+    return [reading["layers"][layer][name] for reading in run["readings"]]
+
+
+def _onset(run: Record) -> int | None:
+    """The first step at which some layer has a sink, or None."""
+    start = run["readings"][0]["layers"]
+    for reading in run["readings"][1:]:
+        if any(
+            now["first"] >= _SINK * then["first"]
+            for now, then in zip(reading["layers"], start, strict=True)
+        ):
+            return reading["step"]
+    return None
+
+
+def _of_kind(study: Study, kind: str, runs: Sequence[Record]) -> None:
+    onsets = [step for run in runs if (step := _onset(run)) is not None]
+    ranked = [
+        rank_correlation(_along(run, layer, "predicted"), _along(run, layer, "measured"))[0]
+        for run in runs
+        for layer in [_top_layer(run)]
+    ]
+    study.claim(
+        f"{kind}: runs with a sink at the end",
+        "more than half",
+        f"{share(len(onsets), len(runs))}, first seen at step "
+        f"{', '.join(f'{count} at {step}' for step, count in sorted(Counter(onsets).items()))}"
+        if onsets
+        else share(0, len(runs)),
+    )
+    study.claim(
+        f"{kind}: rank correlation along training of predicted and measured exponents, its layer "
+        "of the largest share",
+        "positive",
+        average(ranked, (-1.0, 1.0)),
+    )
+    columns: dict[str, Callable[..., Any]] = {
+        "step": lambda step, _: step,
+        "loss": lambda _, mine: average([one["loss"] for one in mine]),
+    }
+    names = {
+        "first": "first token receives",
+        "share": "column / sigma",
+        "measured": "measured exponent",
+        "predicted": "predicted exponent",
+        "sigma": "sigma",
+        "logit": "largest logit",
+    }
+    for name, said in names.items():
+        columns[said] = lambda _, mine, name=name: average([one[name] for one in mine])
+    tops = [
+        {"step": reading["step"], "loss": reading["loss"], **reading["layers"][_top_layer(run)]}
+        for run in runs
+        for reading in run["readings"]
+    ]
+    study.table(
+        f"{kind}: the layer whose first token receives most at the end, {len(runs)} seeds",
+        grouped(tops, lambda one: one["step"]).items(),
+        columns,
+    )
+
+
+def _draw_training(study: Study, runs: Sequence[Record]) -> None:
+    panels = []
+    for kind in (DECODER, ENCODER):
+        mine = chosen(runs, kind=kind)
+        steps = [reading["step"] for reading in mine[0]["readings"]]
+
+        def mean(name: str, mine: Sequence[Record] = mine) -> tuple[float, ...]:
+            every = [_along(run, _top_layer(run), name) for run in mine]
+            return tuple(map(fmean, zip(*every, strict=True)))
+
+        series = [
+            Series(said, tuple(zip(steps, mean(name), strict=True)))
+            for name, said in (
+                ("first", "attention that the first token receives"),
+                ("share", "frozen column / sigma"),
+                ("measured", "measured exponent of sigma"),
+                ("predicted", "predicted exponent"),
+            )
+        ]
+        panels.append(Panel(f"{kind}, {len(mine)} seeds", tuple(series), "step", "", False, False))
+    study.draw("sink-training", "The sink along training, mean over seeds", panels, columns=2)
