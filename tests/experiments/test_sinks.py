@@ -28,10 +28,11 @@ def test_the_frozen_column_is_that_of_the_dense_matrix(causal: bool) -> None:
     def w(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=g, dtype=torch.float64)
 
-    layer = DotProduct(w(12, 5), w(6, 5), w(6, 5), w(7, 12), heads=4, groups=2, causal=causal)
+    output = w(7, 12)
+    layer = DotProduct(w(12, 5), w(6, 5), w(6, 5), output, heads=4, groups=2, causal=causal)
     x = w(6, 5)
     q, k, _ = layer.project(x)
-    parts = [one.output @ one.value for one in map(layer.head, range(4))]  # W_h
+    parts = [out @ layer.head(h).value for h, out in enumerate(output.split(3, dim=1))]  # W_h
     dense = sum(map(torch.kron, layer.weights(q, k), parts)).reshape(42, 6, 5)
     found = frozen_column(layer, x)
     norms = dense.transpose(0, 1).norm(dim=(1, 2))

@@ -84,10 +84,11 @@ def peer_radius(
             ball = package.PerturbationLpNorm(norm=2, eps=radius)
             inputs = (package.BoundedTensor(move, ball), base, moves[None])
             try:
-                low = bounded.compute_bounds(inputs, C=side, method=method, bound_upper=False)[0]
+                with torch.no_grad():  # a graph of all its products would take gigabytes
+                    low = bounded.compute_bounds(inputs, C=side, method=method, bound_upper=False)
             except AssertionError:
                 return False
-            return float(low.detach()) > 0
+            return float(low[0]) > 0
 
         return bisected(proved, most)
     except NotImplementedError:
