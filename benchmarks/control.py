@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from statistics import fmean, median
+from typing import Any
 
 import torch
 from tables import Raw, Section, Target, at_most, say, table
@@ -104,6 +105,66 @@ def render_estimate(raw: Raw) -> Section:
     rows = [[m, *(f"{off[probe, m]:+.1%}" for probe in probes)] for m in marks]
     out.add(table(["calls", *probes], rows))
     return out
+
+
+_CAPS = {"none": None, "parametrised": "parametrised", "after a step": "after-step"}
+
+
+def measure_caps(*, quick: bool) -> Raw:
+    """A step of Muon and AdamW on a Transformer of width 256, with caps and without, in turn."""
+    batch, rounds = (4, 2) if quick else (64, 4)
+    steps = {name: _capped(capped, batch) for name, capped in _CAPS.items()}
+    raw = [{"caps": name, "batch": batch, "seconds": list[float]()} for name in steps]
+    for step in steps.values():
+        step()
+    for _ in range(rounds):
+        for one in raw:
+            began = time.process_time()
+            steps[one["caps"]]()
+            one["seconds"].append(time.process_time() - began)
+        say("caps: a round done")
+    return raw
+
+
+def render_caps(raw: Raw) -> Section:
+    """Seconds of a step, and what caps add to it."""
+    out = Section("Caps on every matrix")
+    out.add(
+        "`SmoothTransformer` of width 256, 3 blocks, 4 heads, 256 characters a window, "
+        f"{raw[0]['batch']} windows a step, 19 matrices; Muon and AdamW, float32, one thread. "
+        "Medians of processor time; the three in turn."
+    )
+    plain = raw[0]["seconds"]
+    rows, shares = [], {}
+    for one in raw:
+        added = [took / base - 1 for took, base in zip(one["seconds"], plain, strict=True)]
+        shares[one["caps"]] = added
+        rows.append([one["caps"], f"{median(one['seconds']):.2f}", f"{median(added):+.1%}"])
+    out.add(table(["caps", "s", "beside none"], rows))
+    added = shares["parametrised"]
+    goal = "parametrised caps at width 256: under 10 % of a step"
+    out.targets.append(Target(goal, f"{median(added):+.1%} of a step", at_most(added, 0.1)))
+    return out
+
+
+def _capped(capped: str | None, batch: int) -> Callable[[], None]:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"outputs": 65, "vocabulary": 65, "length": 256, "causal": True}
+    caps: dict[str, Any] = {"cap": None} if capped is None else {"cap": 1.5, "capped": capped}
+    net = ls.SmoothTransformer(256, 4, 3, **sizes, **caps)
+    ids = torch.randint(65, (batch, 257), generator=torch.Generator().manual_seed(0))
+    optimisers = [torch.optim.Muon(net.matrices, lr=0.02), torch.optim.AdamW(net.others)]
+
+    def step() -> None:
+        loss = nn.functional.cross_entropy(net(ids[:, :-1]).mT, ids[:, 1:])
+        for optimiser in optimisers:
+            optimiser.zero_grad()
+        loss.backward()
+        for optimiser in optimisers:
+            optimiser.step()
+        net.cap_weights()
+
+    return step
 
 
 def _training() -> tuple[nn.Module, Callable[[], None]]:

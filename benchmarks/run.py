@@ -71,6 +71,7 @@ def sections(threads: Sequence[int] = (1, 2)) -> dict[str, Pair]:
         "page": (report.measure, report.render),
         "explore": (explore.measure, explore.render),
         "control": (control.measure, control.render),
+        "caps": (control.measure_caps, control.render_caps),
         "estimate": (control.measure_estimate, control.render_estimate),
         "certified": (certified.measure, certified.render),
         "certificate-times": (certificates.measure_times, certificates.render_times),

@@ -16,7 +16,7 @@ from lipscope.attention import (
     attention,
     variants,
 )
-from lipscope.control import Restraint, restrain
+from lipscope.control import Restraint, SmoothTransformer, restrain
 from lipscope.engine import (
     LayerAtInput,
     Monitor,
@@ -66,6 +66,7 @@ __all__ = [
     "ScaledCosineAttention",
     "SigmoidAttention",
     "SinkhornAttention",
+    "SmoothTransformer",
     "Smoothed",
     "TokenShare",
     "TopSingular",

@@ -17,13 +17,11 @@ from lipscope_experiments import reproduce
 from lipscope_experiments.kim2021 import charlm
 from lipscope_experiments.kim2021.charlm import (
     VARIANTS,
-    Corpus,
     TrainingRun,
     UntiedL2,
-    corpus,
     train,
 )
-from lipscope_experiments.texts import Text
+from lipscope_experiments.texts import Corpus, Text, corpus
 
 TINY = TrainingRun("dot product", 1, "warm-up", 0, 4, 2, width=8, heads=2, length=6, batch=2)
 

@@ -14,14 +14,13 @@ from lipscope_experiments.castin2024 import divide_by_bound
 from lipscope_experiments.castin2024.divide_by_bound import (
     _CONTROLS,
     _KINDS,
-    Digits,
     Linear,
-    SmoothTransformer,
+    VisionTransformer,
     attacked,
     attention_of,
-    digits,
     trained,
 )
+from lipscope_experiments.digits import Digits, digits
 
 
 def blobs() -> Digits:
@@ -40,7 +39,7 @@ SLOW = [pytest.param(one, marks=pytest.mark.slow) for one in _KINDS[1:3]]
 def test_no_move_within_the_radius_changes_the_answer(kind) -> None:
     torch.manual_seed(0)
     data = blobs()
-    net = trained(SmoothTransformer(attention_of(kind)), data, 5, 0).double()
+    net = trained(VisionTransformer(attention_of(kind)), data, 5, 0).double()
     images, labels = data.test_images.double(), data.test_labels
     slope, radii = net.slope(), net.certified(images, labels)
 

@@ -8,12 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from lipscope import InputError
 from lipscope.errors import install
 from lipscope.sources import default_text, read_texts
 
 AG_NEWS = "ag_news"
 AG_NEWS_TITLE = "AG_NEWS"
+_SHARE = 10  # one character of so many is held out, the last ones
+_HELD = 64  # windows of the held-out part
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,42 @@ class Text:
     def sha256(self) -> str:
         """Digest of the content."""
         return hashlib.sha256(self.content.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text as numbers: what is trained on, the rest, and windows of that, ``(w, length + 1)``.
+
+    The last of the characters stands for those that training never saw.
+    """
+
+    text: Text
+    train: Tensor
+    rest: Tensor
+    held: Tensor
+    characters: int
+
+    @property
+    def chance(self) -> float:
+        """Bits per held-out character of what knows how often each occurs, and nothing else."""
+        counts = torch.bincount(self.train, minlength=self.characters).double() + 1
+        return float(-(counts / counts.sum()).log2()[self.held[:, 1:]].mean())
+
+
+def corpus(text: Text, length: int) -> Corpus:
+    """Cut a text into what is trained on and what is held out, its last tenth."""
+    least = _SHARE * _HELD * (length + 1)
+    if len(text.content) < least:
+        raise InputError(
+            f"`--text` should have at least {least:,} characters, a tenth of them for {_HELD} "
+            f"windows of {length}. Found {len(text.content):,} in `{text.name}`."
+        )
+    cut = len(text.content) * (_SHARE - 1) // _SHARE
+    known = {c: i for i, c in enumerate(sorted(set(text.content[:cut])))}
+    ids = torch.tensor([known.get(c, len(known)) for c in text.content])
+    starts = torch.linspace(cut, len(ids) - length - 1, _HELD).long()
+    held = torch.stack([ids[i : i + length + 1] for i in starts.tolist()])
+    return Corpus(text, ids[:cut], ids[cut:], held, len(known) + 1)
 
 
 def texts_named(names: Sequence[str]) -> tuple[Text, ...]:

@@ -28,7 +28,7 @@ def spectral_norm(matrix: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b"]:
 
 
 def product_norm(
-    left: Float[Tensor, "*b k d"], right: Float[Tensor, "*b k d"]
+    left: Float[Tensor, "*b k d"], right: Float[Tensor, "*b k c"]
 ) -> Float[Tensor, "*b"]:
     """``‖L^T R‖``, from a matrix with ``k`` rows where these are the fewer.
 

@@ -29,3 +29,9 @@ from lipscope.control.restraint import (
     restrain as restrain,
     restraints as restraints,
 )
+from lipscope.control.smooth_transformer import (
+    MeanPool as MeanPool,
+    NormCap as NormCap,
+    ResidualSum as ResidualSum,
+    SmoothTransformer as SmoothTransformer,
+)

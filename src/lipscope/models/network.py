@@ -7,14 +7,14 @@ pool of its tokens, branches on the pooled vector, and a linear head.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lipscope.attention import Attention, Clip
+from lipscope.attention import Attention, Clip, DotProduct
 
 ActivationName = Literal["relu", "gelu", "gelu_tanh", "silu", "tanh", "identity"]
 ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
@@ -132,3 +132,50 @@ class Network:
     def name(self, index: int) -> str:
         """What a class is called."""
         return self.names[index] if self.names else str(index)
+
+
+def scaled(
+    part: DotProduct | Feed, after: float | Tensor, before: float = 1.0
+) -> DotProduct | Feed:
+    """``y -> after part(before y)``, in the part's weights; ``after`` may be a number a channel."""
+    if isinstance(part, Feed):
+        column = torch.as_tensor(after).unsqueeze(-1)
+        return replace(
+            part,
+            inner=before * part.inner,
+            gate=None if part.gate is None else before * part.gate,
+            outer=column * part.outer,
+            outer_bias=after * part.outer_bias,
+        )
+    names = ("query", "key", "value") if before != 1 else ()
+    inner = {name: before * getattr(part, name) for name in names}
+    wide = part.output
+    if wide is None:
+        wide = torch.eye(part.num_heads * part.value_width).to(part.value)
+    bias = None if part.output_bias is None else after * part.output_bias
+    output = torch.as_tensor(after, dtype=wide.dtype).unsqueeze(-1) * wide
+    return part.replace(**inner, output=output, output_bias=bias)
+
+
+def with_plain_sums(network: Network) -> Network:
+    """The same network where residual sums have weights: ``s h + part(h)`` as ``g + part'(g)``.
+
+    The stream is divided by the weights that it was multiplied by, ``g = h / c``: parts read
+    ``c g`` and what they add is divided by ``s c``, their own weights changed.
+    """
+    c, found = 1.0, list[Branch]()
+    for branch in (*network.branches, *network.tail):
+        norm, part, kept = branch.norm, branch.part, float(branch.skip)
+        after = 1 / (kept * c) if kept else 1.0
+        if isinstance(norm, Norm) and norm.scaled:
+            norm = replace(norm, eps=norm.eps / c**2)
+        elif isinstance(norm, Norm):
+            norm = replace(norm, weight=c * norm.weight)
+        if part is not None:
+            assert isinstance(part, DotProduct | Feed)
+            part = scaled(part, after, 1.0 if norm is not None else c)
+        found.append(Branch(part, norm, skip=bool(kept)))
+        c = kept * c if kept else 1.0
+    first = len(network.branches)
+    branches, tail = tuple(found[:first]), tuple(found[first:])
+    return replace(network, branches=branches, tail=tail, head=c * network.head)

@@ -6,52 +6,26 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from lipscope import Attention, InputError, MultiheadAttention
+from lipscope import Attention, MultiheadAttention
 from lipscope.attention import Clip
 from lipscope.charts import Panel, Series
-from lipscope.errors import install
 from lipscope.models import LoadedModel
 from lipscope.records import mean_interval
 from lipscope.theorems import NotApplicableError, catalogue, evaluate
+from lipscope_experiments.digits import Digits, digits
 from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, average
 
 PATCHES, WIDTH, HEADS, BLOCKS = 16, 32, 2, 2
 RADIUS = 4.0  # of the ball that tokens are brought into before attention
-_TRAIN = 1347  # of 1,797 images; the others are by other writers
 _BATCH, _RATE = 64, 1e-2
 _ASCENTS = 10
-
-
-@dataclass(frozen=True)
-class Digits:
-    """Images ``(b, 1, 8, 8)`` with entries from 0 to 1, and what they show."""
-
-    images: Tensor
-    labels: Tensor
-    test_images: Tensor
-    test_labels: Tensor
-
-
-def digits() -> Digits:
-    """The digits of scikit-learn, the last quarter for tests."""
-    try:
-        from sklearn.datasets import load_digits  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise InputError(
-            f"The digits need the package `scikit-learn`; run `{install('digits')}`."
-        ) from None
-    found: Any = load_digits()
-    images = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16
-    labels = torch.tensor(found.target)
-    return Digits(images[:_TRAIN], labels[:_TRAIN], images[_TRAIN:], labels[_TRAIN:])
 
 
 class SmoothBlock(nn.Module):
@@ -80,7 +54,7 @@ class SmoothBlock(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
-class SmoothTransformer(nn.Module):
+class VisionTransformer(nn.Module):
     """Patches of 2 x 2, two blocks, the sum of tokens over √n, a linear map to ten scores."""
 
     def __init__(self, attention: Callable[[], MultiheadAttention | None]) -> None:
@@ -146,7 +120,7 @@ class Linear(nn.Module):
         return _margin_radii(self(images), self.head.weight, labels)
 
 
-Net = TypeVar("Net", bound=SmoothTransformer | Linear)
+Net = TypeVar("Net", bound=VisionTransformer | Linear)
 
 
 def _margin_radii(scores: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -186,7 +160,7 @@ def trained(net: Net, data: Digits, epochs: int, seed: int) -> Net:
     return net.eval().requires_grad_(False)
 
 
-def attacked(net: SmoothTransformer | Linear, images: Tensor, labels: Tensor, eps: float) -> Tensor:
+def attacked(net: VisionTransformer | Linear, images: Tensor, labels: Tensor, eps: float) -> Tensor:
     """Whether each image is still answered rightly after projected gradient ascent of its loss.
 
     On the ball ``‖E‖ ≤ eps``, pixels not kept between 0 and 1: an upper end of what is robust.
@@ -253,12 +227,12 @@ def _trained_run(
 ) -> Record:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        net = Linear() if kind == "linear softmax" else SmoothTransformer(attention_of(kind))
+        net = Linear() if kind == "linear softmax" else VisionTransformer(attention_of(kind))
     net = trained(net, data, epochs, seed)
     images, labels = data.test_images, data.test_labels
     measured: dict[str, Any] = {}
     if kind in _KINDS:
-        assert isinstance(net, SmoothTransformer)
+        assert isinstance(net, VisionTransformer)
         rows = study.measure(
             "sigma",
             LoadedModel(f"{kind}, seed {seed}", net, None, None, "trained"),

@@ -29,16 +29,16 @@ def deept(folder: Path, blocks: int) -> Trained:
     model.load_state_dict({_name_here(name): value for name, value in weights.items()})
     model.double().eval().requires_grad_(False)
     word, position, kind = (t.double() for t in stored["state_dict_embeddings"].values())
-    counts = Counter(w for one in _sentences(folder, "train") for w in _words(one))
+    counts = Counter(w for one in sentences(folder, "train") for w in words_of(one))
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(w for w, k in counts.items() if k > 1)]
     if len(names) != len(word):
         raise AssertionError(f"{len(names)} words, {len(word)} embeddings")
     index = {name: i for i, name in enumerate(names)}
-    asked, right = _sentences(folder, "test")[:400], 0
+    asked, right = sentences(folder, "test")[:400], 0
     inputs: list[Tensor] = []
     labels: list[int] = []
     for one in asked:
-        ids = [index.get(w, 1) for w in ("[CLS]", *_words(one), "[SEP]")]
+        ids = [index.get(w, 1) for w in ("[CLS]", *words_of(one), "[SEP]")]
         x = word[ids] + position[: len(ids)] + kind[0]
         if int(model(x[None]).argmax()) == one["label"]:
             right += 1
@@ -48,11 +48,13 @@ def deept(folder: Path, blocks: int) -> Trained:
     return Trained(f"DeepT-{blocks}", recipe, model, inputs, labels, right / len(asked))
 
 
-def _sentences(folder: Path, part: str) -> list[dict[str, Any]]:
+def sentences(folder: Path, part: str) -> list[dict[str, Any]]:
+    """Sentences of SST with their labels."""
     return json.loads((folder / f"{part}.json").read_text("utf-8"))
 
 
-def _words(sentence: dict[str, Any]) -> list[str]:
+def words_of(sentence: dict[str, Any]) -> list[str]:
+    """The words of one."""
     return sentence["sentence"].lower().split()
 
 

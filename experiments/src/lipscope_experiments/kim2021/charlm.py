@@ -22,12 +22,10 @@ from lipscope.pages import number
 from lipscope.records import RunFolder
 from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, chosen, curve
-from lipscope_experiments.texts import Text
+from lipscope_experiments.texts import Corpus, corpus
 
 VARIANTS = ("dot product", "L2, untied", "L2, tied", "contractive L2")
 CONSTANT = 0.9  # of the contractive blocks
-_SHARE = 10  # one character of so many is held out, the last ones
-_HELD = 64  # windows of the held-out part
 
 
 @dataclass(frozen=True)
@@ -124,41 +122,6 @@ def _attention_of(run: TrainingRun) -> nn.Module:
     if run.variant == VARIANTS[-1]:
         return ContractiveAttention(module.attention, CONSTANT)
     return module
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """A text as numbers: what is trained on, and held-out windows ``(windows, length + 1)``.
-
-    The last of the characters stands for those that training never saw.
-    """
-
-    text: Text
-    train: Tensor
-    held: Tensor
-    characters: int
-
-    @property
-    def chance(self) -> float:
-        """Bits per held-out character of what knows how often each occurs, and nothing else."""
-        counts = torch.bincount(self.train, minlength=self.characters).double() + 1
-        return float(-(counts / counts.sum()).log2()[self.held[:, 1:]].mean())
-
-
-def corpus(text: Text, length: int) -> Corpus:
-    """Cut a text into what is trained on and what is held out, its last tenth."""
-    least = _SHARE * _HELD * (length + 1)
-    if len(text.content) < least:
-        raise InputError(
-            f"`--text` should have at least {least:,} characters, a tenth of them for {_HELD} "
-            f"windows of {length}. Found {len(text.content):,} in `{text.name}`."
-        )
-    cut = len(text.content) * (_SHARE - 1) // _SHARE
-    known = {c: i for i, c in enumerate(sorted(set(text.content[:cut])))}
-    ids = torch.tensor([known.get(c, len(known)) for c in text.content])
-    starts = torch.linspace(cut, len(ids) - length - 1, _HELD).long()
-    held = torch.stack([ids[i : i + length + 1] for i in starts.tolist()])
-    return Corpus(text, ids[:cut], held, len(known) + 1)
 
 
 def train(run: TrainingRun, data: Corpus, folder: RunFolder) -> dict[str, Any]:

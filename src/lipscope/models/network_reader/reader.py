@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lipscope.attention import Attention, DotProduct
 from lipscope.errors import InputError
 from lipscope.linalg import start_named
-from lipscope.models.network import Branch, Chain, Network, Norm
+from lipscope.models.network import Branch, Chain, Network, Norm, with_plain_sums
 from lipscope.models.network_reader.agreement import check_network
 from lipscope.models.network_reader.forward_pass import function_of, function_of_map
 from lipscope.models.network_reader.parts import read_norm
@@ -84,7 +84,7 @@ def read_network(
         if names and len(names) != count:
             raise InputError(f"`names` should name {count} classes. Found {len(names)}.")
         network = replace(found.network, names=names or _class_names(record.model, count))
-        check_network(network, found.scores, found.x)
+        check_network(with_plain_sums(network), found.scores, found.x)
     if not 0 <= at_layer < len(found.starts):
         raise InputError(
             f"`at_layer` should be between 0 and {len(found.starts) - 1} for this model. Found "
@@ -93,7 +93,7 @@ def read_network(
     x, start = found.x, found.starts[at_layer] if at_layer else 0
     with torch.no_grad():
         x = Chain(network.branches[:start])(x)
-    return replace(network, branches=network.branches[start:]), x
+    return with_plain_sums(replace(network, branches=network.branches[start:])), x
 
 
 def read_map(

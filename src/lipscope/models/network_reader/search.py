@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from lipscope.attention import Attention, DotProduct
 from lipscope.errors import InputError
 from lipscope.models.families.affine import Affine
-from lipscope.models.network import ACTIVATIONS, ActivationName, Branch, Feed, Network, Norm
+from lipscope.models.network import (
+    ACTIVATIONS,
+    ActivationName,
+    Branch,
+    Feed,
+    Network,
+    Norm,
+    scaled,
+)
 from lipscope.models.network_reader.agreement import Scores
 from lipscope.models.network_reader.forward_pass import (
     ForwardPass,
@@ -143,8 +151,9 @@ class Search:
             for part, p, then in self._parts(y, time, len(state.starts)) if not pooled else ():
                 if p.shape == v.shape and self.view.holds(v + p):
                     yield state.then(Branch(part, norm), v + p, then)
-                elif p.shape == v.shape and (scaled := self._scaled(part, v, p)) is not None:
-                    yield state.then(Branch(scaled[0], norm), scaled[1], then)
+                elif p.shape == v.shape and (sum_ := self._weighted_sum(v, p)) is not None:
+                    skip, factor, z = sum_
+                    yield state.then(Branch(scaled(part, factor), norm, skip), z, then)
                 if self.view.holds(p):
                     yield state.then(Branch(part, norm, skip=False), p, then)
         for norm, y, time in normed:
@@ -221,18 +230,18 @@ class Search:
                     eye = torch.eye(a.shape[1], dtype=a.dtype)
                     yield feed_of(name, one.map, Affine(eye, None), None), a, one.time
 
-    def _scaled(self, part: DotProduct | Feed, v: Tensor, p: Tensor) -> Any:
-        """A part with a factor by channel in its last map, where ``v + factor p`` is seen."""
+    def _weighted_sum(self, v: Tensor, p: Tensor) -> tuple[bool | float, Tensor, Tensor] | None:
+        """A sum with weights that is seen: ``v + f p``, f by channel, or ``s v + t p``."""
         total = p.square().sum(0)
         for z in self.view.like(v) if len(v) > 1 and bool((total > 0).all()) else ():
             factor = ((z - v) * p).sum(0) / total
             if bool((factor != 0).all()) and same(v + factor * p, z):
-                if isinstance(part, Feed):
-                    outer, shift = factor[:, None] * part.outer, factor * part.outer_bias
-                    return replace(part, outer=outer, outer_bias=shift), z
-                if part.output is not None:
-                    shift = None if part.output_bias is None else factor * part.output_bias
-                    return part.replace(output=factor[:, None] * part.output, output_bias=shift), z
+                return True, factor, z
+            pair = torch.stack([v.flatten(), p.flatten()], 1)
+            s, t = torch.linalg.lstsq(pair, z.flatten()[:, None]).solution[:, 0]
+            both = not same(s * v, z) and not same(t * p, z)
+            if both and same(s * v + t * p, z):
+                return float(s), t.expand(v.shape[1]), z
         return None
 
     # --- pool and head

@@ -1,0 +1,266 @@
+"""Classifiers with capped weights: what their bound certifies at once, and what is found beside."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope import InputError, SmoothTransformer, certify_decision, lipschitz_bound
+from lipscope.charts import Panel
+from lipscope_experiments.certified.deept import FOLDER, sentences, words_of
+from lipscope_experiments.digits import digits
+from lipscope_experiments.experiment import Study, experiment, grid
+from lipscope_experiments.findings import Record, chosen, line, middle, percentage
+from lipscope_experiments.training import train
+
+CAPS = {"cap 0.5": 0.5, "cap 1": 1.0, "cap 2": 2.0, "ordinary": None}
+LINEAR = "linear"
+_SIZES: dict[str, Any] = {"width": 16, "heads": 4, "depth": 2}
+_SHARPER = 8.0  # times the scores in the loss, so that margins are worth making
+_WORDS = 16  # of a sentence, the first ones
+_RADII = {
+    "SST": (0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
+    "digits": (0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Inputs of one length with their classes, to train on and to test on."""
+
+    name: str
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    vocabulary: int | None  # of inputs that are ids
+
+    @property
+    def classes(self) -> int:
+        """How many there are."""
+        return int(self.train[1].max()) + 1
+
+
+def task(name: str) -> Task:
+    """The digits as eight rows of eight pixels, or sentences of SST, cut or filled to 16 words."""
+    if name == "digits":
+        found = digits()
+        shown = found.images.squeeze(1), found.labels
+        return Task(name, shown, (found.test_images.squeeze(1), found.test_labels), None)
+    folder = Path(os.environ[FOLDER])
+    parts = [sentences(folder, part) for part in ("train", "test")]
+    counts = Counter(w for one in parts[0] for w in words_of(one))
+    index = {w: i + 2 for i, w in enumerate(sorted(w for w, k in counts.items() if k > 2))}
+
+    def as_ids(one: Record) -> list[int]:
+        ids = [index.get(w, 1) for w in words_of(one)][:_WORDS]
+        return ids + [0] * (_WORDS - len(ids))
+
+    pairs = [
+        (torch.tensor([as_ids(one) for one in part]), torch.tensor([one["label"] for one in part]))
+        for part in parts
+    ]
+    return Task(name, pairs[0], pairs[1], len(index) + 2)
+
+
+class LinearModel(nn.Module):
+    """The mean of token vectors in the ball, or all pixels, and one linear map."""
+
+    def __init__(self, of: Task, width: int) -> None:
+        super().__init__()
+        self.radius = width**0.5
+        words = of.vocabulary
+        self.embedding = None if words is None else nn.Embedding(words, width)
+        if self.embedding is not None:
+            nn.init.normal_(self.embedding.weight)
+        pixels = of.train[0][0].numel()
+        self.head = nn.Linear(pixels if words is None else width, of.classes, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores."""
+        if self.embedding is None:
+            return self.head(x.flatten(1))
+        z = self.embedding(x)
+        z = z * (self.radius / z.norm(dim=-1, keepdim=True)).clamp_max(1.0)
+        return self.head(z.mean(1))
+
+    @property
+    def slope(self) -> float:
+        """Of what the head reads, exactly."""
+        return 1.0 if self.embedding is None else _WORDS**-0.5
+
+
+def slope_before_head(model: SmoothTransformer | LinearModel) -> float:
+    """A bound of how far what the head reads moves, by the joint l2 move of inputs."""
+    if isinstance(model, LinearModel):
+        return model.slope
+    whole = min(float(lipschitz_bound(model, norm=n)) for n in ("max-token", "frobenius"))
+    if isinstance(model.embedding, nn.Linear):
+        whole *= _norm(model.embedding.weight)
+    return whole / _norm(model.head.weight)
+
+
+def _norm(weight: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(weight.detach().double(), 2))
+
+
+def radii(scores: Tensor, head: Tensor, labels: Tensor, slope: float) -> Tensor:
+    """``min_c (z_y - z_c) / (slope |w_y - w_c|)`` over the other classes; 0 where it is wrong."""
+    w, scores = head.detach().double(), scores.double()
+    apart = (w[:, None] - w[None]).norm(dim=-1)[labels].clamp_min(1e-30)
+    each = (scores.gather(1, labels[:, None]) - scores) / (slope * apart)
+    own = nn.functional.one_hot(labels, len(w)).bool()
+    return each.masked_fill(own, torch.inf).amin(1).clamp_min(0.0)
+
+
+def fitted(of: Task, kind: str, steps: int, seed: int) -> SmoothTransformer | LinearModel:
+    """A classifier of a kind, trained."""
+    (x, y), gen = of.train, torch.Generator().manual_seed(seed)
+
+    def loss() -> Tensor:
+        some = torch.randint(len(y), (64,), generator=gen)
+        return nn.functional.cross_entropy(_SHARPER * model(x[some]), y[some])
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if kind == LINEAR:
+            model = LinearModel(of, _SIZES["width"])
+            adam = torch.optim.Adam(model.parameters(), lr=0.01)
+            for _ in range(steps):
+                adam.zero_grad()
+                loss().backward()
+                adam.step()
+            return model.eval()
+        model = SmoothTransformer(
+            **_SIZES,
+            outputs=of.classes,
+            length=x.shape[1],
+            vocabulary=of.vocabulary,
+            features=None if of.vocabulary else x.shape[-1],
+            pool="mean",
+            cap=CAPS[kind],
+            capped="after-step",
+            activation="relu",
+        )
+    for _ in train(model, loss, steps):
+        pass
+    return model.eval()
+
+
+def judged(of: Task, kind: str, steps: int, seed: int, shown: int) -> Record:
+    """Accuracy, certified accuracy by the bound, and radii of a few inputs by other means."""
+    model = fitted(of, kind, steps, seed)
+    x, y = of.test
+    with torch.no_grad():
+        scores = model(x)
+    slope = slope_before_head(model)
+    sure = radii(scores, model.head.weight, y, slope)
+    right = scores.argmax(1) == y
+    few = right.nonzero()[:shown, 0].tolist() if isinstance(model, SmoothTransformer) else []
+    return {
+        "accuracy": int(right.sum()),
+        "tested": len(y),
+        "slope": slope,
+        "certified": [int((sure > r).sum()) for r in _RADII[of.name]],
+        "inputs": [_beside(model, x[i], float(sure[i])) for i in few],
+    }
+
+
+def _beside(model: Any, x: Tensor, bound: float) -> Record:
+    """One input: the bound's radius, and those of a certificate and of an attack, on the stream."""
+    (found,) = certify_decision(model, x[None])
+    times = _norm(model.embedding.weight) if isinstance(model.embedding, nn.Linear) else 1.0
+    attack = found.attack
+    return {"bound": bound * times, "decision": found.radius, "attack": attack}
+
+
+@experiment(
+    "certified/smooth",
+    title="Classifiers with a bound: sentences and digits",
+    cite="newhouse2025",
+    reads_text=False,
+)
+def smooth(study: Study) -> None:
+    """Capped, ordinary and linear classifiers: accuracy, certified accuracy, radii beside."""
+    missing, found = list[str](), list[Record]()
+    for name in _RADII:
+        try:
+            read = functools.cache(functools.partial(task, name))
+            keys = grid(task=[name], kind=(*CAPS, LINEAR), steps=[study.pick(20, 400)], seed=[0])
+            keys = [one | {"shown": study.pick(1, 5)} for one in keys]
+            if name == "SST" and not os.environ.get(FOLDER):
+                raise InputError(f"SST was left out: {FOLDER} names no folder.")
+            found += study.values(name, keys, lambda task, read=read, **how: judged(read(), **how))
+        except InputError as why:
+            missing.append(str(why))
+    for name in dict.fromkeys(one["task"] for one in found):
+        mine = chosen(found, task=name)
+        study.claim(
+            f"{name}: accuracy",
+            "–",
+            "; ".join(f"{one['kind']}: {one['accuracy'] / one['tested']:.1%}" for one in mine),
+        )
+        for above, below in (("decision", "bound"), ("attack", "bound"), ("attack", "decision")):
+            study.claim(
+                f"{name}: {above} over {below}, radii of the same inputs",
+                "at least 1" if above == "attack" else "–",
+                "; ".join(
+                    f"{one['kind']}: {middle([r[above] / r[below] for r in one['inputs']])}"
+                    for one in mine
+                    if one["inputs"] and all(r[above] and r[below] for r in one["inputs"])
+                ),
+            )
+        study.table(
+            f"{name}: accuracy, and certified accuracy by the bound, at radii",
+            mine,
+            {
+                "classifier": "kind",
+                "slope": "slope",
+                "accuracy": lambda one: percentage(one["accuracy"], one["tested"]),
+                **{
+                    f"{r:g}": lambda one, i=i: f"{one['certified'][i] / one['tested']:.1%}"
+                    for i, r in enumerate(_RADII[name])
+                },
+            },
+        )
+    _draw(study, found)
+    _remarks(study, found, missing)
+
+
+def _draw(study: Study, found: Sequence[Record]) -> None:
+    panels = []
+    for name in dict.fromkeys(one["task"] for one in found):
+        series = [
+            line(one["kind"], _RADII[name], [k / one["tested"] for k in one["certified"]])
+            for one in chosen(found, task=name)
+        ]
+        axes = "radius (joint l2)", "certified accuracy"
+        panels.append(Panel(name, series, *axes, log_y=False))
+    study.draw("smooth", "Certified accuracy by the bound alone", panels, columns=2)
+
+
+def _remarks(study: Study, found: Sequence[Record], missing: Sequence[str]) -> None:
+    steps = max((one["steps"] for one in found), default=0)
+    study.remark(
+        f"Width {_SIZES['width']}, {_SIZES['heads']} heads, {_SIZES['depth']} blocks with ReLU, a "
+        f"mean pool, {steps} steps of 64 inputs, one seed; cross-entropy of {_SHARPER:g} times the "
+        "scores. Caps after each step. Ordinary: the same training without caps.",
+        f"Radii of SST are joint l2 moves of the vectors of {_WORDS} words (the first ones of a "
+        "sentence, or filled up), each of norm at most 4; of digits, of the image. Linear: the "
+        "mean of word vectors in the same ball, or all pixels, and one linear map: its radius is "
+        "exact.",
+        "By the bound: margin over (slope of what the head reads, times the distance of two rows "
+        "of the head), the lesser of the bounds in both norms; all test inputs at once. Decision: "
+        "`certify_decision` on the first inputs that are classified rightly, and the smallest flip "
+        "that it finds; of digits both of the stream, so bounds of images times the norm of the "
+        "first linear map.",
+        "CROWN was not run here: no module of `SmoothTransformer` is known to the wrapper that "
+        "`certified/decisions` has for auto_LiRPA.",
+        *missing,
+    )

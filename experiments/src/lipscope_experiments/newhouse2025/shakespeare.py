@@ -1,0 +1,273 @@
+"""Character models with capped weights: accuracy, three bounds, an attack and sigma on text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope import SmoothTransformer
+from lipscope.charts import Panel
+from lipscope.pages import number
+from lipscope.records import stable_id
+from lipscope_experiments.experiment import Study, experiment, grid
+from lipscope_experiments.findings import Record, average, chosen, curve, geometric, grouped, middle
+from lipscope_experiments.newhouse2025.bounds import (
+    as_rms,
+    formula,
+    largest_found,
+    sigma_at,
+)
+from lipscope_experiments.texts import Corpus, corpus
+from lipscope_experiments.training import train
+
+CAPS = (1.0, 1.25, 1.5, 2.0, None)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dot product": ("dot-product", {}),
+    "L2, tied": ("l2", {}),
+    "cosine": ("scaled-cosine", {"temperature": 4.0, "gain": 4.0, "eps": 16.0}),
+}
+_SEEDS = 3
+_BLOCKS = 20  # of the held-out text, for the interval
+_READINGS = 4  # along training
+_WINDOWS = 2  # of text, at which sigma is measured
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """Everything that decides on a run besides its text."""
+
+    variant: str  # one of `VARIANTS`
+    cap: float | None  # ``w_max``
+    seed: int
+    steps: int
+    width: int
+    length: int  # of windows, in characters
+    batch: int  # windows of a step
+    heads: int = 4
+    depth: int = 3
+
+    def model(self, characters: int) -> SmoothTransformer:
+        """The model before training."""
+        kind, options = VARIANTS[self.variant]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return SmoothTransformer(
+                self.width,
+                self.heads,
+                self.depth,
+                outputs=characters,
+                length=self.length,
+                vocabulary=characters,
+                variant=kind,
+                causal=True,
+                cap=self.cap,
+                capped="after-step",
+                **options,
+            )
+
+
+def trained(run: TrainingRun, data: Corpus) -> tuple[SmoothTransformer, Record]:
+    """A model, what it predicts of the held-out text by blocks, and bound and sigma on the way."""
+    model, gen = run.model(data.characters), torch.Generator().manual_seed(run.seed)
+    span, probe = torch.arange(run.length + 1), data.held[0, :-1]
+    curve: list[list[float]] = []
+
+    def loss() -> Tensor:
+        starts = torch.randint(0, len(data.train) - run.length, (run.batch,), generator=gen)
+        return _nats(model, data.train[starts[:, None] + span]).mean()
+
+    for step, _ in train(model, loss, run.steps):
+        if run.seed == 0 and step % (run.steps // _READINGS) == 0:
+            with torch.no_grad():
+                tokens = model.tokens(probe[None])[0, : run.length // 4]
+            bound = float(model.bound.detach())
+            curve.append([step, bound * as_rms(model), sigma_at(model, tokens) * as_rms(model)])
+    model.eval()
+    return model, held_out(model, data, run.length) | {"curve": curve}
+
+
+def _nats(model: SmoothTransformer, windows: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(windows[:, :-1]).mT, windows[:, 1:], reduction="none")
+
+
+@torch.no_grad()
+def held_out(model: SmoothTransformer, data: Corpus, length: int) -> Record:
+    """Accuracy and bits per character of the whole held-out text, in blocks that follow each other.
+
+    Windows side by side: each character but the first of a window is predicted once.
+    """
+    windows = data.rest[: len(data.rest) // length * length].view(-1, length)
+    bits, hits = [], []
+    for block in windows.tensor_split(_BLOCKS):
+        scores = model(block[:, :-1])
+        nats = nn.functional.cross_entropy(scores.mT, block[:, 1:])
+        bits.append(float(nats) / math.log(2))
+        hits.append(float((scores.argmax(-1) == block[:, 1:]).double().mean()))
+    return {"accuracy": hits, "bits": bits}
+
+
+def bounded(model: SmoothTransformer, data: Corpus, ascent: dict[str, int]) -> Record:
+    """Bounds of root mean squares, the largest sigma found by an ascent, and sigmas on text."""
+    times, dots = as_rms(model), model.sizes["variant"] == "dot-product"
+    worst = times * largest_found(model, **ascent)
+    model = model.double()
+    texts = [model.tokens(one[None, :-1])[0].detach() for one in data.held[:_WINDOWS]]
+    return {
+        "coded": formula(model, right=False) if dots else None,
+        "right": formula(model, right=True) if dots else None,
+        "ours": times * float(model.bound.detach()),
+        "attack": worst,
+        "on_text": [times * sigma_at(model, one) for one in texts],
+    }
+
+
+@experiment(
+    "newhouse2025/shakespeare",
+    title="Training Transformers with Enforced Lipschitz Constants: characters of Shakespeare",
+)
+def shakespeare(study: Study) -> None:
+    """Three kinds of attention at four caps and at none: what is learnt, and what can move."""
+    size: Any = study.pick(
+        {"steps": 300, "width": 32, "length": 32, "batch": 8},
+        {"steps": 500, "width": 64, "length": 64, "batch": 16},
+    )
+    data = corpus(study.texts[-1], size["length"])
+    ascent = {"num_tokens": study.pick(8, 16), "starts": 4, "steps_of_ascent": study.pick(40, 100)}
+    every = grid(seed=range(study.pick(1, _SEEDS)), cap=CAPS, variant=VARIANTS)
+    of_text = {"text": data.text.name, "sha256": data.text.sha256}
+    runs: list[Record] = [asdict(TrainingRun(**one, **size)) | of_text for one in every]
+
+    def weights(run: Record) -> Any:
+        return study.folder.path / f"{stable_id(run)}.safetensors"
+
+    def one_run(text: str, sha256: str, **run: Any) -> Record:
+        model, found = trained(TrainingRun(**run), data)
+        model.save(weights(run | {"text": text, "sha256": sha256}))
+        return found
+
+    def one_bound(num_tokens: int, starts: int, steps_of_ascent: int, **run: Any) -> Record:
+        size = {"num_tokens": num_tokens, "starts": starts, "steps": steps_of_ascent}
+        return bounded(SmoothTransformer.load(weights(run)), data, size)
+
+    learnt = study.values("runs", runs, one_run)
+    bounds = study.values("bounds", [one | ascent for one in runs], one_bound)
+    found = [one | other for one, other in zip(bounds, learnt, strict=True)]
+    _say(study, found)
+    _draw(study, found)
+    _remarks(study, data, found)
+
+
+def _name_of(cap: float | None) -> str:
+    return "none" if cap is None else f"{cap:g}"
+
+
+def _say(study: Study, found: Sequence[Record]) -> None:
+    """How the bounds compare, and what every setting learnt."""
+    capped = [one for one in chosen(found, variant="dot product") if one["cap"] is not None]
+    study.claim(
+        "bound as coded over our bound, same networks, so at equal accuracy",
+        "at least 1, if the formula were true",
+        _by_cap(capped, lambda one: one["coded"] / one["ours"]),
+    )
+    study.claim(
+        "the formula put right over our bound, the same networks",
+        "–",
+        _by_cap(capped, lambda one: one["right"] / one["ours"]),
+    )
+    for variant in VARIANTS:
+        mine = [one for one in chosen(found, variant=variant) if one["cap"] is not None]
+        study.claim(
+            f"our bound over the largest sigma found by attack, {variant}",
+            "at least 1",
+            _by_cap(mine, lambda one: one["ours"] / one["attack"]),
+        )
+    study.claim(
+        "largest sigma found over the bound as coded",
+        "at most 1, if the formula were true",
+        _by_cap(capped, lambda one: one["attack"] / one["coded"]),
+    )
+    study.table(
+        "What was learnt, and what can move (root mean squares, largest over tokens)",
+        grouped(found, "variant", "cap"),
+        {
+            "attention": lambda key, _: key[0],
+            "w_max": lambda key, _: _name_of(key[1]),
+            "accuracy": lambda _, mine: _of_blocks(mine, "accuracy"),
+            "bits per character": lambda _, mine: _of_blocks(mine, "bits"),
+            "as coded": lambda _, mine: _mean(mine, "coded"),
+            "heads right": lambda _, mine: _mean(mine, "right"),
+            "our bound": lambda _, mine: _mean(mine, "ours"),
+            "attack": lambda _, mine: _mean(mine, "attack"),
+            "sigma on text": lambda _, mine: geometric([s for one in mine for s in one["on_text"]]),
+        },
+    )
+
+
+def _by_cap(found: Sequence[Record], ratio: Any) -> str:
+    """Smallest and largest ratio at every cap."""
+    each = grouped(found, "cap")
+    return "; ".join(
+        f"w_max {_name_of(cap)}: {middle([ratio(one) for one in mine], 3)}" for cap, mine in each
+    )
+
+
+def _of_blocks(found: Sequence[Record], what: str) -> str:
+    """The mean over seeds of every block of text, with its interval over blocks."""
+    return average([fmean(each) for each in zip(*(one[what] for one in found), strict=True)])
+
+
+def _mean(found: Sequence[Record], what: str) -> str:
+    values = [one[what] for one in found]
+    return "–" if None in values else number(math.exp(fmean(map(math.log, values))), 3)
+
+
+def _draw(study: Study, found: Sequence[Record]) -> None:
+    """Accuracy against bound, and bound and sigma along training."""
+
+    def series(name: str, variant: str, what: str) -> Any:
+        mine = chosen(found, variant=variant)
+        points = sorted(mine, key=lambda one: one[what])
+        return curve(name, points, what, lambda one: 100 * fmean(one["accuracy"]), "points")
+
+    drawn = [series(variant, variant, "ours") for variant in VARIANTS]
+    drawn.append(series("dot product, as coded", "dot product", "coded"))
+    axes = {"x": "bound, root mean squares", "y": "accuracy, %", "log_y": False}
+    panels = [Panel("Accuracy against bound", drawn, **axes)]
+    along = []
+    for variant in VARIANTS:
+        one = chosen(found, variant=variant, seed=0)[0]
+        for name, index in (("bound", 1), ("sigma on text", 2)):
+            points = [(step[0], step[index]) for step in one["curve"]]
+            along.append(curve(f"{name}, {variant}", points, lambda at: at[0], lambda at: at[1]))
+    title = f"Along training, w_max {_name_of(found[0]['cap'])}"
+    panels.append(Panel(title, along, x="step", y="root mean squares", log_x=False))
+    study.draw("shakespeare", "Accuracy against bound, and both along training", panels, columns=2)
+
+
+def _remarks(study: Study, data: Corpus, found: Sequence[Record]) -> None:
+    one = found[0]
+    study.remark(
+        f"{data.text.name}: the last tenth, {len(data.rest):,} characters, is held out and read "
+        f"whole, in windows of {one['length']} side by side; intervals are over {_BLOCKS} blocks "
+        "of it, of means over seeds.",
+        f"Here: width {one['width']}, {one['depth']} blocks, {one['heads']} heads, windows of "
+        f"{one['length']}, {one['batch']} a step, {one['steps']:,} steps, "
+        f"{len({r['seed'] for r in found})} seeds, Muon at 0.1 and AdamW at 0.01, linear decay; "
+        "caps after each step, on all singular values. Positions are learnt, not rotary.",
+        "Bound as coded: phess2/lipschitz-transformers, commit 9173461, from norms of whole "
+        "matrices. Its parts as we read them have no factor for heads, whose scores are divided by "
+        "the head's width, and divide the slope of GELU out twice. Heads right: the same formula "
+        "with these factors. The paper's printed proof was not read: it may define norms of heads "
+        "in another way.",
+        "Bounds and sigmas are of the map from token vectors with positions, before they are "
+        "brought into the ball of root mean square 1, to the scores of a token, in the largest "
+        "root mean square over tokens. Sigmas are lower values (alternating maximisation); the "
+        f"attack climbs {one['starts']} inputs of {one['num_tokens']} tokens for "
+        f"{one['steps_of_ascent']} steps. Sigma on text: {_WINDOWS} held-out windows a model.",
+    )

@@ -1,0 +1,214 @@
+"""Smooth Transformers: their caps, their bound beside attacks, files, and every verb."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lipscope as ls
+from lipscope import InputError, SmoothTransformer
+from lipscope.control import NormCap
+from lipscope.linalg import max_token_norm
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dot-product": {},
+    "l2": {},
+    "scaled-cosine": {"temperature": 2.0, "gain": 2.0, "eps": 4.0},
+}
+IDS = torch.tensor([[0, 4, 1, 4, 2], [3, 3, 0, 1, 2]])
+
+
+def smooth(variant: str = "dot-product", seed: int = 0, **options: Any) -> SmoothTransformer:
+    torch.manual_seed(seed)
+    sizes = {"outputs": 3, "length": 6, "vocabulary": 5} | KINDS[variant] | options
+    return SmoothTransformer(8, 2, 2, variant=variant, **sizes)
+
+
+def largest_norms(model: SmoothTransformer, cap: float) -> list[float]:
+    """Norms of all matrices over what each may have."""
+    return [
+        float(torch.linalg.matrix_norm(getattr(holder, name).detach().double(), 2)) / (cap * share)
+        for holder, name, share in model._capped_weights()
+    ]
+
+
+def steps(model: SmoothTransformer, count: int, weight: float = 0.0, most: float = 1.0) -> None:
+    """Steps at rates that are far too high, with a weight on what the bound has above ``most``."""
+    muon = torch.optim.Muon(model.matrices, lr=0.3)
+    adam = torch.optim.AdamW(model.others, lr=0.1)
+    for _ in range(count):
+        scores = model(IDS)
+        wanted = IDS % 2 if scores.ndim == 3 else IDS[:, 0] % 2
+        loss = nn.functional.cross_entropy(scores.flatten(0, -2), wanted.flatten())
+        if weight:
+            loss = loss + weight * (model.bound.log() - math.log(most)).clamp_min(0)
+        for optimiser in (muon, adam):
+            optimiser.zero_grad()
+        loss.backward()
+        for optimiser in (muon, adam):
+            optimiser.step()
+        model.cap_weights()
+
+
+@pytest.mark.parametrize("variant", KINDS)
+@pytest.mark.parametrize("capped", ["parametrised", "after-step"])
+def test_caps_hold_after_every_step_of_muon_and_adamw(variant, capped):
+    model = smooth(variant, cap=0.8, capped=capped)
+    assert max(largest_norms(model, 0.8)) <= 1 + 1e-5
+    before = model.head.weight.detach().clone()
+    for _ in range(3):
+        steps(model, 1)
+        assert max(largest_norms(model, 0.8)) <= 1 + 1e-5
+    assert not torch.equal(before, model.head.weight)
+    assert max(largest_norms(model, 0.8)) > 0.95
+
+
+def test_without_a_cap_norms_are_free():
+    model = smooth(cap=None)
+    steps(model, 3)
+    assert max(largest_norms(model, 1.0)) > 1.1
+
+
+def test_matrices_and_others_are_all_parameters_once():
+    for capped in ("parametrised", "after-step"):
+        model = smooth(capped=capped)
+        split = [*model.matrices, *model.others]
+        assert {id(p) for p in split} == {id(p) for p in model.parameters()}
+        assert len(split) == len({id(p) for p in split})
+        assert all(p.ndim == 2 for p in model.matrices)
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (3, 7), (7, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_norm_cap_is_from_above_and_close(shape, dtype):
+    gen = torch.Generator().manual_seed(1)
+    for scale in (1e-6, 1.0, 1e6):
+        weight = scale * torch.randn(*shape, generator=gen, dtype=torch.float64).to(dtype)
+        norm = float(torch.linalg.matrix_norm(weight.double(), 2))
+        kept = NormCap(2 * norm)(weight)
+        assert torch.equal(kept, weight)
+        cut = float(torch.linalg.matrix_norm(NormCap(norm / 2)(weight).double(), 2))
+        assert norm / 2 * min(shape) ** (-1 / 128) * (1 - 1e-5) <= cut <= norm / 2 * (1 + 1e-5)
+    assert not NormCap(1.0)(torch.zeros(shape, dtype=dtype)).any()
+
+
+@pytest.mark.parametrize("variant", KINDS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_input_found_by_ascent_moves_the_scores_by_more_than_the_bound(variant, causal):
+    for seed, pool in enumerate(("mean", None)):
+        model = smooth(variant, seed, cap=1.5, causal=causal, pool=pool).double().eval()
+        steps(model, 2)
+        bound = float(model.bound.detach())
+        x = torch.randn(4, 5, 8, dtype=torch.float64, requires_grad=True)
+        e = torch.randn(4, 5, 8, dtype=torch.float64, requires_grad=True)
+        adam = torch.optim.Adam([x, e], lr=0.1)
+        for _ in range(25):
+            move = e / e.norm(dim=-1, keepdim=True)
+            moved = torch.func.jvp(model.scores, (x,), (move,))[1]
+            found = moved.reshape(4, -1, 3).norm(dim=-1).amax(-1)
+            assert float(found.detach().max()) <= bound
+            adam.zero_grad()
+            (-found.log().sum()).backward()
+            adam.step()
+
+
+def test_the_bound_of_vectors_is_of_the_vectors():
+    model = smooth(vocabulary=None, features=4, pool="mean").double().eval()
+    x = torch.randn(1, 6, 4, dtype=torch.float64)
+    op = ls.linearise(lambda t: model(t[None]), x[0])
+    inside = float(ls.lipschitz_bound(model).value.detach())
+    norm = float(torch.linalg.matrix_norm(model.embedding.weight.detach(), 2))
+    assert max_token_norm(op).lower <= float(model.bound.detach()) == pytest.approx(inside * norm)
+
+
+@pytest.mark.parametrize("variant", KINDS)
+def test_a_bound_in_the_loss_is_limited(variant):
+    free, held = smooth(variant, cap=1.5), smooth(variant, cap=1.5)
+    most = 0.7 * float(held.bound.detach())
+    steps(free, 30)
+    steps(held, 30, weight=10.0, most=most)
+    assert float(held.bound.detach()) < 1.1 * most < float(free.bound.detach())
+
+
+@pytest.mark.parametrize("variant", KINDS)
+@pytest.mark.parametrize("pool", ["mean", None])
+def test_the_parts_are_the_model(variant, pool):
+    model = smooth(variant, pool=pool).double().eval()
+    ids = torch.tensor([[0, 4, 1, 4, 2, 1]])
+    network = model.as_network()
+    torch.testing.assert_close(network(model.tokens(ids)), model(ids))
+
+
+def test_a_decoder_reads_no_later_token():
+    model = smooth(causal=True).eval()
+    other = IDS.clone()
+    other[:, -1] = 0
+    torch.testing.assert_close(model(IDS)[:, :-1], model(other)[:, :-1])
+
+
+@pytest.mark.parametrize("capped", ["parametrised", "after-step"])
+def test_saved_and_loaded(capped, tmp_path):
+    model = smooth("scaled-cosine", capped=capped).double().eval()
+    model.save(tmp_path / "model.safetensors")
+    again = SmoothTransformer.load(tmp_path / "model.safetensors")
+    assert torch.equal(again(IDS), model(IDS)) and not again.training
+    assert again.sizes == model.sizes and torch.equal(again.bound, model.bound)
+
+
+def test_files_of_another_kind_are_refused_in_one_line(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    for path in (tmp_path / "model.safetensors", tmp_path / "missing"):
+        with pytest.raises(InputError, match=r"a file that `SmoothTransformer.save` wrote"):
+            SmoothTransformer.load(path)
+
+
+@pytest.mark.parametrize("variant", KINDS)
+def test_layers_are_measured_in_closed_form_and_monitored(variant, tmp_path):
+    model = smooth(variant, pool="mean").eval()
+    rows = ls.measure(model, IDS, out=tmp_path / "run")
+    assert [row.layer for row in rows] == [0, 1, 0, 1] and not any(row.note for row in rows)
+    page = ls.report([tmp_path / "run"], out=tmp_path / "page.html")[0]
+    assert "SmoothTransformer" in page.read_text("utf-8")
+    monitor = ls.Monitor(model, IDS[:1], every=1, out=tmp_path / "monitor")
+    with monitor.step():
+        steps(model, 1)
+    assert monitor.read()[0].sigma != pytest.approx(rows[0].sigma, rel=1e-3)
+
+
+@pytest.mark.parametrize("capped", ["parametrised", "after-step"])
+def test_a_decision_is_certified_and_no_attack_gets_below(capped):
+    model = smooth(pool="mean", outputs=2, capped=capped).eval()
+    (found,) = ls.certify_decision(model, IDS[:1])
+    assert found.attack is not None and 0 < found.radius <= found.attack
+    # The bound of the network knows less, and is no contradiction.
+    scores = model.double()(IDS[:1])[0].detach()
+    rows = model.head.weight.detach()
+    margin = float((scores[found.decision] - scores[1 - found.decision]).abs())
+    slope = float(model.bound.detach() * (rows[0] - rows[1]).norm())
+    slope /= float(torch.linalg.matrix_norm(rows, 2))
+    assert margin / slope <= found.attack
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"vocabulary": None}, "`vocabulary`, or vectors, `features`"),
+        ({"features": 3}, "Found `vocabulary` and `features`"),
+        ({"cap": -1.0}, "`cap` should be positive"),
+        ({"variant": "cubic"}, "`variant` should be one of"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(options, words, unchecked):
+    sizes = {"outputs": 3, "length": 6, "vocabulary": 5} | options
+    with pytest.raises(InputError, match=words) as told:
+        SmoothTransformer(8, 2, 2, **sizes)
+    assert "\n" not in str(told.value)
+
+
+def test_too_many_tokens_are_refused():
+    with pytest.raises(InputError, match=r"at most 6 tokens\. Found 7"):
+        smooth()(torch.zeros(1, 7, dtype=torch.long))

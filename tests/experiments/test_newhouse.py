@@ -1,0 +1,109 @@
+"""Smooth Transformers in experiments: formula, attack, certified radii, and their findings."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lipscope import SmoothTransformer
+from lipscope_experiments import reproduce
+from lipscope_experiments.certified import smooth
+from lipscope_experiments.certified.smooth import (
+    CAPS,
+    LINEAR,
+    Task,
+    fitted,
+    radii,
+    slope_before_head,
+)
+from lipscope_experiments.newhouse2025 import shakespeare
+from lipscope_experiments.newhouse2025.bounds import as_rms, formula, largest_found
+
+
+def decoder(cap: float, seed: int = 0) -> SmoothTransformer:
+    torch.manual_seed(seed)
+    sizes = {"outputs": 9, "length": 6, "vocabulary": 9, "causal": True, "capped": "after-step"}
+    return SmoothTransformer(16, 4, 3, cap=cap, **sizes).double().eval()
+
+
+@pytest.mark.parametrize(("cap", "value"), [(1.0, 0.88), (1.25, 2.5), (1.5, 11.0), (2.0, 840.0)])
+def test_the_formula_as_coded_has_its_published_values(cap, value):
+    """Those of its own code at three blocks with every norm at the cap, to their two digits."""
+    assert formula(decoder(cap), right=False) == pytest.approx(value, rel=0.05)
+
+
+@pytest.mark.parametrize("cap", [0.5, 1.0, 2.0])
+def test_the_formula_put_right_and_ours_are_above_every_attack(cap):
+    for seed in range(2):
+        model = decoder(cap, seed)
+        size = {"num_tokens": 6, "starts": 4, "steps": 30}
+        found = as_rms(model) * largest_found(model.float(), **size)
+        ours = as_rms(model) * float(model.bound.detach())
+        assert found <= min(ours, formula(model, right=True))
+
+
+def test_shakespeare_says_what_it_found(monkeypatch, tmp_path):
+    monkeypatch.setattr(shakespeare, "CAPS", (1.0, None))
+    monkeypatch.setattr(shakespeare, "VARIANTS", {"dot product": ("dot-product", {})})
+    asked = list[int]()
+
+    def few(model, loss, steps):
+        asked.append(steps)
+        return train(model, loss, 4)
+
+    train = shakespeare.train
+    monkeypatch.setattr(shakespeare, "train", few)
+    monkeypatch.setattr(shakespeare, "_READINGS", 150)
+    first = reproduce("newhouse2025/shakespeare", quick=True, out=tmp_path / "run")
+    assert first == reproduce("newhouse2025/shakespeare", quick=True, out=tmp_path / "run")
+    assert asked == [300] * 2
+    text = (tmp_path / "run" / "findings.md").read_text()
+    assert "printed proof was not read" in text and (tmp_path / "run" / "shakespeare.svg").exists()
+    assert len(first.tables[0].lines) == 2
+
+
+def blobs(classes: int) -> Task:
+    gen = torch.Generator().manual_seed(0)
+    labels = torch.arange(120) % classes
+    rows = torch.randn(classes, 4, 3, generator=gen)[labels]
+    rows = rows + 0.1 * torch.randn(120, 4, 3, generator=gen)
+    return Task("digits", (rows, labels), (rows[:40], labels[:40]), None)
+
+
+@pytest.mark.parametrize("kind", CAPS)
+def test_no_move_within_the_radius_of_the_bound_changes_the_answer(kind):
+    of = blobs(3)
+    model = fitted(of, kind, 30, 0).double()
+    x, labels = of.test[0].double(), of.test[1]
+    with torch.no_grad():
+        sure = radii(model(x), model.head.weight, labels, slope_before_head(model))
+    assert bool((sure > 0).any())
+    move = torch.zeros_like(x)
+    for _ in range(15):
+        at = (x + move).requires_grad_()
+        loss = torch.nn.functional.cross_entropy(model(at), labels, reduction="sum")
+        (slope,) = torch.autograd.grad(loss, at)
+        move = move + slope / slope.flatten(1).norm(dim=1)[:, None, None] * sure[:, None, None] / 3
+        size = move.flatten(1).norm(dim=1)
+        move = move * (0.999 * sure / size.clamp_min(1e-30)).clamp_max(1.0)[:, None, None]
+        wrong = model(x + move).argmax(1) != labels
+        assert not bool((wrong & (sure > 0)).any())
+
+
+def test_the_radius_of_a_linear_model_is_the_distance():
+    head = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+    scores = torch.tensor([[10.0, 0.0], [0.0, 1.0]])
+    found = radii(scores, head, torch.tensor([0, 0]), 0.5)
+    assert found.tolist() == [pytest.approx(10 / (0.5 * 5)), 0.0]
+
+
+def test_without_a_folder_of_sentences_the_rest_is_found(monkeypatch, tmp_path):
+    monkeypatch.delenv("LIPSCOPE_DEEPT", raising=False)
+    monkeypatch.setattr(smooth, "task", lambda name: blobs(3))
+    monkeypatch.setattr(smooth, "CAPS", {"cap 1": 1.0})
+    found = reproduce("certified/smooth", quick=True, out=tmp_path / "run")
+    assert any("SST was left out" in one for one in found.remarks)
+    assert [line[0] for line in found.tables[0].lines] == ["cap 1", LINEAR]
+    assert math.isfinite(float(found.tables[0].lines[0][1]))
