@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -78,7 +79,8 @@ def worst(
     These are every construction for every head, the inputs that are given, the end of an ascent
     from the best construction of each kind and the worst given input, and the end of another one
     from random starts. Holds for every layer; what cannot be built for it follows last, with the
-    reason. Twelve heads of width 32 at n = 64 take 15 seconds on one core.
+    reason. Constructions are compared in float32; the best of each kind, and what overflows there, is
+    measured as the layer is.
 
     Args:
         layer: The layer; the map is ``attention``, all heads with the projection.
@@ -97,22 +99,30 @@ def worst(
         misses more often.
     """
     check_size(num_tokens, radius)
+    rough = copy.deepcopy(layer).float()  # twice as fast
     rows = [
-        _measured(layer, _about(built), built.x, tol, generator, built.predicted)
+        _measured(rough, _about(built), built.x, tol, generator, built.predicted)
         if isinstance(built, Construction)
         else built
         for built in _all(layer, num_tokens, radius, names)
+    ]
+    best = {row.name: row for row in sorted(rows, key=_by_sigma, reverse=True)}
+    rows = [
+        _measured(layer, _about(row), row.x, tol, generator, row.predicted)
+        if row.x is not None and (row is best[row.name] or row.sigma is None)
+        else row
+        for row in rows
     ]
     about = ("given", "the input that was given, within the radius", "", None)
     rows += [_measured(layer, about, clamp(x, radius), tol, generator) for x in given]
     rows.sort(key=_by_sigma)
     if steps:
         size: dict[str, Any] = {"num_tokens": num_tokens, "radius": radius, "steps": steps}
-        best = {row.name: row.x for row in reversed(rows) if row.sigma is not None}
-        starts = {KNOWN: (0, [x for x in best.values() if x is not None]), DRAWN: (restarts, [])}
-        for name, (count, known) in starts.items():
-            if count or known:
-                found = ascend(layer, **size, restarts=count, start=known, generator=generator)
+        known = {row.name: row.x for row in reversed(rows) if row.sigma is not None}
+        starts = {KNOWN: (0, [x for x in known.values() if x is not None]), DRAWN: (restarts, [])}
+        for name, (count, given) in starts.items():
+            if count or given:
+                found = ascend(layer, **size, restarts=count, start=given, generator=generator)
                 about = (name, "gradient ascent", DERIVED, None)
                 rows.append(_worst_row(about, found.x, found.top, None))
     rows.sort(key=_by_sigma)
@@ -166,7 +176,8 @@ def _measured(
     generator: torch.Generator | None,
     predicted: float | None = None,
 ) -> WorstInput:
-    top = top_singular(layer.linearise(x), tol=tol, generator=generator)
+    operator = layer.linearise(x.to(layer.query.dtype))
+    top = top_singular(operator, tol=tol, generator=generator)
     return _worst_row(about, x, top, predicted)
 
 

@@ -73,16 +73,21 @@ class BallLayer:
         """The best cheap certificate of each of them at the centre."""
         return [_local(c, None) for c in self.bare]
 
-    def around(self, radii: Tensor, ball: BallName) -> tuple[float, list[float]]:
+    def around(
+        self, radii: Tensor, ball: BallName, *, apart: bool = True
+    ) -> tuple[float, list[float]]:
         """``>= ‖f(X') - f(X)‖ / ‖X' - X‖`` from X itself: sigma there plus the rest.
 
-        Of the layer, infinite without ``sharp``, and of each head.
+        Of the layer, infinite without ``sharp``, and ``apart`` of each head.
         """
+        if self.several and not self.sharp and not apart:
+            return math.inf, []
         output = self.layer.attention.output if self.projected else None
-        together, each = rest(self.bare, output, radii, ball, together=self.sharp)
+        how = {"together": self.sharp, "apart": apart}
+        together, each = rest(self.bare, output, radii, ball, **how)
         heads = [
             local + one + centre.slack
-            for local, one, centre in zip(self.local, each, self.centres, strict=True)
+            for local, one, centre in zip(self.local, each, self.centres, strict=False)
         ]
         return (self.joint + together + self.slack if self.several else heads[0]), heads
 
@@ -340,7 +345,7 @@ def certified_changes(
         if along < reach:  # else it stays above: B grows, and the reach is a line
             try:
                 along += (size - before) * bound.at(radii, "frobenius").total
-                straight = size * bound.around(radii, "frobenius")[0]
+                straight = size * bound.around(radii, "frobenius", apart=False)[0]
             except (NotApplicableError, OverflowError):
                 along = straight = math.inf
             reach = min(_or_infinite(along), _or_infinite(straight), reach)

@@ -32,11 +32,12 @@ def rest(
     ball: BallName,
     *,
     together: bool = True,
+    apart: bool = True,
 ) -> tuple[float, list[float]]:
     """``>= ‖f(X + E) - f(X) - J(X) E‖ / ‖E‖`` for every ``E`` of the ball but zero.
 
     Of all heads ``together``, whose values are not folded with ``output`` (None: side by side), and
-    of each alone; infinite where it overflows.
+    ``apart`` of each alone; infinite where it overflows.
     """
     widths = [c.v.shape[1] for c in centres]
     if output is None:
@@ -44,9 +45,10 @@ def rest(
     parts = output.split(widths, 1)
     channels = [HeadPath(c, eps, ball).whole() for c in centres]
     heads = list(zip(centres, parts, channels, strict=True))
-    each = [Summed([head]).norm() for head in heads]
     if len(heads) == 1:
-        return each[0], each
+        alone = Summed(heads).norm()
+        return alone, [alone]
+    each = [Summed([head]).norm() for head in heads] if apart else []
     return (Summed(heads).norm() if together else math.inf), each
 
 

@@ -207,7 +207,8 @@ def _changes(
     """``>= |f(y') - f(y) - J (y' - y)| / |y' - y|`` in a ball, and ``>= ‖J(y') - J‖``."""
     asked = AskedLayer(layer, "attention", x=y)
     hidden = asked.together.slack
-    near, _ = rest([HeadAt(head, y) for head in asked.bare], layer.output, radii, ball)
+    bare = [HeadAt(head, y) for head in asked.bare]
+    near, _ = rest(bare, layer.output, radii, ball, apart=False)
     eps = float(radii[0]) if ball == "frobenius" else radii
     each = torch.tensor([Ball(HeadAt(head, y), eps, ball).change for head in asked.heads]).double()
     whole = each.sum() if asked.projected else each.norm()

@@ -19,6 +19,7 @@ from torch import Tensor
 from lipscope.display import Shown
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator
+from lipscope.linalg.threads import few_threads
 
 
 @dataclass(frozen=True)
@@ -377,18 +378,19 @@ def top_singular_batch(
     stop = _Stop(tol, delta, op)
     b = len(generators)
     answers: list[TopSingular | None] = [None] * b
-    for run, last in _restarted(op, _random_starts(op, generators), max_steps, memory, stop):
-        for i in range(b):
-            if answers[i] is None:
-                answers[i] = stop.judge(run, i, last=last)
-        if watch is not None:
-            watch(
-                lambda run=run: [
-                    _ends(one) or stop.interval(run, i) for i, one in enumerate(answers)
-                ]
-            )
-        if all(answers):
-            break
+    with few_threads(b * op.in_size):
+        for run, last in _restarted(op, _random_starts(op, generators), max_steps, memory, stop):
+            for i in range(b):
+                if answers[i] is None:
+                    answers[i] = stop.judge(run, i, last=last)
+            if watch is not None:
+                watch(
+                    lambda run=run: [
+                        _ends(one) or stop.interval(run, i) for i, one in enumerate(answers)
+                    ]
+                )
+            if all(answers):
+                break
     return [answer for answer in answers if answer is not None]
 
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 
 # Entries of an input up to which a solve takes one thread: 64 tokens of width 384 are below it, 128
 # above (`benchmarks/startup.py` times products of both).
 _SMALL = 2**15
+# The caller's threads, within `few_threads`; 0 outside.
+_OUTSIDE: ContextVar[int] = ContextVar("threads outside", default=0)
 
 
 @contextlib.contextmanager
 def few_threads(entries: int | None, small: int = _SMALL) -> Iterator[None]:
     """One thread while an input of at most so many entries is worked on; then as before.
 
-    ``entries``: of the input, None where it is not known.
+    Within it, the caller's threads for an input that is larger, such as a batch. ``entries``: of
+    the input, None where it is not known.
 
     >>> before = torch.get_num_threads()
     >>> with few_threads(64):
@@ -26,11 +30,12 @@ def few_threads(entries: int | None, small: int = _SMALL) -> Iterator[None]:
     True
     """
     before = torch.get_num_threads()
-    if before == 1 or entries is None or entries > small:
-        yield
-        return
-    torch.set_num_threads(1)
+    outside = _OUTSIDE.get() or before
+    wanted = before if entries is None else 1 if entries <= small else outside
+    token = _OUTSIDE.set(outside)
+    torch.set_num_threads(wanted)
     try:
         yield
     finally:
+        _OUTSIDE.reset(token)
         torch.set_num_threads(before)
