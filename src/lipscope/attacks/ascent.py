@@ -127,7 +127,7 @@ def sigma_gradient(
     op = Operator(
         tape.matvec, tape.rmatvec, tuple(x.shape[1:]), tuple(tape.y.shape[1:]), x.dtype, x.device
     )
-    sigma, left, right = _top_triplets(op, v, steps)
+    sigma, left, right = top_triplets(op, v, steps)
     with torch.enable_grad():
         value = stretch(tape.y, tape.point, left, right)
         (gradient,) = torch.autograd.grad(value, tape.point)
@@ -226,7 +226,7 @@ def _shape(flags: Tensor) -> Tensor:
     return flags[:, None, None]
 
 
-def _top_triplets(op: Operator, start: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+def top_triplets(op: Operator, start: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """Top Ritz triplets of a batch of operators."""
     *_, state = golub_kahan(op, start, min(steps, op.in_size))
     assert state.u is not None

@@ -10,12 +10,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lipscope.attacks.ascent import top_triplets
 from lipscope.attention import Attention, DotProduct, Map
-from lipscope.certificates import check_ball, in_double, sigma_of, tokens_of
+from lipscope.certificates import check_ball, in_double, jacobian_of, sigma_of, tokens_of
 from lipscope.display import Shown
 from lipscope.theorems import BallName, per_token
 
 Function = Callable[[Tensor], Tensor]
+_KRYLOV_STEPS = 4  # of an ascent of sigma, from the last iterate's singular vector
 _FIRST = 1e-3  # share of the size at which the first gradient is taken: at 0 it vanishes
 
 
@@ -201,14 +203,18 @@ class _Search:
 
     def climb_sigma(self, start: Tensor, steps: int) -> None:
         """Ascent of sigma through its singular vectors; the end is measured afresh."""
-        e, best, at = self.to_edge(start), -1.0, None
+        e, best, at, v = self.to_edge(start), -1.0, None, self.draw()
         for i in range(steps // 3):
-            top = sigma_of(self.layer, self.x + e, self.map, self.seed + i)
-            if top.sigma > best:
-                best, at = top.sigma, e
-            point = (self.x + e).detach().requires_grad_(True)
-            moved = torch.func.jvp(self.f, (point,), (top.v,))[1]
-            (slope,) = torch.autograd.grad((top.u * moved).sum(), point)
+            # The first from a random start, then each from the last one's singular vector.
+            taken = _KRYLOV_STEPS if i else 4 * _KRYLOV_STEPS
+            here = self.x + e
+            operator = jacobian_of(self.layer, here, self.map)
+            sigma, u, v = (one[0] for one in top_triplets(operator, v[None], taken))
+            if float(sigma) > best:
+                best, at = float(sigma), e
+            point = here.detach().requires_grad_(True)
+            moved = torch.func.jvp(self.f, (point,), (v,))[1]
+            (slope,) = torch.autograd.grad((u * moved).sum(), point)
             e = self.inside(e + self.to_edge(slope) * 0.5 * 0.9**i)
         if at is not None:
             again = sigma_of(self.layer, self.x + at, self.map, self.seed + 10_000)

@@ -19,7 +19,7 @@ from lipscope.attention import Attention, DotProduct, Map
 from lipscope.certificates.expansion import rest
 from lipscope.display import Shown
 from lipscope.errors import InputError
-from lipscope.linalg import TopSingular, linearise, start_named, top_singular
+from lipscope.linalg import Operator, TopSingular, linearise, start_named, top_singular
 from lipscope.theorems import (
     AskedLayer,
     Ball,
@@ -112,8 +112,8 @@ class BallLayer:
         }
         if self.projected:
             each = [
-                least(Ball(c, eps, ball).forms(local)) + c.slack
-                for c, local in zip(self.bare, self.bare_local, strict=True)
+                least(Ball(c, eps, ball, scored=b).forms(local)) + c.slack
+                for c, local, b in zip(self.bare, self.bare_local, balls, strict=True)
             ]
             together["projection"] = self.layer.norm_output * math.hypot(*each)
         form = min(together, key=lambda name: together[name])
@@ -131,8 +131,12 @@ def sigma_of(
 ) -> TopSingular:
     """Sigma of a layer's map at ``x``, or of any function (None), from a start of its own."""
     start = start_named(f"sigma|{map}|{seed}", x)
-    operator = linearise(f, x) if map is None else linearise(f, x, map=map)
-    return top_singular(operator, tol=1e-4, generator=start)
+    return top_singular(jacobian_of(f, x, map), tol=1e-4, generator=start)
+
+
+def jacobian_of(f: Callable[[Tensor], Tensor], x: Tensor, map: Map | None) -> Operator:
+    """The Jacobian at ``x`` of a layer's map, or of any function (None)."""
+    return linearise(f, x) if map is None else linearise(f, x, map=map)
 
 
 def check_ball(ball: str) -> None:

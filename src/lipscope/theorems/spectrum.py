@@ -71,11 +71,13 @@ def of_both_parts(columns: Float[Tensor, " n"], own: Float[Tensor, " n"]) -> flo
 
 def eigenvalue(m: Float[Tensor, "*b k k"]) -> Float[Tensor, "*b"]:
     """Largest eigenvalues of positive semidefinite matrices; inf where they overflow."""
-    finite = torch.isfinite(m).all(-1).all(-1)
-    if not bool(finite.all()):
+    finite = None
+    if not bool(torch.isfinite(m.sum())):  # else no entry is infinite or NaN
+        finite = torch.isfinite(m).all(-1).all(-1)
         m = m.masked_fill(~finite[..., None, None], 0.0)
     tops = m[..., 0, 0] if m.shape[-1] == 1 else torch.linalg.eigvalsh(m)[..., -1]
-    return tops.clamp_min(0.0).masked_fill(~finite, torch.inf)
+    tops = tops.clamp_min(0.0)
+    return tops if finite is None else tops.masked_fill(~finite, torch.inf)
 
 
 _BISECTIONS = 60

@@ -102,6 +102,7 @@ class Ball:
     """One head over the ball of radius ``eps`` around its centre: every form, lazily.
 
     ``eps`` is one for all tokens, or one each (``token`` only); `by_weights` needs ``weighted``.
+    ``scored`` is the same ball around a head that differs in ``V`` alone: scores are taken from it.
     """
 
     def __init__(
@@ -110,8 +111,10 @@ class Ball:
         eps: float | Float[Tensor, " n"],
         ball: BallName = "token",
         weighted: Weighted | None = None,
+        scored: Ball | None = None,
     ) -> None:
         self.c = centre
+        self.scored = scored
         self.ball: BallName = ball
         self.weighted = weighted
         self.eps = per_token(eps, centre.x.shape[0], ball)
@@ -119,7 +122,7 @@ class Ball:
     @cached_property
     def p(self) -> SoftmaxIntervals:
         """Intervals of the attention weights."""
-        return softmax_over(self.c, self.eps, self.ball)
+        return self.scored.p if self.scored else softmax_over(self.c, self.eps, self.ball)
 
     @cached_property
     def visible_eps(self) -> Tensor:
@@ -165,14 +168,16 @@ class Ball:
                 "upper_y": gram,
                 "change_y": moved,
                 "upper_v": top,
-                "upper_a": self._moment(rows, z, c.mu)[1],
                 "change_v": change_v,
             }
+            if self.scored is None:
+                found["upper_a"] = self._moment(rows, z, c.mu)[1]
             if c.rotary is not None:
                 found["rows"] = self._rotary_rows(rows, y)
             for name, value in found.items():
                 parts.setdefault(name, []).append(value)
-        return {name: torch.cat(part) for name, part in parts.items()}
+        sums = {name: torch.cat(part) for name, part in parts.items()}
+        return sums if self.scored is None else sums | {"upper_a": self.scored.sums["upper_a"]}
 
     def _moment(self, rows: slice, y: Tensor, size: Tensor, *others: Tensor) -> list[Tensor]:
         """``>= sum_j P'_ij y_ij y_ij^T``, and its top eigenvalue; ``size`` holds ``|y_ij|``.
@@ -198,6 +203,8 @@ class Ball:
     @cached_property
     def _change_a(self) -> Tensor:
         """As ``change_v`` of `sums`, of ``A^T y``: not every form asks for it."""
+        if self.scored is not None:
+            return self.scored._change_a
         parts = [
             eigenvalue(_gram(self.p.change[rows, :, None].sqrt() * z))
             for rows, _, z in self.c.pieces
