@@ -82,6 +82,20 @@ def test_batches_change_nothing() -> None:
     torch.testing.assert_close(a.best_values, b.best_values)
 
 
+def test_the_better_half_of_many_starts_goes_on(monkeypatch) -> None:
+    sizes, usual = [], ascent.sigma_gradient
+    monkeypatch.setattr(
+        ascent, "sigma_gradient", lambda layer, x, *a, **k: sizes.append(len(x)) or usual(layer, x, *a, **k)
+    )
+    found = attacks.ascend(
+        drawn(5), num_tokens=4, radius=1.0, restarts=12, steps=8,
+        generator=torch.Generator().manual_seed(7),
+    )  # fmt: skip
+    assert sizes == [12, *2 * [12], *2 * [6], *4 * [4]]
+    assert (found.best_values >= found.start_values).all() and len(found.best_values) == 12
+    assert found.top.sigma == pytest.approx(float(found.best_values.max()), rel=1e-4)
+
+
 def test_clamp_leaves_what_is_inside() -> None:
     x = torch.tensor([[0.3, 0.4], [30.0, 40.0], [0.0, 0.0]])
     expected = torch.tensor([[0.3, 0.4], [0.6, 0.8], [0.0, 0.0]])

@@ -22,8 +22,11 @@ def several():
 def test_the_caller_has_its_threads_again(several) -> None:
     with few_threads(10):
         assert torch.get_num_threads() == 1
-        with few_threads(2**30):
+        with few_threads(2**30):  # of a batch, say
+            assert torch.get_num_threads() == 3
+        with few_threads(None):
             assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 3
     for entries in (None, 2**30):
         with few_threads(entries):

@@ -331,6 +331,20 @@ def test_windows_pass_a_block_together(
 
 
 @pytest.mark.usefixtures("small")
+def test_each_window_passes_a_block_once(folders: dict[str, str]) -> None:
+    model, ids = ls.load_model(folders["llama"]), torch.randint(3, 200, (2, 10))
+    below: list[int] = []
+    block = model.model.get_submodule("layers.0")
+    hook = block.register_forward_hook(lambda *_: below.append(1))
+    for count in (1, 2):
+        below.clear()
+        for at in model.layers({"input_ids": ids[:count]}, layers=[2]):
+            _ = at.x
+        assert len(below) == count
+    hook.remove()
+
+
+@pytest.mark.usefixtures("small")
 def test_a_window_that_fails_does_not_stop_the_others(folders: dict[str, str]) -> None:
     model = ls.load_model(folders["llama"])
     ids = torch.cat([IDS, IDS + 1, torch.full_like(IDS, 10_000)])

@@ -337,7 +337,7 @@ class ModelAtInput:
             sites = {name: ready.model.get_submodule(name) for name in ready.sites}
             if resident is None:
                 return self._overflowing(self._pass(ready, sites), None)
-            some = [self, *(one for one in self.beside if "trace" not in vars(one))]
+            some = [self, *(o for o in self.beside if o is not self and "trace" not in vars(o))]
             some = [one for one in some if one.layers == self.layers]
             layers = self.layers if count_of_layers(ready.model, sites) else None
             with self._reading(resident, list(sites), layers):
