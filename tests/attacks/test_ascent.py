@@ -7,6 +7,7 @@ import torch
 
 import lipscope as ls
 from lipscope import Operator, attacks
+from lipscope.attacks import ascent
 from lipscope.attacks.ascent import clamp, sigma_gradient
 from lipscope.attacks.worst_known import DRAWN, KNOWN
 from lipscope.attention import Rotary
@@ -84,9 +85,12 @@ def test_batches_change_nothing() -> None:
 
 def test_the_better_half_of_many_starts_goes_on(monkeypatch) -> None:
     sizes, usual = [], ascent.sigma_gradient
-    monkeypatch.setattr(
-        ascent, "sigma_gradient", lambda layer, x, *a, **k: sizes.append(len(x)) or usual(layer, x, *a, **k)
-    )
+
+    def watched(layer, x, v, *, steps):
+        sizes.append(len(x))
+        return usual(layer, x, v, steps=steps)
+
+    monkeypatch.setattr(ascent, "sigma_gradient", watched)
     found = attacks.ascend(
         drawn(5), num_tokens=4, radius=1.0, restarts=12, steps=8,
         generator=torch.Generator().manual_seed(7),

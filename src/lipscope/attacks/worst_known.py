@@ -79,8 +79,9 @@ def worst(
     These are every construction for every head, the inputs that are given, the end of an ascent
     from the best construction of each kind and the worst given input, and the end of another one
     from random starts. Holds for every layer; what cannot be built for it follows last, with the
-    reason. Constructions are compared in float32; the best of each kind, and what overflows there, is
-    measured as the layer is.
+    reason. Constructions are compared in float32; the best of each kind, and what overflows there,
+    is measured as the layer is. Twelve heads of width 32 at n = 64 take ten to twelve seconds on
+    two cores.
 
     Args:
         layer: The layer; the map is ``attention``, all heads with the projection.
@@ -120,9 +121,9 @@ def worst(
         size: dict[str, Any] = {"num_tokens": num_tokens, "radius": radius, "steps": steps}
         known = {row.name: row.x for row in reversed(rows) if row.sigma is not None}
         starts = {KNOWN: (0, [x for x in known.values() if x is not None]), DRAWN: (restarts, [])}
-        for name, (count, given) in starts.items():
-            if count or given:
-                found = ascend(layer, **size, restarts=count, start=given, generator=generator)
+        for name, (count, some) in starts.items():
+            if count or some:
+                found = ascend(layer, **size, restarts=count, start=some, generator=generator)
                 about = (name, "gradient ascent", DERIVED, None)
                 rows.append(_worst_row(about, found.x, found.top, None))
     rows.sort(key=_by_sigma)

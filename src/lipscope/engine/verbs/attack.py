@@ -89,8 +89,8 @@ def attack(
     ``adversarial`` of `measure` ask the same.
 
     Holds for every layer whose weights are read in closed form. A lower bound on the worst
-    case: no proof that nothing is worse. Twelve heads of width 32 at 64 tokens take 15 seconds
-    on one core.
+    case: no proof that nothing is worse. Twelve heads of width 32 at 64 tokens take ten to
+    twelve seconds on two cores.
 
     Args:
         model: As for `measure`.
