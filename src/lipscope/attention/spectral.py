@@ -23,8 +23,22 @@ def spectral_norm(matrix: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b"]:
     """
     matrix = wide(matrix)
     with torch.no_grad():
-        u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
-    return (u[..., 0] * (matrix @ vh[..., 0, :, None])[..., 0]).sum(-1)
+        v = top_right(matrix)
+        u = _unit(matrix @ v)
+    return (u * (matrix @ v)).sum((-2, -1))
+
+
+def top_right(matrix: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b c 1"]:
+    """The top right singular vector, from the products of the fewer rows or columns."""
+    tiny = torch.finfo(matrix.dtype).tiny
+    m = matrix / matrix.abs().amax((-2, -1), keepdim=True).clamp_min(tiny)
+    if m.shape[-2] >= m.shape[-1]:
+        return torch.linalg.eigh(m.mT @ m).eigenvectors[..., -1:]
+    return _unit(m.mT @ torch.linalg.eigh(m @ m.mT).eigenvectors[..., -1:])
+
+
+def _unit(v: Tensor) -> Tensor:
+    return v / v.norm(dim=-2, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
 
 
 def product_norm(
@@ -36,10 +50,9 @@ def product_norm(
     10.0
     """
     with torch.no_grad():
-        small = torch.linalg.qr(left.mT, mode="r").R @ right
-        v = torch.linalg.svd(small, full_matrices=False).Vh[..., 0, :, None]
-        u = left.mT @ (right @ v)
-        u = u / u.norm(dim=-2, keepdim=True).clamp_min(torch.finfo(u.dtype).tiny)
+        few = left.shape[-2] < left.shape[-1]
+        v = top_right(torch.linalg.qr(left.mT, mode="r").R @ right if few else left.mT @ right)
+        u = _unit(left.mT @ (right @ v))
     return ((left @ u) * (right @ v)).sum((-2, -1))
 
 

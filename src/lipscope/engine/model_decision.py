@@ -34,6 +34,8 @@ from lipscope.engine.runs import AnyData, LocalRun, is_text
 from lipscope.engine.spec import OF_QUESTION, Verb
 from lipscope.errors import InputError, shown
 from lipscope.models import (
+    Branch,
+    Chain,
     Network,
     Sample,
     checked_data,
@@ -43,6 +45,7 @@ from lipscope.models import (
     layer_network,
     prepared,
     read_network,
+    read_parts,
     run,
     to_device,
     whole_text,
@@ -56,6 +59,7 @@ from lipscope.theorems import DERIVED
 DecisionMap = Literal["model", "attention"]
 BALLS: tuple[DecisionBall, ...] = ("joint", "token", "each")
 _DECISION = Verb("decision", OF_QUESTION, "float64")
+_PARTS = Verb("as_network", OF_QUESTION, "float64")
 _POOLS = ("mean", "first", "last")
 _INDEX = 10**6  # larger than any of a token
 _BEGINNING = 1000  # characters of the default text
@@ -344,16 +348,8 @@ def decision(
     **options: Any,
 ) -> ModelDecision:
     """The decision of an open model at an input, as `OpenModel.decision` explains it."""
-    sample = argument(whole_number(0, 100_000), "sample", sample)
-    asked = {name: value for name, value in options.items() if value is not None}
-    given, special = decides_by(between, read_out), asked.get("special_tokens", True)
-    if is_text(data, asked) and length is not None:
-        asked |= {"lengths": length, "samples": 1 if sample == 0 else max(10, sample + 1)}
-    elif is_text(data, asked):
-        data = whole_input(model, data, special_tokens=special)
-    elif length is not None:
-        raise InputError("`length` cuts a text into windows. Found it with a batch; leave it out.")
-    (item,) = LocalRun(model, data, asked, _DECISION).samples([sample])
+    given, special = decides_by(between, read_out), options.get("special_tokens") is not False
+    item = one_sample(model, data, length, sample, options, _DECISION)
     return decision_at(
         model,
         item,
@@ -363,6 +359,38 @@ def decision(
         at_layer=at_layer,
         special_tokens=special,
     )
+
+
+def one_sample(
+    model: ReadyModel,
+    data: AnyData,
+    length: int | None,
+    sample: int,
+    options: Mapping[str, Any],
+    verb: Verb,
+) -> Sample:
+    """One input: a text whole or a window of it, or an entry of a batch."""
+    sample = argument(whole_number(0, 100_000), "sample", sample)
+    asked = {name: value for name, value in options.items() if value is not None}
+    if is_text(data, asked) and length is not None:
+        asked |= {"lengths": length, "samples": 1 if sample == 0 else max(10, sample + 1)}
+    elif is_text(data, asked):
+        data = whole_input(model, data, special_tokens=asked.get("special_tokens", True))
+    elif length is not None:
+        raise InputError("`length` cuts a text into windows. Found it with a batch; leave it out.")
+    (item,) = LocalRun(model, data, asked, verb).samples([sample])
+    return item
+
+
+def network_of(
+    model: ReadyModel, data: AnyData, length: int | None, sample: int, **options: Any
+) -> Network | Chain:
+    """The parts of an open model with its own head, at an input."""
+    if isinstance(model.model, Attention):
+        return Chain((Branch(model.model, skip=False),))
+    item = one_sample(model, data, length, sample, options, _PARTS)
+    model = model.in_memory("A bound of a model")
+    return read_parts(with_own_head(model.loaded), item.arguments)[0]
 
 
 def decides_by(

@@ -16,7 +16,12 @@ from lipscope.certificates import BallCertificate
 from lipscope.display import Card, Piece, Shown, pieces
 from lipscope.engine.checks import argument, whole_number
 from lipscope.engine.classifier import Classifier, Pool, classifier_of_texts, read_out_of
-from lipscope.engine.model_decision import ModelDecision, decision, decision_of_layer
+from lipscope.engine.model_decision import (
+    ModelDecision,
+    decision,
+    decision_of_layer,
+    network_of,
+)
 from lipscope.engine.ready_model import AnyModel, ReadyModel, loaded_model
 from lipscope.engine.runs import OF_INPUT, AnyData, is_text, maps_at
 from lipscope.engine.session import MapAtInput
@@ -28,7 +33,7 @@ from lipscope.engine.verbs.push import Pushed, push
 from lipscope.engine.verbs.split import Splitting, split
 from lipscope.errors import InputError
 from lipscope.linalg import Operator, Watch
-from lipscope.models import ExactNorm, Pooled
+from lipscope.models import Chain, ExactNorm, Network, Pooled
 from lipscope.pages import Rows
 from lipscope.plugins import load_plugins
 from lipscope.records import Measurement
@@ -176,6 +181,33 @@ class OpenModel(Shown, ReadyModel):
             sample=sample,
             **options,
         )
+
+    def as_network(
+        self,
+        data: AnyData = None,
+        *,
+        length: int | None = None,
+        sample: int = 0,
+        **options: Unpack[Options],
+    ) -> Network | Chain:
+        """The parts of the model with its own head, from the stream of tokens on.
+
+        What `lipscope.lipschitz_bound` reads of an open model: masks and rotations are those of
+        this input.
+
+        Args:
+            data: Text or a batch, as for `decision`.
+            length: Number of tokens of the text; all of it, at most 64, if None.
+            sample: Index of the window, or of the entry of a batch.
+            **options: Those of `measure` about the input.
+
+        Returns:
+            Scores of a pooled row, or a chain that gives all tokens.
+
+        Raises:
+            InputError: If the model holds what is not known, by name.
+        """
+        return network_of(self, data, length, sample, **options)
 
     def explore(self, text: str | None = None) -> Any:
         """The live page on this model, as `lipscope explore` opens it: in a notebook a frame.

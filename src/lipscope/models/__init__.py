@@ -69,6 +69,7 @@ from lipscope.models.network_reader.reader import (
     layer_network as layer_network,
     read_map as read_map,
     read_network as read_network,
+    read_parts as read_parts,
 )
 from lipscope.models.network_reader.search import Pooled as Pooled
 from lipscope.models.pretrained import quiet as quiet

@@ -134,9 +134,7 @@ class Network:
         return self.names[index] if self.names else str(index)
 
 
-def scaled(
-    part: DotProduct | Feed, after: float | Tensor, before: float = 1.0
-) -> DotProduct | Feed:
+def scaled(part: Attention | Feed, after: float | Tensor, before: float = 1.0) -> Attention | Feed:
     """``y -> after part(before y)``, in the part's weights; ``after`` may be a number a channel."""
     if isinstance(part, Feed):
         column = torch.as_tensor(after).unsqueeze(-1)

@@ -17,16 +17,26 @@ from jaxtyping import Float
 from rich.table import Table
 from torch import Tensor, nn
 
-from lipscope.attention import Attention, Clip, product_norm, spectral_norm
+from lipscope.attention import Attention, Clip, MultiheadAttention, product_norm, spectral_norm
 from lipscope.display import Piece, Shown, pieces
-from lipscope.errors import InputError, check_count, check_positive
-from lipscope.models import ACTIVATIONS, ActivationName, Branch, Chain, Feed, Network, Norm
+from lipscope.errors import InputError, check_count, check_positive, shown
+from lipscope.models import (
+    ACTIVATIONS,
+    ActivationName,
+    Branch,
+    Chain,
+    Feed,
+    Network,
+    Norm,
+    read_parts,
+)
 from lipscope.theorems.derived.layer_constants import (
     BoundNorm,
     Constant,
     Tokens,
     attention_constant,
     length,
+    reach,
 )
 from lipscope.theorems.register import NotApplicableError
 
@@ -36,20 +46,26 @@ _FAR, _GRID = 12.0, 240_001  # where slopes of activations are looked for
 
 @dataclass(frozen=True, repr=False)
 class PartBound(Shown):
-    """One factor of a bound.
+    """One factor of a bound: ``constant = stream + norm * rows * weights``.
 
     Attributes:
         name: Which part it is.
         what: What it does.
-        constant: How much it moves, its residual sum in it.
-        branch: The same without the sum.
+        constant: How much it moves.
+        stream: Weight of the stream in a residual sum, 0 without one.
+        norm: Slope of the norm before the part.
+        rows: How much a row of attention moves in its steepest head, 1 of what is token-wise.
+        weights: What the weights make of it: values and output of all heads, or a network's maps.
         radius: Largest norm of a token that enters it.
     """
 
     name: str
     what: str
     constant: float
-    branch: float
+    stream: float
+    norm: float
+    rows: float
+    weights: float
     radius: float
 
 
@@ -86,16 +102,17 @@ def _bound(found: LipschitzBound) -> Iterator[Piece]:
     table = Table(title=f"Lipschitz constant ≤ {float(found):.4g} ({found.norm}, {inputs}{tokens})")
     for name in ("part", "what"):
         table.add_column(name)
-    for name in ("constant", "without the sum", "radius of its input"):
+    for name in ("constant", "= stream", "+ norm", "× rows", "× weights", "radius"):
         table.add_column(name, justify="right")
     for one in found.parts:
-        numbers = (one.constant, one.branch, one.radius)
+        numbers = (one.constant, one.stream, one.norm, one.rows, one.weights, one.radius)
         table.add_row(one.name, one.what, *(f"{number:.4g}" for number in numbers))
     yield table
 
 
 def lipschitz_bound(
-    model: nn.Module | Network | Chain,
+    model: Any,
+    data: Any = None,
     *,
     norm: BoundNorm = "max-token",
     radius: float | Float[Tensor, ""] | None = None,
@@ -104,41 +121,59 @@ def lipschitz_bound(
     """How much the output of a whole network can move when its input moves, from above.
 
     Its parts each have a constant on tokens of the radius that the parts before them leave; these
-    multiply, and add in residual sums (``docs/theory/network-bound.md``). Differentiable in the
-    weights, float64.
+    multiply, and add in residual sums. Differentiable in the weights, float64.
+
+    Holds for attention in closed form, norms, token-wise networks, weighted residual sums, clips,
+    fixed pools and linear heads, under the model's own masks. Proof:
+    ``docs/theory/network-bound.md``.
 
     Args:
-        model: A network: its parts (`Network`, `Chain`), a module with a method ``as_network`` that
-            gives them, or an attention layer alone.
+        model: What is bounded: parts (`lipscope.models.Network`, `Chain`), an attention layer, a
+            module or open model with a method ``as_network`` that gives parts, or any other module.
+        data: One input of a module that has no such method: its parts are found by running it, from
+            the stream that enters its first block on. A tensor, or arguments by name. Of an open
+            model a text; the default one if None.
         norm: ``max-token``, how far any token (or the scores) can move when no token moves by more
             than 1, or ``frobenius``.
-        radius: Largest norm of a token of the input; None for all inputs.
-        num_tokens: Number of tokens; needed where a bound depends on it.
+        radius: Largest norm of a token of the stream; None for all inputs.
+        num_tokens: Number of tokens at most; needed where a bound depends on it.
 
     Raises:
         InputError: Where no bound is known, or it is infinite: of which part, and what to do.
 
+    Source: derived here.
+
+    >>> from lipscope.attention import DotProduct
     >>> eye = torch.eye(2, dtype=torch.float64)
     >>> bound = lipschitz_bound(DotProduct(eye, eye, eye, scale=1.0), radius=1.0)
     >>> f"{float(bound):.4f}"  # √(1 + R⁴) + R²
     '2.4142'
     """
-    return bound_of_network(_network(model), norm=norm, radius=radius, num_tokens=num_tokens)
+    return bound_of_network(_parts(model, data), norm=norm, radius=radius, num_tokens=num_tokens)
 
 
-def _network(model: nn.Module | Network | Chain) -> Network | Chain:
+def _parts(model: Any, data: Any) -> Network | Chain:
     if isinstance(model, Network | Chain):
         return model
+    if isinstance(model, MultiheadAttention):
+        model = model.attention
     if isinstance(model, Attention):
         return Chain((Branch(model, skip=False),))
-    parts = getattr(model, "as_network", None)
-    if not callable(parts):
+    own: Any = getattr(model, "as_network", None)
+    if callable(own):
+        found: Any = own() if data is None else own(data)
+        return found
+    if not isinstance(model, nn.Module):
         raise InputError(
-            "`model` should be a network of known parts, or have a method `as_network` that gives "
-            f"them. Found `{type(model).__name__}`."
+            "`model` should be a module, a network of known parts or an open model. Found "
+            f"`{shown(model)}`; `lipscope.load_model` opens a model by its name."
         )
-    network: Any = parts()
-    return network
+    if data is None:
+        raise InputError(
+            "`data` should be an input of the module, which is run to find its parts. Found none; "
+            "give one, or the module a method `as_network`."
+        )
+    return read_parts(model, (data,) if isinstance(data, Tensor) else data)[0]
 
 
 def bound_of_network(
@@ -190,11 +225,21 @@ class _Run:
         self.parts: list[PartBound] = []
         self.counts: dict[str, int] = {}
 
-    def _multiply(self, what: str, own: Tensor, branch: Tensor | None = None) -> None:
+    def _multiply(
+        self,
+        what: str,
+        weights: Tensor,
+        rows: Tensor | None = None,
+        norm: Tensor | None = None,
+        stream: Tensor | None = None,
+    ) -> None:
         """One more factor."""
+        one = torch.ones_like(weights)
+        norm, rows = one if norm is None else norm, one if rows is None else rows
+        stream = 0 * one if stream is None else stream
+        own = stream + norm * weights
         kind = what.split(maxsplit=1)[0].removesuffix(",")
         at = self.counts[kind] = self.counts.get(kind, -1) + 1
-        branch = own if branch is None else branch
         if not bool(own.isfinite()):
             raise InputError(
                 f"`{kind} {at}` should have a finite constant. Found none on "
@@ -205,7 +250,8 @@ class _Run:
                     else f"tokens of norm {float(self.radius):.3g} ({what}); scale weights down."
                 )
             )
-        numbers = (float(one.detach()) for one in (own, branch, self.radius))
+        weights = weights / rows.clamp_min(1e-300)
+        numbers = (float(x.detach()) for x in (own, stream, norm, rows, weights, self.radius))
         self.parts.append(PartBound(f"{kind} {at}", what, *numbers))
         self.value = self.value * own
 
@@ -227,17 +273,16 @@ class _Run:
                     f"A network should be of parts that have a bound in the norm {self.norm}. "
                     f"Found `{type(part).__name__}`: {why}."
                 ) from None
-        moves = slope * found.constant
-        kept = torch.as_tensor(branch.skip, dtype=torch.float64, device=moves.device).abs()
-        self._multiply(what, kept + moves, moves)
-        radius = found.radius
-        self.radius = radius + (kept * self.radius if bool(kept > 0) else 0.0)
+        kept = torch.as_tensor(branch.skip, dtype=torch.float64, device=slope.device).abs()
+        self._multiply(what, found.constant, found.rows, slope, kept)
+        radius = found.radius + reach(kept, self.radius)
+        self.radius = radius if bool(radius.isfinite()) else radius.detach()
 
     def pool(self, share: Float[Tensor, " n"]) -> None:
         """A mean of tokens, or one of them."""
         size = share.abs().sum()
         self._multiply("pool", size if self.norm == "max-token" else length(share))
-        self.radius = size * self.radius
+        self.radius = reach(size, self.radius)
         self.norm = "frobenius"  # of one row both norms are the same
 
     def score(self, head: Float[Tensor, "c d"]) -> None:
@@ -289,10 +334,7 @@ def _feed(feed: Feed, tokens: Tokens) -> Constant:
         gate = tokens.weight(feed.gate.double())
         beside = tokens.bias(feed.gate.double(), feed.gate_bias)
         r = tokens.radius
-        z, u = (
-            torch.where(length(w) > 0, length(w) * r, 0.0) + c.abs()
-            for w, c in ((inner, b), (gate, beside))
-        )
+        z, u = (reach(length(w), r) + c.abs() for w, c in ((inner, b), (gate, beside)))
         moves = _between(outer, most * u, inner) + _between(outer, z, gate)
         start = ACTIVATIONS[feed.activation](b) * beside
     else:
@@ -301,7 +343,7 @@ def _feed(feed: Feed, tokens: Tokens) -> Constant:
         if half:
             moves = moves + half * spectral_norm(outer) * spectral_norm(inner)
         start = ACTIVATIONS[feed.activation](b)
-    return Constant(moves, length(outer @ start + shift) + moves * tokens.radius)
+    return Constant(moves, length(outer @ start + shift) + reach(moves, tokens.radius))
 
 
 def _between(outer: Tensor, sizes: Tensor, inner: Tensor) -> Tensor:

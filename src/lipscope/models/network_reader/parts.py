@@ -71,17 +71,16 @@ def read_norm(module: nn.Module, width: int) -> Norm | None:
     probe = torch.randn(8, width, generator=generator, dtype=torch.float64)
     one, zero = probe.new_ones(width), probe.new_zeros(width)
     try:
-        with torch.no_grad():
-            answers = {size: ask(size * probe[None])[0] for size in (1.0, 1e-3, 1e3)}
-            for centred, scaled in ((True, True), (False, True), (True, False)):
-                unit, y = Norm(one, zero, eps, centred, scaled)(probe), answers[1.0]
-                spread = unit - unit.mean(0)
-                gain = (spread * y).sum(0) / spread.square().sum(0)
-                shift = y.mean(0) - gain * unit.mean(0)
-                gain = _stored(module, "weight", gain)
-                norm = Norm(gain, _stored(module, "bias", shift), eps, centred, scaled)
-                if all(same(norm(size * probe), y) for size, y in answers.items()):
-                    return norm
+        answers = {size: ask(size * probe[None])[0] for size in (1.0, 1e-3, 1e3)}
+        for centred, scaled in ((True, True), (False, True), (True, False)):
+            unit, y = Norm(one, zero, eps, centred, scaled)(probe), answers[1.0]
+            spread = unit - unit.mean(0)
+            gain = (spread * y).sum(0) / spread.square().sum(0)
+            shift = y.mean(0) - gain * unit.mean(0)
+            gain = _stored(module, "weight", gain)
+            norm = Norm(gain, _stored(module, "bias", shift), eps, centred, scaled)
+            if all(same(norm(size * probe), y) for size, y in answers.items()):
+                return norm
     except (RuntimeError, ValueError, TypeError, IndexError):  # no norm of tokens
         pass
     return None
@@ -90,6 +89,7 @@ def read_norm(module: nn.Module, width: int) -> Norm | None:
 def _stored(module: nn.Module, name: str, found: Tensor) -> Tensor:
     """What was found, without its rounding: zero, one, or the module's own weight."""
     own = getattr(module, name, None)
-    kept = [own.detach()] if isinstance(own, Tensor) and own.shape == found.shape else []
-    near = (t for t in (*kept, torch.zeros_like(found), torch.ones_like(found)))
+    kept = [own] if isinstance(own, Tensor) and own.shape == found.shape else []
+    moved = found - found.detach()  # zero, with the derivative of what was found
+    near = (*kept, torch.zeros_like(found) + moved, torch.ones_like(found) + moved)
     return next((t.clone() for t in near if (t - found).abs().max() <= 1e-9), found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,14 @@ from lipscope.models.network import Branch, Chain, Network, Norm, with_plain_sum
 from lipscope.models.network_reader.agreement import check_network
 from lipscope.models.network_reader.forward_pass import function_of, function_of_map
 from lipscope.models.network_reader.parts import read_norm
-from lipscope.models.network_reader.search import MapSearch, Pooled, Search, layer_of, share_of
+from lipscope.models.network_reader.search import (
+    MapSearch,
+    PartsSearch,
+    Pooled,
+    Search,
+    layer_of,
+    share_of,
+)
 from lipscope.models.tracing.calls import Trace
 from lipscope.models.tracing.map_endpoints import LayerMap
 from lipscope.models.tracing.maps import build_map
@@ -146,6 +153,74 @@ def read_map(
             x,
         )
     return chain, x
+
+
+def read_parts(
+    model: nn.Module, inputs: Inputs, *, modules: str | None = None
+) -> tuple[Network | Chain, Float[Tensor, "n d"]]:
+    """The parts that a module is at an input, for bounds: with the weights that it has.
+
+    As `read_network`, but attention may be of any kind that is read in closed form, residual sums
+    may have weights, the module may give something of every token (then it is a `Chain`), and
+    gradients with respect to what is found lead to the module's own weights.
+
+    Args:
+        model: A module.
+        inputs: Its arguments, of one sample: by name, or a tuple.
+        modules: Which modules are attention, as for `attention_sites`.
+
+    Returns:
+        The parts, and the stream that enters them.
+
+    Raises:
+        InputError: If the module holds anything else, by name, or disagrees with what was found.
+
+    >>> pair = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 3)
+    >>> parts, x = read_parts(nn.Sequential(*pair), (torch.randn(1, 5, 8),))
+    >>> len(parts.branches), tuple(parts(x).shape)
+    (5, (5, 3))
+    """
+    trained = {name: p for name, p in _weights(model) if p.requires_grad}
+    with _traced(model, inputs, modules) as record:
+        search = PartsSearch(function_of(record))
+        with _linked(record.model, trained):
+            found = search.found()
+        network: Network | Chain = found.network
+        if not len(network.bias):
+            network = Chain(network.branches)
+        with torch.no_grad():
+            shape = found.scores(found.x).shape
+        mixed = torch.randn(
+            _MIXED, shape.numel(), generator=start_named("parts"), dtype=torch.float64
+        )
+        check_network(
+            lambda x: mixed @ network(x).flatten(),
+            lambda x: mixed @ found.scores(x).flatten(),
+            found.x,
+        )
+    return network, found.x
+
+
+def _weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+@contextmanager
+def _linked(own: nn.Module, trained: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """The weights of a copy as functions of those that are trained, for a while."""
+    held: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for path, p in _weights(own):
+        if path in trained:
+            holder, _, name = path.rpartition(".")
+            held.append((own.get_submodule(holder), name, p))
+            trained[path].requires_grad_()  # which it is not while the copy is the model itself
+            linked: Any = trained[path].to(p) * 1.0
+            held[-1][0]._parameters[name] = linked
+    try:
+        yield
+    finally:
+        for holder, name, p in held:
+            holder._parameters[name] = p
 
 
 def _around(built: LayerMap, call: AttentionCall) -> tuple[Branch, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -42,6 +42,7 @@ from lipscope.models.tracing.recorder import Inputs
 from lipscope.models.tracing.sites import AttentionCall, closed_form, is_linear, is_norm, why_run
 
 Pooled = Literal["mean", "first", "last"] | int
+_Kind = TypeVar("_Kind", bound=Attention)
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class _State:
         """With one more branch."""
         if self.share is not None:
             return replace(self, v=v, time=time, tail=(*self.tail, branch))
-        here = (len(self.branches),) if isinstance(branch.part, DotProduct) else ()
+        here = (len(self.branches),) if isinstance(branch.part, Attention) else ()
         starts = self.starts + here
         return replace(self, v=v, time=time, branches=(*self.branches, branch), starts=starts)
 
@@ -67,7 +68,7 @@ class _State:
 class _Part(NamedTuple):
     """A part, what it gives, and when its last module was called."""
 
-    part: DotProduct | Feed
+    part: Attention | Feed
     out: Tensor
     time: int
 
@@ -112,7 +113,7 @@ class Search:
         for call in function.calls:
             self.times.append(times[call.name][turns[call.name]])
             turns[call.name] += 1
-        self.layers: dict[int, DotProduct] = {}
+        self.layers: dict[int, Attention] = {}
         self.read_norms: dict[nn.Module, Norm | None] = {}
         self.furthest = _State(self.function.x)
         self.real = _real_tokens(self.record.inputs, len(function.x))
@@ -194,10 +195,13 @@ class Search:
                         for last in self._taking(a * two.z, max(one.time, two.time)):
                             yield self._feed(name, one, two, last)
 
-    def _layer(self, index: int) -> DotProduct:
+    def _layer(self, index: int) -> Attention:
         if index not in self.layers:
-            self.layers[index] = layer_of(self.function.calls[index])
+            self.layers[index] = self._read_layer(self.function.calls[index])
         return self.layers[index]
+
+    def _read_layer(self, call: AttentionCall) -> Attention:
+        return layer_of(call)
 
     def _taking(self, x: Tensor, time: int) -> list[ModuleCall]:
         """Calls of linear maps that take a matrix."""
@@ -372,17 +376,73 @@ class MapSearch(Search):
         return Found(network, state.starts, self.function.x, self.function)
 
 
+class PartsSearch(Search):
+    """The same search for a bound: attention of any kind, weighted sums, weights not copied.
+
+    What the module gives of every token is a last branch; a pool is one of its own.
+    """
+
+    meant = (
+        "A network should be attention and token-wise networks in turn, each added to the stream "
+        "with a norm before or after, then maybe a fixed pool and a linear head.",
+        "give the module a method `as_network`, or describe it as a `Network`",
+    )
+
+    def _read_layer(self, call: AttentionCall) -> Attention:
+        return _agreeing(call, _as_layer(call), Attention)
+
+    def _weighted_sum(self, v: Tensor, p: Tensor) -> tuple[bool | float, Tensor, Tensor] | None:
+        found = super()._weighted_sum(v, p)
+        return found and (found[0], self._own(found[1]), found[2])
+
+    def _own(self, factor: Tensor) -> Tensor:
+        """The module's own parameter where it is one."""
+        held = (w for w in self.record.model.parameters() if w.shape == factor.shape)
+        return next((w for w in held if same(w[None], factor[None])), factor)
+
+    def _ended(self, state: _State) -> Found | None:
+        final, v = self.view.output, state.v
+        if same(v, final):
+            return self._whole(state, state.branches)
+        for weight, bias, o in self._scaled_chains(v, state.time):
+            if not same(o, final):
+                continue
+            if state.share is not None:
+                network = Network(state.branches, state.share, weight, bias, state.tail)
+                return Found(network, state.starts, self.function.x, lambda x: self.function(x)[0])
+            eye = torch.eye(len(weight), dtype=weight.dtype)
+            head = Feed(weight, bias, eye, torch.zeros_like(bias), "identity")
+            return self._whole(state, (*state.branches, Branch(head, skip=False)))
+        return None
+
+    def _whole(self, state: _State, branches: tuple[Branch, ...]) -> Found:
+        """Without a pool; or a pooled row as it is."""
+        v, share, rows = state.v, state.share, 0 if state.share is None else state.v.shape[1]
+        share = v.new_zeros(len(self.function.x)) if share is None else share
+        eye = torch.eye(rows, v.shape[1], dtype=v.dtype)
+        network = Network(branches, share, eye, eye.new_zeros(rows), state.tail)
+        function = self.function if rows == 0 else lambda x: self.function(x)[0]
+        return Found(network, state.starts, self.function.x, function)
+
+
 def layer_of(call: AttentionCall) -> DotProduct:
     """An attention layer at its input in float64, which gives what the module gave."""
-    own = isinstance(call.module, Attention)
-    layer = call.module if own else closed_form(call)
-    if not isinstance(layer, DotProduct):
+    layer = _as_layer(call)
+    return _agreeing(call, None if layer is None else layer.in_double(), DotProduct)
+
+
+def _as_layer(call: AttentionCall) -> Attention | None:
+    return call.module.replace() if isinstance(call.module, Attention) else closed_form(call)
+
+
+def _agreeing(call: AttentionCall, layer: Attention | None, kind: type[_Kind]) -> _Kind:
+    """A layer that is of a kind, and gives what the module gave."""
+    if not isinstance(layer, kind):
+        what = "dot-product attention" if kind is DotProduct else "attention in closed form"
         why = why_run(call.module) if layer is None else f"it is `{type(layer).__name__}`"
         raise InputError(
-            f"A network should be of dot-product attention. Found `{call.name}`: {why}; "
-            "measure it instead."
+            f"A network should be of {what}. Found `{call.name}`: {why}; measure it instead."
         )
-    layer = layer.in_double()
     with torch.no_grad():
         agrees = same(layer(call.x), call.end.output)
     if not agrees:
@@ -393,7 +453,7 @@ def layer_of(call: AttentionCall) -> DotProduct:
     return layer
 
 
-def _is_causal(layer: DotProduct, call: AttentionCall) -> bool:
+def _is_causal(layer: Attention, call: AttentionCall) -> bool:
     """Whether no token reads a later one, by a causal mask or one that hides padding besides."""
     every = slice(0, call.num_tokens)
     seen = layer.visible(every, every)

@@ -34,13 +34,20 @@ from lipscope.theorems.head import UNIT
 from lipscope.theorems.register import NotApplicableError
 
 BoundNorm = Literal["max-token", "frobenius"]
-_SHARED = 3  # steps that share a sum out among heads
 _TOKENS = "the number of tokens counts in it: give `num_tokens`"
 
 
 def length(v: Tensor) -> Float[Tensor, "*b"]:
     """``|v|`` over the last axis, with a derivative at zero."""
     return torch.linalg.vector_norm(v, dim=-1)
+
+
+def reach(slope: Tensor, radius: Tensor) -> Tensor:
+    """``slope * radius``, where 0 times an infinite radius is 0; no derivative where infinite."""
+    if bool(torch.isfinite(radius).all()):
+        return slope * radius
+    slope, radius = slope.detach(), radius.detach()
+    return torch.where(slope > 0, slope * radius, 0.0)
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ class Tokens:
     @property
     def size(self) -> Float[Tensor, ""]:
         """``>= |y|``."""
-        size = self.slope * self.radius
+        size = reach(self.slope, self.radius)
         return size if self.shift is None else size + length(self.shift)
 
 
@@ -82,37 +89,40 @@ class Constant(NamedTuple):
 
     constant: Float[Tensor, ""]
     radius: Float[Tensor, ""]
+    rows: Float[Tensor, ""] | None = None
+    """Of attention: how much a row of its steepest head moves before values are projected."""
 
 
-def heads_together(blocks: Float[Tensor, "h o k"], sizes: Float[Tensor, " h"]) -> Float[Tensor, ""]:
-    """``max |Σ_h M_h z_h|`` over ``|z_h| <= s_h``, from above.
+def heads_together(
+    left: Float[Tensor, "h o k"], right: Float[Tensor, "h k d"], sizes: Float[Tensor, " h"]
+) -> Float[Tensor, ""]:
+    """``max |Σ_h M_h z_h|`` over ``|z_h| <= s_h``, from above, for ``M_h = L_h R_h``.
 
-    ``√(Σ_h c_h) ‖Σ_h s_h² M_h M_h^T / c_h‖^(1/2)`` for shares ``c_h > 0``, which a few steps bring
-    near to the best ones: never above ``Σ_h s_h ‖M_h‖``.
+    ``√(Σ_h c_h) ‖Σ_h s_h² M_h M_h^T / c_h‖^(1/2)``, the less of two choices of shares
+    ``c_h > 0``: ``s_h ‖M_h‖``, at which it is never above ``Σ_h s_h ‖M_h‖``, and its square, the
+    best one where heads write to spaces that are orthogonal.
 
     >>> eye = torch.eye(2, dtype=torch.float64)
-    >>> apart = torch.stack([eye[:, :1], eye[:, 1:]])  # two heads that write to two coordinates
-    >>> round(heads_together(apart, eye.new_ones(2)).item(), 9)
+    >>> left = torch.stack([eye[:, :1], eye[:, 1:]])  # two heads that write to two coordinates
+    >>> round(heads_together(left, left.mT, eye.new_ones(2)).item(), 9)
     1.414213562
     """
     if not bool(sizes.isfinite().all()):
-        return (sizes * spectral_norm(blocks)).sum()
-    wide = blocks * sizes[:, None, None]
+        return reach(product_norm(left.mT, right), sizes).sum()
+    few = right.shape[1] < right.shape[2]
     with torch.no_grad():
-        gram, own = wide @ wide.mT, torch.linalg.matrix_norm(wide, 2)
-        found = [_shared(gram, own)]
-        for _ in range(_SHARED if len(own) > 1 else 0):
-            u = found[-1][2]
-            found.append(_shared(gram, ((gram @ u) @ u).clamp_min(0).sqrt()))
-        _, c, u = min(found, key=lambda one: float(one[0]))
-    return (c.sum() * ((wide.mT @ u).square().sum(1) / c).sum()).sqrt()
-
-
-def _shared(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The square of the bound for shares, none of them zero; and the direction that attains it."""
-    c = c.clamp_min(1e-9 * float(c.amax()) + 1e-150)
-    values, vectors = torch.linalg.eigh((gram / c[:, None, None]).sum(0))
-    return values[-1] * c.sum(), c, vectors[:, -1]
+        narrow = torch.linalg.qr(right.mT, mode="r").R.mT if few else right
+        wide = (left @ narrow) * sizes[:, None, None]
+        gram = wide @ wide.mT
+    own = sizes * product_norm(left.mT, right)
+    found = []
+    for shares in (own, own.square()) if len(own) > 1 else (own,):
+        c = shares.clamp_min(1e-9 * float(shares.detach().amax()) + 1e-150)
+        with torch.no_grad():
+            u = torch.linalg.eigh((gram / c[:, None, None]).sum(0)).eigenvectors[:, -1]
+        pulled = sizes * length(((u @ left)[:, None] @ right)[:, 0])
+        found.append(c.sum() * (pulled.square() / c).sum())
+    return torch.stack(found).amin().sqrt()
 
 
 class _Heads:
@@ -147,15 +157,10 @@ class _Heads:
         times = self.layer.num_heads // parts
         return w.unflatten(0, (parts, -1)).repeat_interleave(times, 0)
 
-    @property
-    def written(self) -> Float[Tensor, "h o d"]:
-        """``M_h = O_h V_h``."""
-        return self.o @ self.v
-
-    @property
-    def hidden(self) -> Float[Tensor, ""]:
-        """What rounding may hide where products cancel in ``M_h``."""
-        return UNIT * (self.o.flatten(1).norm(dim=1) * self.v.flatten(1).norm(dim=1)).sum()
+    def together(self, right: Tensor, sizes: Tensor) -> Tensor:
+        """`heads_together` through the output projection, rounding in it."""
+        hidden = UNIT * (self.o.flatten(1).norm(dim=1) * right.flatten(1).norm(dim=1)).sum()
+        return heads_together(self.o, right, sizes) + reach(hidden, sizes.amax())
 
     @property
     def norm_a(self) -> Float[Tensor, " h"]:
@@ -164,14 +169,29 @@ class _Heads:
         return self.scale * (product_norm(self.k, self.q) + hidden)
 
     @property
+    def along_query(self) -> Float[Tensor, " h"]:
+        """``|K^T b_Q|``, scale in it."""
+        return self.scale * length((self.bq[:, None] @ self.k)[:, 0])
+
+    @property
+    def along_key(self) -> Float[Tensor, " h"]:
+        """``|Q^T b_K|``."""
+        return self.scale * length((self.bk[:, None] @ self.q)[:, 0])
+
+    @property
     def every(self) -> bool:
         """Whether every token reads every other."""
         layer = self.layer
         return not layer.causal and layer.mask is None and layer.window is None
 
-    def writes(self, mean: Tensor) -> Float[Tensor, ""]:
+    @property
+    def unit(self) -> Float[Tensor, "h k k"]:
+        """The identity of every head's values."""
+        return torch.eye(self.v.shape[1]).to(self.v).expand(len(self.v), -1, -1)
+
+    def writes(self, mean: Tensor, biased: float = 1.0) -> Float[Tensor, ""]:
         """``>= |y_i|`` where the heads' own parts are at most ``mean``; rows may read nothing."""
-        fixed = (self.o @ self.bv[..., None])[..., 0].sum(0) + self.bo
+        fixed = biased * (self.o @ self.bv[..., None])[..., 0].sum(0) + self.bo
         return mean + torch.maximum(length(fixed), length(self.bo))
 
 
@@ -205,19 +225,18 @@ def attention_constant(
         found = _softmax(at, norm)
     else:
         raise NotApplicableError("no bound of its kind is known")
-    return Constant(at.slope * found.constant, found.radius)
+    return found._replace(constant=at.slope * found.constant)
 
 
 def _softmax(at: _Heads, norm: BoundNorm) -> Constant:
     layer, value_norm = at.layer, at.layer.norms()[2]
-    blocks, radius = at.written, at.radius.expand(layer.num_heads)
-    hidden, gain = at.hidden, 1.0
+    right, radius, gain = at.v, at.radius.expand(layer.num_heads), 1.0
     if isinstance(layer, L2Attention):
         # values are `W_V W W^T`, and `W^T x` is what the scores read
         raw = layer.projections()[0].double().unflatten(0, (layer.num_heads, -1))
-        blocks = at.o @ layer.value.double().unflatten(0, (layer.num_heads, -1)) @ raw.mT
+        right = layer.value.double().unflatten(0, (layer.num_heads, -1)) @ raw.mT
         gain = spectral_norm(at.q)
-        row, radius = _distances(at, gain), gain * radius
+        row, radius = _distances(at, gain), reach(gain, radius)
     elif not isinstance(layer, InnerProduct) or not layer.by_token:
         raise NotApplicableError("no bound of its kind is known")
     elif value_norm is None and _plain(layer):
@@ -226,13 +245,12 @@ def _softmax(at: _Heads, norm: BoundNorm) -> Constant:
         slope = torch.ones_like(radius)
         if value_norm is not None:
             slope, radius = _normed(value_norm, at.v, at.bv, at.radius, at.layer.value_width)
-            blocks, hidden = at.o, at.hidden * 0
+            right = at.unit
         row = _scores(at, radius, slope)
     moves = gain * (_counted(at, row, norm) + row.own)
-    return Constant(
-        heads_together(blocks, moves) + hidden * moves.amax(),
-        at.writes(heads_together(blocks, radius) + hidden * radius.amax()),
-    )
+    fixed = 0.0 if value_norm is not None else 1.0
+    size = at.writes(at.together(right, radius), fixed)
+    return Constant(at.together(right, moves), size, moves.amax())
 
 
 def _plain(layer: Attention) -> bool:
@@ -256,11 +274,8 @@ def _counted(at: _Heads, row: _Row, norm: BoundNorm) -> Float[Tensor, " h"]:
 
 def _inner_products(at: _Heads) -> _Row:
     """``<A x_i + b, x_j>``: ``√(1 + β²)`` and ``α``, ``β = (‖A‖ R + |b|) R``, ``α = ‖A‖ R²``."""
-    a, r = at.norm_a, at.radius
-    b = at.scale * length((at.bq[:, None] @ at.k)[:, 0])
-    # where scores do not move at all, no radius is needed
-    alpha = torch.where(a > 0, a * r.square(), 0.0)
-    beta = torch.where(a + b > 0, (a * r + b) * r, 0.0)
+    alpha = reach(at.norm_a, at.radius.square())
+    beta = alpha + reach(at.along_query, at.radius)
     return _Row((1 + beta.square()).sqrt(), alpha, 2 * beta)
 
 
@@ -271,22 +286,27 @@ def _scores(at: _Heads, radius: Tensor, slope: Tensor) -> _Row:
     lq, q = _normed(query, at.q, at.bq, r, layer.head_width)
     lk, k = _normed(key, at.k, at.bk, r, layer.head_width)
     turned = at.scale * (1.0 if layer.rotary is None else layer.rotary.norm(layer.head_width))
-    a, t = (turned * torch.where(x == 0, 0.0, x * y) for x, y in ((lk, q), (lq, k)))
+    a, t = (turned * reach(x, y) for x, y in ((lk, q), (lq, k)))
+    if layer.rotary is None and query is None and key is None:
+        moved = reach(at.norm_a, r)
+        a, t = at.along_query + moved, at.along_key + moved
     logits = 2 * turned * q * k
     if layer.softcap is not None:
         logits = logits.clamp_max(2 * layer.softcap)
-    return _Row(slope + a * radius, t * radius, logits)
+    return _Row(slope + reach(a, radius), reach(t, radius), logits)
 
 
 def _distances(at: _Heads, gain: Tensor) -> _Row:
     """``-|x̂_i - x̂_j|²``: on a ball, or for so many tokens, whichever is less."""
-    r2 = (gain * at.radius).square()
-    others, own = (1 + 4 * r2 * (4 * r2 - 1).clamp_min(0)).sqrt(), 2 * r2
+    r2 = reach(gain.square(), at.radius.square())
+    others, own = (1 + 4 * reach((4 * r2 - 1).clamp_min(0), r2)).sqrt(), 2 * r2
     if at.n is not None:
         f = phi_inverse(at.n - 1.0)
-        everywhere = others + own > 1 + 4 * f
-        others = torch.where(everywhere, 1 + 2 * f, others)
-        own = torch.where(everywhere, 2 * f, own)
+        less = others + own < 1 + 4 * f
+        others, own = (
+            torch.where(less, ball, torch.full_like(ball, everywhere))
+            for ball, everywhere in ((others, 1 + 2 * f), (own, 2 * f))
+        )
     return _Row(others, own, 4 * r2)
 
 
@@ -295,9 +315,8 @@ def _sigmoid(at: _Heads) -> Constant:
     layer, n, r = at.layer, at.n, at.radius
     assert isinstance(layer, SigmoidAttention)
     norm_v, a = spectral_norm(at.v), at.norm_a
-    of_query = at.scale * length((at.bq[:, None] @ at.k)[:, 0])
-    of_key = at.scale * length((at.bk[:, None] @ at.q)[:, 0])
-    scores = a * r.square() + (of_query + of_key) * r + at.scale * (at.bq * at.bk).sum(-1).abs()
+    linear = at.along_query + at.along_key
+    scores = reach(a, r.square()) + reach(linear, r) + at.scale * (at.bq * at.bk).sum(-1).abs()
     if n is None and layer.offset is not None:
         raise NotApplicableError(_TOKENS)
     if n is None:
@@ -307,27 +326,24 @@ def _sigmoid(at: _Heads) -> Constant:
         top = n * torch.sigmoid(scores + b)
         nearest = (b.abs() - scores).clamp_min(0).sigmoid()  # to the steepest point, 0
         steep = n * nearest * (1 - nearest)
-    size = norm_v * r + length(at.bv)
-    moves = norm_v * top + size * (2 * a * r + of_query + of_key) * steep
-    return Constant(heads_together(at.o, moves), heads_together(at.o, top * size) + length(at.bo))
+    size = reach(norm_v, r) + length(at.bv)
+    moves = norm_v * top + reach(size * (2 * reach(a, r) + linear), steep)
+    most = at.together(at.unit, reach(size, top)) + length(at.bo)
+    return Constant(at.together(at.unit, moves), most, moves.amax())
 
 
 def _of_all_rows(at: _Heads, norm: BoundNorm) -> Constant:
     """Weights that depend on all rows: bounds of sigma, times ``√n`` in the other norm."""
     if isinstance(at.layer, SinkhornAttention):
-        blocks, hidden = at.written, at.hidden
-        moves = 1 + 2 * at.norm_a * at.radius.square()
+        right, moves = at.v, 1 + 2 * reach(at.norm_a, at.radius.square())
     else:
-        blocks, hidden = at.o, at.hidden * 0
-        moves = CONSTANT * spectral_norm(torch.cat([at.q, at.k, at.v], 1))
+        right, moves = at.unit, CONSTANT * spectral_norm(torch.cat([at.q, at.k, at.v], 1))
     if norm == "max-token" and at.n is None:
         raise NotApplicableError(_TOKENS)
     times = 1.0 if norm == "frobenius" or at.n is None else math.sqrt(at.n)
     radius = at.radius.expand(len(moves))
-    return Constant(
-        times * (heads_together(blocks, moves) + hidden * moves.amax()),
-        at.writes(heads_together(at.written, radius) + at.hidden * radius.amax()),
-    )
+    size = at.writes(at.together(at.v, radius))
+    return Constant(times * at.together(right, moves), size, times * moves.amax())
 
 
 def _entrance(enter: TokenNorm | Clip, size: Tensor) -> tuple[Tensor, Tensor]:
@@ -342,7 +358,8 @@ def _shortened(weight: Tensor, k: int, eps: float, size: Tensor) -> tuple[Tensor
     """Largest slope of ``w z / √(|z|²/k + ε)``, and its largest size for ``|z| <= size``."""
     floor = math.sqrt(k * eps)
     slope = weight * (math.sqrt(k) / floor if floor else math.inf)
-    share = torch.where(size.isfinite(), size / (size.square() + k * eps).sqrt(), 1.0)
+    finite = torch.where(size.isfinite(), size, 1.0)
+    share = torch.where(size.isfinite(), finite / (finite.square() + k * eps).sqrt(), 1.0)
     return slope, weight * math.sqrt(k) * share
 
 
@@ -351,13 +368,13 @@ def _normed(
 ) -> tuple[Tensor, Tensor]:
     """Slope and size of queries, keys or values of every head, through their norm if any."""
     slope = spectral_norm(w)
-    size = torch.where(slope > 0, slope * radius, 0.0) + length(b)
+    size = reach(slope, radius) + length(b)
     if norm is None:
         return slope, size
     g, k = norm.weight.double().abs(), len(norm.weight)
     if k != width:  # one norm of all heads
-        slope, size = spectral_norm(w.flatten(0, 1)), length(b.flatten()[None])[0]
-        size = torch.where(slope > 0, slope * radius, 0.0) + size
+        slope = spectral_norm(w.flatten(0, 1))
+        size = reach(slope, radius) + length(b.flatten())
     weight = g.unflatten(0, (-1, width)).amax(1).expand(len(w)) if k != width else g.amax()
     steep, most = _shortened(weight, k, norm.eps, size.expand(len(w)))
     return slope * steep, most.expand(len(w))
