@@ -150,9 +150,10 @@ def scaled(part: Attention | Feed, after: float | Tensor, before: float = 1.0) -
     wide = part.output
     if wide is None:
         wide = torch.eye(part.num_heads * part.value_width).to(part.value)
-    bias = None if part.output_bias is None else after * part.output_bias
-    output = torch.as_tensor(after, dtype=wide.dtype).unsqueeze(-1) * wide
-    return part.replace(**inner, output=output, output_bias=bias)
+    inner["output"] = torch.as_tensor(after, dtype=wide.dtype).unsqueeze(-1) * wide
+    if part.output_bias is not None:  # which a variant may not have
+        inner["output_bias"] = after * part.output_bias
+    return part.replace(**inner)
 
 
 def with_plain_sums(network: Network) -> Network:
