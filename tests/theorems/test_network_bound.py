@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lipscope as ls
 from lipscope.attention import Clip, Rotary, TokenNorm, product_norm
-from lipscope.linalg import max_token_norm
+from lipscope.linalg import max_token_norm, to_dense
 from lipscope.models import ACTIVATIONS, Branch, Chain, Feed, Network, Norm, read_parts
 
 D, N = 8, 5
@@ -282,6 +282,21 @@ def test_l2_attention_at_all_inputs_is_nearly_reached() -> None:
         j = torch.func.grad(lambda z: layer(z)[0, 0])(x)
         assert f * math.exp(f + 1) == pytest.approx(n - 1)
         assert 4 * f - 1 + 2 / (1 + f) == pytest.approx(float(j.abs().sum()), rel=1e-6)
+
+
+@pytest.mark.parametrize("n", [3, 8, 20])
+def test_l2_attention_in_frobenius_far_from_the_origin(n: int) -> None:
+    """Tokens at 0 among two opposed clusters: where weights times distances are large."""
+    one = torch.ones(1, 1, dtype=DOUBLE)
+    layer = ls.L2Attention(one, one)
+    for radius in (0.5, 1.0, 2.0):
+        bound = ls.lipschitz_bound(layer, norm="frobenius", num_tokens=n, radius=radius)
+        for alone in range(1, n):
+            for size in torch.linspace(0.1, 1.0, 10, dtype=DOUBLE) * radius:
+                x = torch.full((n, 1), float(size), dtype=DOUBLE)
+                x[:alone], x[alone::2] = 0.0, -size
+                j = to_dense(layer.linearise(x))
+                assert float(torch.linalg.matrix_norm(j, 2)) <= float(bound)
 
 
 def test_norms_pools_and_token_wise_maps_are_reached() -> None:

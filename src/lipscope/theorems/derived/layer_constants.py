@@ -265,7 +265,7 @@ def _counted(at: _Heads, row: _Row, norm: BoundNorm) -> Float[Tensor, " h"]:
         return row.others
     sums = None if at.n is None else row.others.new_full((), float(at.n))
     if at.every and at.layer.score_bias is None and row.logits is not None:
-        near = row.logits.exp()
+        near = row.logits.clamp_max(700).exp()
         sums = near if sums is None else torch.minimum(sums, near)
     if sums is None:
         raise NotApplicableError(_TOKENS)
@@ -300,6 +300,7 @@ def _distances(at: _Heads, gain: Tensor) -> _Row:
     """``-|x̂_i - x̂_j|²``: on a ball, or for so many tokens, whichever is less."""
     r2 = reach(gain.square(), at.radius.square())
     others, own = (1 + 4 * reach((4 * r2 - 1).clamp_min(0), r2)).sqrt(), 2 * r2
+    logits = 4 * r2
     if at.n is not None:
         f = phi_inverse(at.n - 1.0)
         less = others + own < 1 + 4 * f
@@ -307,7 +308,9 @@ def _distances(at: _Heads, gain: Tensor) -> _Row:
             torch.where(less, ball, torch.full_like(ball, everywhere))
             for ball, everywhere in ((others, 1 + 2 * f), (own, 2 * f))
         )
-    return _Row(others, own, 4 * r2)
+        # what holds everywhere is proved for the sum of a column of ones alone
+        logits = torch.where(less, logits, math.inf)
+    return _Row(others, own, logits)
 
 
 def _sigmoid(at: _Heads) -> Constant:
