@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,15 +13,16 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """A name of the face, which is made, torch with it, when the first one is asked for."""
+    """A room; or a name of the face, which is made, torch with it, when one is asked for."""
     if name == "__version__":
         from importlib.metadata import version
 
         return version("lipscope")
     if name.startswith("__") and name != "__all__":
         raise AttributeError(name)
+    if find_spec(f"lipscope.{name}") is not None:
+        return import_module(f"lipscope.{name}")
     face = import_module("lipscope.face")
-    # A room is there once the face is: nothing but its name was missing.
     names = {one: getattr(face, one) for one in face.__all__} | globals()
     globals().update(names)
     return names[name] if name in names else getattr(face, name)

@@ -12,8 +12,7 @@ import torch
 import lipscope as ls
 from command import BERT, TEXT
 from lipscope import Measurement
-from lipscope.pages.items import items_of
-from lipscope.pages.points import points_of
+from lipscope.pages.points import items_of, points_of
 from sweeps import in_this_process
 
 WINDOW: dict[str, Any] = {"lengths": [6], "samples": 1}

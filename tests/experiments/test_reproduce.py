@@ -21,7 +21,7 @@ from lipscope.plugins import load_plugins
 from lipscope.records.folder import RunFolder
 from lipscope.records.power_law import growth
 from lipscope_experiments import experiments, reproduce
-from lipscope_experiments.castin2024.controls import controls
+from lipscope_experiments.castin2024.figure1 import controls
 from lipscope_experiments.experiment import Study, grid
 from lipscope_experiments.findings import Claim, Findings, Table, exponent, findings_page, middle
 from lipscope_experiments.texts import Text, texts_named

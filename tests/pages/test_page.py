@@ -28,8 +28,7 @@ from lipscope.pages import points
 from lipscope.pages.content import Content, headlines
 from lipscope.pages.figures import training_charts
 from lipscope.pages.html_page import bibliography, methods
-from lipscope.pages.items import items_of
-from lipscope.pages.points import axes, points_of, training_of
+from lipscope.pages.points import axes, items_of, points_of, training_of
 from rows import row, write_lines
 
 KINDS = ["sigma", "growth", "exponents", "slopes", "radius-n", "rank", "sigma-radius", "text"]
@@ -257,7 +256,7 @@ def test_figures_are_those_of_the_page(tmp_path: Path, monkeypatch) -> None:
         chart.to_dict(validate=True)  # which drawing leaves out, since it takes longest
         return save_each(chart, paths)
 
-    monkeypatch.setattr("lipscope.pages.figures.save_each", valid)
+    monkeypatch.setattr("lipscope.charts.save_each", valid)
     run = written(tmp_path / "run", grown() + grown(heads=2))
     bounds = sandwiched(tmp_path / "bounds")
     runs = [run, bounds, pushed(tmp_path / "pushed")]
@@ -287,7 +286,7 @@ def test_a_disk_that_fills_while_figures_are_drawn_is_an_error_of_one_line(tmp_p
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
         return save_each(chart, paths)
 
-    monkeypatch.setattr("lipscope.pages.figures.save_each", full)
+    monkeypatch.setattr("lipscope.charts.save_each", full)
     try:
         with pytest.raises(InputError, match="should be places that can be written"):
             report([run], tmp_path / "page.html", svg=tmp_path / "svg")
@@ -439,7 +438,7 @@ def test_names_of_files_do_not_collide(tmp_path: Path, monkeypatch) -> None:
             path.touch(exist_ok=False)
         return paths
 
-    monkeypatch.setattr("lipscope.pages.figures.save_each", named)
+    monkeypatch.setattr("lipscope.charts.save_each", named)
     names = ["a/b", "a-b", "модель", "模型", "x" * 300]
     runs = [written(tmp_path / str(k), grown(1, model=m)) for k, m in enumerate(names)]
     made = report(runs, tmp_path / "page.html", svg=tmp_path / "svg")

@@ -274,16 +274,11 @@ def reproduce(
     Figures and findings of a finished run are made anew, from the rows and values that are there.
 
     Args:
-        name: As in the register.
         models: Names for `load_model`; those of the experiment if None.
         texts: Files, or ``ag_news``, besides the default text.
         images: Folder of pictures for models that read them; random pixels if None.
         quick: About a minute instead of the paper's size.
         out: Folder of the rows, figures and ``findings.md``, which says what is returned.
-        progress: Called as ``progress(done, total, part)``.
-
-    Raises:
-        InputError: If there is no such experiment, or it cannot be run as asked.
     """
     entry = _REGISTER.get(name)
     if entry is None:

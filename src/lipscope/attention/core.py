@@ -90,8 +90,6 @@ class Attention(Layer):
         """The layer's output, differentiable by autograd; the closed form's reference.
 
         Args:
-            x: Tokens of the queries, and of keys and values where no others are given.
-            context: Tokens of keys and values.
             log_weights: Logarithms of the weights of the keys, added to their scores: for
                 softmax, a key of weight c counts as c copies of it.
         """
@@ -134,7 +132,6 @@ class Attention(Layer):
         that a causal mask or a window hides are skipped: causal layers cost about half.
 
         Args:
-            x: The point, ``(n, d)``.
             memory: Bytes for stored weights and chunks; half of it may be kept.
             map: ``attention``, or ``heads`` for the concatenation before the output
                 projection.
@@ -145,7 +142,6 @@ class Attention(Layer):
                 if None.
             side: With a context, which of the two moves while the other stays: ``query``
                 (``x``) or ``key`` (the context).
-            log_weights: As in `forward`.
 
         Raises:
             InputError: Where the scores are so large that their rounding shows in the Jacobian:

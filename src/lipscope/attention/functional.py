@@ -316,7 +316,6 @@ def attention(
     as for torch's function. ``torch.compile`` leaves the call out of its graph.
 
     Args:
-        q: Queries, any number of axes in front.
         k: Keys; the axes in front broadcast against those of ``q``. Fewer heads (third axis from
             the end) are shared by groups of query heads, as with ``enable_gqa=True``.
         v: Values, likewise.
@@ -325,13 +324,6 @@ def attention(
             may read nothing gives zero, and has a derivative of zero. What no query may read may
             be anything, NaN too.
         causal: Query i reads keys j <= i only; with a mask, those that both allow.
-        scale: ``1 / sqrt(k)`` if None.
-
-    Returns:
-        ``(..., n, v)``, in the dtype of the inputs.
-
-    Raises:
-        InputError: If shapes or dtypes do not fit together, or there is no key.
 
     Source: derived here (``docs/theory/attention-jacobian.md``).
 

@@ -433,12 +433,10 @@ def _coupled(frame: Projections, layer: Layer, x: Tensor, context: Tensor | None
 
 
 def _head_counts(layer: Layer) -> tuple[int, int, int]:
-    """How many heads queries, keys and values have."""
     return layer.num_heads, layer.num_groups, layer.num_groups
 
 
 def _norms_at(layer: Layer, x: Tensor) -> list[NormAt | None]:
-    """The norms of queries, keys and values at the tokens ``x``."""
     norms = layer.norms()
     if all(norm is None for norm in norms):
         return [None, None, None]

@@ -20,7 +20,6 @@ from lipscope.certificates.forms import (
     norm_above,
     root,
     top_bilinear,
-    top_of_gram,
     top_value,
     weighted_gram,
 )
@@ -288,10 +287,6 @@ class AttentionAt:
             weighted_gram(self.query.flatten(0, 2), queries.flatten().repeat_interleave(width)),
             weighted_gram(self.key.flatten(0, 2), keys.flatten().repeat_interleave(width)),
         )
-
-    def of_velocities(self, w: Float[Tensor, "h i j"]) -> Tensor:
-        """``λ(sum_hij w a a^T)^(1/2)``."""
-        return top_of_gram(self.a.flatten(0, 2), w.flatten()).sqrt()
 
     def lead_of(self, reads: Float[Tensor, "i k d"]) -> Float[Tensor, "i k"] | None:
         """``>= sup |<p_ik, H_i[e, f]>|`` over unit ``e, f`` for every read-out alone.

@@ -121,7 +121,6 @@ class BallLayer:
 
 
 def _local(centre: HeadAt, weighted: Weighted | None) -> float:
-    """The best certificate at the centre."""
     at = Ball(centre, 0.0)
     return min(at.by_rows, at.by_blocks, math.inf if weighted is None else weighted.value)
 
@@ -223,11 +222,8 @@ def certify_ball(
     embedding; up to float64 rounding.
 
     Args:
-        layer: The layer.
-        x: Centre of the ball.
         eps: Radius; one per token if wanted (ball ``token``).
         ball: ``token``: every token moves by at most ``eps``; ``frobenius``: all together.
-        head: One query head alone, or None for all.
         map: ``attention``, or ``heads`` for the map before the output projection.
         steps: Radii ``m`` of the mean; the cost grows with it.
         sharp: Also use the row-Gram certificate at X; all heads together take long.

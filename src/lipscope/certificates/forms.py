@@ -82,12 +82,6 @@ def weighted_gram(a: Float[Tensor, "k p"], w: Float[Tensor, " k"]) -> Float[Tens
     return (a * w[:, None]).T @ a
 
 
-def top_of_gram(a: Float[Tensor, "k p"], w: Float[Tensor, " k"]) -> Tensor:
-    """``λ(sum_k w_k a_k a_k^T)`` for weights that are not negative, by the smaller side."""
-    b = a * w.clamp_min(0).sqrt()[:, None]
-    return top_value(b @ b.T if len(b) <= b.shape[1] else b.T @ b)
-
-
 def top_bilinear(left: Float[Tensor, "*#b k p"], right: Float[Tensor, "*#b k p"]) -> Tensor:
     """``>= sup |<L e, R e>|`` over unit ``e``, the norm of ``S = (L^T R + R^T L) / 2``.
 

@@ -70,8 +70,6 @@ class NetworkBall:
     """A network on balls of moves of some tokens: what all margins share.
 
     Args:
-        net: The network.
-        x: Centre, ``(n, d)``.
         tokens: Which of them move.
     """
 

@@ -50,15 +50,11 @@ def read_out_radius(net: Network, x: Float[Tensor, "n d"], ball: BallName) -> tu
 
     Args:
         net: One attention layer, a pool and a head.
-        x: The centre, in float64.
         ball: ``token``: every token moves by at most the radius; ``frobenius``: all together.
 
     Returns:
         The radius, infinite where the scores do not depend on the input, and the rival that limits
         it.
-
-    Raises:
-        NotApplicableError: Where the layer is of another kind, or derivatives overflow.
 
     Source: derived here; ``docs/theory/ball-certificate.md``, "The decision".
     """

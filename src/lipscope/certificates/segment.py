@@ -407,7 +407,6 @@ class Segment:
 
     Args:
         branches: The first one may hold attention, the others do not.
-        x: Centre.
         t: ``T``, of full column rank on the tokens that move.
         rows: Tokens that are read of the output; all if None.
     """
@@ -442,11 +441,7 @@ class Segment:
         self.jacobian = moved + self.t[self.rows] if self.skip else moved
 
     def grow(self, radius: float, pieces: int | None = None) -> None:
-        """Bound everything on the balls up to this radius.
-
-        Raises:
-            OutOfReachError: Where the input of a norm could vanish.
-        """
+        """Bound everything on the balls up to this radius."""
         self.pieces = pieces or PIECES
         self.r = radius
         if self.first is not None and self.mixes and self.first.norm is not None:

@@ -7,19 +7,7 @@ from collections.abc import Sequence
 
 import altair as alt
 
-from lipscope.charts import marks
-from lipscope.charts.look import (
-    BLUE,
-    MONO,
-    ORANGE,
-    Data,
-    Frame,
-    base,
-    dressed,
-    inline,
-    tooltip,
-    up,
-)
+from lipscope.charts import look, marks
 from lipscope.charts.marks import lay_out
 from lipscope.errors import InputError
 from lipscope.records import TokenShare
@@ -39,9 +27,6 @@ def shaded_text(
     The shade follows the cube root of `share_in`, so that a token with a thousandth of
     what the top one has can still be told from none. Word pieces are joined to their
     predecessors; after ``max_lines`` of ``columns`` characters the text is cut, with a remark.
-
-    Raises:
-        InputError: If there are no tokens, or none has a share.
     """
     ordered = sorted(tokens, key=lambda t: t.index)
     shares = [marks.share_of(t) for t in ordered]
@@ -62,23 +47,23 @@ def shaded_text(
     across = {"scale": alt.Scale(domain=[0, width], nice=False), "axis": None}
     down = {"scale": alt.Scale(domain=[0, height], nice=False, reverse=True), "axis": None}
     cells = [marks.cell_of(p, max(shares)) for p in placed]
-    window = inline(cells).properties(width=width, height=height)
+    window = look.inline(cells).properties(width=width, height=height)
     shade = window.mark_rect(cornerRadius=2).encode(
         x=alt.X("x:Q", **across),
         y=alt.Y("y:Q", **down),
         x2="x2:Q",
         y2="y2:Q",
         color=_shade_colour(max(shares)),
-        tooltip=tooltip("token", "index", "share in", "share out", "norm"),
+        tooltip=look.tooltip("token", "index", "share in", "share out", "norm"),
     )
-    text = window.mark_text(align="left", baseline="middle", font=MONO, fontSize=14).encode(
+    text = window.mark_text(align="left", baseline="middle", font=look.MONO, fontSize=14).encode(
         x=alt.X("left:Q", **across),
         y=alt.Y("middle:Q", **down),
         text="text:N",
         color=alt.Color("ink:N", scale=None),
     )
     heads = alt.TitleParams(title, subtitle=subtitle)
-    return dressed(alt.layer(shade, text).properties(title=heads))
+    return look.dressed(alt.layer(shade, text).properties(title=heads))
 
 
 def _shade_colour(top: float) -> alt.Color:
@@ -99,18 +84,22 @@ def _shade_colour(top: float) -> alt.Color:
 
 # --- gains of splitting ------------------------------------------------------------------------
 
-WAYS = {"moved": BLUE, "split": ORANGE}
+WAYS = {"moved": look.BLUE, "split": look.ORANGE}
 
 
-def gains_chart(frame: Frame, tokens: Data | None = None) -> alt.LayerChart:
+def gains_chart(frame: look.Frame, tokens: look.Data | None = None) -> alt.LayerChart:
     """The gain of splitting each token beside that of moving it, with their intervals.
 
     Large marks: taking the token apart is known to gain more (``better``).
     """
-    some = base("tokens", tokens).transform_filter("datum.gain > 0")
+    some = look.base("tokens", tokens).transform_filter("datum.gain > 0")
     axis = alt.Axis(format="d", tickMinStep=1, grid=False)
     x = alt.X("index:Q", title="token", axis=axis, scale=alt.Scale(nice=False, padding=12))
-    place = {"x": x, "y": up("gain:Q", "gain"), "color": frame.colours("way:N", WAYS, orient="top")}
+    place = {
+        "x": x,
+        "y": look.up("gain:Q", "gain"),
+        "color": frame.colours("way:N", WAYS, orient="top"),
+    }
     bars = some.mark_rule(strokeWidth=1.6, opacity=0.6).encode(**place, y2="upper:Q")
     large = alt.when("datum.better").then(alt.value(90)).otherwise(alt.value(34))
     dots = some.mark_circle(opacity=1, cursor="pointer")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.text import Text
 
+from lipscope import pages
 from lipscope.cli.options import with_options
 from lipscope.cli.terminal import say, say_table, write_lines
 from lipscope.errors import InputError
-
-if TYPE_CHECKING:
-    from lipscope.theorems import Theorem
 
 _PLAIN = ("statement", "cite", "kind", "scope", "metric", "subject", "needs", "sound", "slow")
 
@@ -28,7 +26,6 @@ _PLAIN = ("statement", "cite", "kind", "scope", "metric", "subject", "needs", "s
 )
 def theorems(**options: Any) -> None:
     """List every bound: statement, source, scope, metric."""
-    from lipscope import pages
     from lipscope.theorems import catalogue
 
     choices = {"kind": ("upper", "lower")}
@@ -60,7 +57,7 @@ def theorems(**options: Any) -> None:
         say([f"Scope. {' '.join(pages.SCOPES)}"])
 
 
-def _theorem_line(one: Theorem) -> dict[str, Any]:
+def _theorem_line(one: Any) -> dict[str, Any]:
     found = {name: getattr(one, name) for name in (*_PLAIN, "summary", "note")}
     own = {"subject": one.subject.__name__, "needs": list(one.needs)}
     return {"theorem": one.name} | found | own

@@ -7,20 +7,18 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
 
+from lipscope import engine, pages
 from lipscope.cli.options import INPUT, SOLVER, Model, ask, with_options
 from lipscope.cli.terminal import note, say, show
-from lipscope.engine import parse_integers
 from lipscope.errors import InputError
-
-if TYPE_CHECKING:
-    from lipscope.engine import CertifiedBall, DecisionCertificate
 
 _EPS = 0.01
 _MOVES = {"token": "every token moves", "frobenius": "all tokens together move"}
+_BALLS = "token, frobenius; of a decision joint, token, each.  [default: token; joint]"
 _FORMS = {
     "sum": "heads put together by the sum of their bounds",
     "projection": "heads put together by the norm of the output projection",
@@ -28,44 +26,33 @@ _FORMS = {
     "expansion": "a bound of sigma at X, and one of what is of second order",
     "slopes": "the parts' slopes at X after each other, and a bound of what they leave out",
 }
+_OF_BALL = ("eps", "head", "steps", "sharp", "random", "ascents")
 _HIDDEN = ("windows", "position_offset", "device", "dtype", "delta", "tol")
 
 
 @with_options(
     *("layer", "length", "read_out", "between", "pool", *(n for n in INPUT if n != "map"), *SOLVER),
-    hidden=(*_HIDDEN, "images", "memory", "special_tokens"),
+    hidden=(*_HIDDEN, "images", "memory", "special_tokens", "tokens"),
+    eps=(float, None, "Radius of the ball.  [default: 0.01]"),
+    decision=(bool, False, "How far a decision stands."),
+    ball=(
+        str,
+        None,
+        "token, frobenius; of a decision joint, token, each.  [default: token; joint]",
+    ),
+    tokens=(str, None, "Tokens that may move, of a decision."),
+    head=(int, None, "One query head alone.  [default: all]"),
+    steps=(int, None, "Radii of the bound.  [default: 4]"),
+    sharp=(bool, None, "Sharpest bound, slow; unset: up to seconds."),
+    random=(int, None, "Random points of the attack.  [default: 20]"),
+    ascents=(int, None, "Ascents of each kind.  [default: 2]"),
     map=(str, None, "Or residual, block, …  [default: attention; model]"),
     length=(None, "Tokens in the window.  [default: 64; the text]"),
     pool=(None, "Pool by mean or first.  [default: mean]"),
     out="Run folder for the row, and worst inputs.",
     jsonl="ball",
 )
-def certify(
-    model: Model = "minilm",
-    eps: Annotated[float | None, typer.Option(help="Radius of the ball.  [default: 0.01]")] = None,
-    decision: Annotated[
-        bool, typer.Option("--decision", help="How far a decision stands.")
-    ] = False,
-    ball: Annotated[
-        str | None,
-        typer.Option(
-            help="token, frobenius; of a decision joint, token, each.  [default: token; joint]"
-        ),
-    ] = None,
-    tokens: Annotated[
-        str | None, typer.Option(help="Tokens that may move, of a decision.", hidden=True)
-    ] = None,
-    head: Annotated[int | None, typer.Option(help="One query head alone.  [default: all]")] = None,
-    steps: Annotated[int | None, typer.Option(help="Radii of the bound.  [default: 4]")] = None,
-    sharp: Annotated[
-        bool | None, typer.Option(help="Sharpest bound, slow; unset: up to seconds.")
-    ] = None,
-    random: Annotated[
-        int | None, typer.Option(help="Random points of the attack.  [default: 20]")
-    ] = None,
-    ascents: Annotated[int | None, typer.Option(help="Ascents of each kind.  [default: 2]")] = None,
-    **options: Any,
-) -> None:
+def certify(model: Model = "minilm", **options: Any) -> None:
     """Bound all moves in a ball around a text.
 
     Certify L with ‖f(X') − f(X)‖ ≤ L ‖X' − X‖ for every X' in the ball, then attack it:
@@ -74,9 +61,9 @@ def certify(
     the whole model from --layer on or, with --map attention, of that layer's pooled output.
     More options: docs/commands.md.
     """
-    given = {"eps": eps, "head": head, "steps": steps, "sharp": sharp}
-    given |= {"random": random, "ascents": ascents}
-    if decision or options["read_out"] is not None or options["between"]:
+    given = {name: options.pop(name) for name in _OF_BALL}
+    ball, tokens = options.pop("ball"), options.pop("tokens")
+    if options.pop("decision") or options["read_out"] is not None or options["between"]:
         return _decision(model, ball, tokens, given, options)
     for name, value in (("tokens", tokens), ("pool", options.pop("pool"))):
         if value is not None:
@@ -99,9 +86,7 @@ def _tell(found: Sequence[Any], folder: Any, lines: Iterable[str]) -> None:
             sys.stdout.write(said + "\n")
     say(lines)
     if lines and getattr(found[0], "words", None) and found[0].ball == "token":
-        from lipscope.engine import TokenRadii
-
-        show(TokenRadii(tuple(found)))
+        show(engine.TokenRadii(tuple(found)))
     if folder is not None:
         file = getattr(found[0], "file", None)
         note(f"Row: {folder}" + (f"; inputs: {folder / file}" if file else ""))
@@ -120,25 +105,22 @@ def _decision(
     given: Mapping[str, Any],
     options: dict[str, Any],
 ) -> None:
-    """What `certify` finds of a decision, and says."""
     if wrong := [f"`--{name}`" for name, value in given.items() if value is not None]:
         raise InputError(f"A decision has no {wrong[0]}. Found it; leave it out.")
     how: dict[str, Any] = {"ball": ball or "joint", "at_layer": options.pop("layer")}
-    how["tokens"] = None if tokens is None else parse_integers(tokens, "tokens")
+    how["tokens"] = None if tokens is None else engine.parse_integers(tokens, "tokens")
     found, folder = ask("certify_decision", model, options, **how)
     _tell(found, folder, () if options["jsonl"] else _of_decision(found))
 
 
-def _of_decision(found: Sequence[DecisionCertificate]) -> Iterator[str]:
+def _of_decision(found: Sequence[engine.DecisionCertificate]) -> Iterator[str]:
     """The decision and its radius; those of single tokens have a table."""
-    from lipscope.pages import number, rounded_down
-
     one = found[0]
     what = "whole model" if one.map == "model" else f"layer {one.at_layer}"
     yield f"{one.model}, {what}, decided by {one.by}"
     yield (
         f"decision      “{one.decision_name}”; “{one.rival_name}” is behind by a margin of "
-        f"{number(one.margin)}"
+        f"{pages.number(one.margin)}"
     )
     if one.ball == "token":
         return
@@ -146,16 +128,16 @@ def _of_decision(found: Sequence[DecisionCertificate]) -> Iterator[str]:
     if math.isinf(one.radius):
         yield f"{one.ball:<14}certified at any radius: {one.note}"
         return
-    below = number(rounded_down(one.radius))
+    below = pages.number(pages.rounded_down(one.radius))
     yield f"{one.ball:<14}certified radius {below}: the decision stands while {moves} by less"
     attack = "no attack changed it"
     if one.attack is not None:
-        attack = f"an attack changes it at {number(one.attack)}"
-    yield f"{'':14}{attack}; to first order it ends at {number(one.first_order)}"
+        attack = f"an attack changes it at {pages.number(one.attack)}"
+    yield f"{'':14}{attack}; to first order it ends at {pages.number(one.first_order)}"
     if one.words_within is not None:
         yield (
             f"{'':14}{one.words_within} embeddings of other words lie within it; the nearest is "
-            f"at {number(one.nearest)}"
+            f"at {pages.number(one.nearest)}"
         )
     if one.violated:
         yield "VIOLATED: the attack found less than the certified radius. Please report."
@@ -164,7 +146,7 @@ def _of_decision(found: Sequence[DecisionCertificate]) -> Iterator[str]:
 
 
 def _certificate_line(
-    found: CertifiedBall | DecisionCertificate,
+    found: engine.CertifiedBall | engine.DecisionCertificate,
 ) -> dict[str, Any]:
     """What a line of JSON says: no heads, which are many, and no number that it cannot hold."""
     left = ("heads", "value", "ratio", "file")
@@ -177,7 +159,7 @@ def _certificate_line(
     return {name: None if name in endless else value for name, value in said.items()}
 
 
-def _of_ball(found: CertifiedBall) -> Iterator[str]:
+def _of_ball(found: engine.CertifiedBall) -> Iterator[str]:
     head = "" if found.head is None else f", head {found.head}"
     layer = "" if found.layer is None else f", layer {found.layer}"
     yield f"{found.model}{layer}{head}, map {found.map}, {found.num_tokens} tokens"

@@ -67,7 +67,9 @@ def _looked_for(extras: bool) -> Iterator[Finding]:
     yield _python()
     required, optional = _requirements()
     for requirement in required:
-        yield _package(requirement, f"pip install '{requirement.name}{requirement.specifier}'")
+        found, fits = _installed(requirement)
+        remedy = "" if fits else f"pip install '{requirement.name}{requirement.specifier}'"
+        yield Finding(requirement.name, found, remedy, required=True)
     yield _device()
     for name, package in BUNDLED.items() if extras else ():
         yield _model(name, package)
@@ -109,11 +111,6 @@ def _installed(requirement: Requirement) -> tuple[str, bool]:
     except importlib.metadata.PackageNotFoundError:
         return "missing", False
     return version, requirement.specifier.contains(version, prereleases=True)
-
-
-def _package(requirement: Requirement, remedy: str) -> Finding:
-    found, fits = _installed(requirement)
-    return Finding(requirement.name, found, "" if fits else remedy, required=True)
 
 
 def _extra(extra: str, requirements: list[Requirement]) -> Finding:

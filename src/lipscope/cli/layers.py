@@ -6,12 +6,12 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from lipscope import charts, engine, pages, records
 from lipscope.cli.options import (
-    FIGURES,
     INPUT,
     QUESTION,
     SOLVER,
@@ -24,10 +24,6 @@ from lipscope.cli.options import (
 from lipscope.cli.terminal import Screen, errors, note, say, say_table, show, write_lines
 from lipscope.errors import InputError
 
-if TYPE_CHECKING:
-    from lipscope.engine import Attacked, Pushed, Splitting
-    from lipscope.pages import Rows
-
 _PLACE = ("model", "layer", "head", "map", "num_tokens", "sample")
 _ASKED = ("map", "per_head", "metric", "radius", "theorems", "sharp", "ascent_steps")
 _EDITS = ("budget", "recipes", "queries", "target", "samples", "read_out", "between")
@@ -36,13 +32,12 @@ _ALONE = "`--{}` goes with edits of a text. Found no `--budget`."
 
 
 @with_options(
-    *("layers", "lengths", "samples", *INPUT, *QUESTION, *THEOREMS, *SOLVER),
+    *("layers", "lengths", "samples", *INPUT, *QUESTION, *THEOREMS, *SOLVER, "figures"),
     hidden=(*THEOREMS, "position_offset"),
     layers=("all", "all, or 0,3,5 or 0:5."),
     lengths=("16,64,256", "Tokens, or 2:512:10."),
     samples=(10, "Windows per length."),
     out="Run folder.  [default: runs/<date>-<model>]",
-    figures=FIGURES,
     jsonl="row",
 )
 def measure(model: Model = "minilm", **options: Any) -> None:
@@ -66,7 +61,7 @@ def measure(model: Model = "minilm", **options: Any) -> None:
 
 
 @with_options(
-    *("layers", "lengths", "samples", *INPUT, *_ASKED, *SOLVER),
+    *("layers", "lengths", "samples", *INPUT, *_ASKED, *SOLVER, "figures"),
     hidden=("windows", "position_offset", "delta", "memory", "allow_pickle"),
     map="or heads, normed, residual.",
     per_head="Each query head alone.",
@@ -74,23 +69,17 @@ def measure(model: Model = "minilm", **options: Any) -> None:
     radius="A number, norm, or row (the input's own).",
     theorems="Only these.",
     out="Run folder for rows and bounds.",
-    figures=FIGURES,
+    attack=(bool, False, "Also the worst input within the radius."),
     jsonl="row",
 )
-def bounds(
-    model: Model = "minilm",
-    attack: Annotated[
-        bool, typer.Option("--attack", help="Also the worst input within the radius.")
-    ] = False,
-    **options: Any,
-) -> None:
+def bounds(model: Model = "minilm", **options: Any) -> None:
     """Every bound of a layer next to its sigma.
 
     Every theorem that applies, with its value, source and looseness against the measured
     sigma (same metric and map), and those that do not, with the reason. More
     options: docs/commands.md.
     """
-    found, folder = ask("bounds", model, options, attack=attack)
+    found, folder = ask("bounds", model, options)
     if options["jsonl"]:
         write_lines(_rows_and_bounds(found))
     else:
@@ -101,16 +90,15 @@ def bounds(
         note(f"Rows and bounds: {folder}")
 
 
-def _rows_and_bounds(found: Rows) -> Iterator[dict[str, Any]]:
+def _rows_and_bounds(found: pages.Rows) -> Iterator[dict[str, Any]]:
     """Each row, then each of its bounds, which says of what it speaks."""
-    from lipscope.records import ADVERSARIAL, MEASURED, by_row, given, looseness
-
-    of = by_row(found.bounds)
+    of = records.by_row(found.bounds)
     for row in found:
-        yield {"theorem": MEASURED if given(row) else ADVERSARIAL} | row.to_dict()
+        kind = records.MEASURED if records.given(row) else records.ADVERSARIAL
+        yield {"theorem": kind} | row.to_dict()
         place = {name: getattr(row, name) for name in _PLACE}
         for bound in of.get(row.id, []):
-            more = {"applicable": bound.applicable, "looseness": looseness(bound, row)}
+            more = {"applicable": bound.applicable, "looseness": records.looseness(bound, row)}
             yield vars(bound) | place | more
 
 
@@ -147,11 +135,10 @@ def directions(
 
 
 @with_options(
-    *("layers", "length", *INPUT, "map", *SOLVER),
+    *("layers", "length", *INPUT, "map", *SOLVER, "figures"),
     hidden=("windows", "position_offset", "images", "delta", "memory"),
     map="or heads.",
     out="Run folder for rows and tokens.",
-    figures=FIGURES,
     jsonl="token",
 )
 def split(model: Model = "minilm", **options: Any) -> None:
@@ -173,24 +160,22 @@ def split(model: Model = "minilm", **options: Any) -> None:
         note(f"Rows and tokens: {folder}")
 
 
-def _draw_splitting(found: Splitting, folder: Path) -> None:
+def _draw_splitting(found: engine.Splitting, folder: Path) -> None:
     """Gains of every token, layer by layer, beside sigma of the layer."""
-    from lipscope.charts import Panel, Series, curves_chart, save_each
-
     panels = []
     for row in found.moved:
         mine = [t for t in found.tokens if (t.layer, t.sample) == (row.layer, row.sample)]
         if row.head is not None or row.sigma is None or not mine:
             continue
         series = (
-            Series("one token moved", tuple((t.index, t.moved) for t in mine), "points"),
-            Series("one token split", tuple((t.index, t.split) for t in mine), "points"),
-            Series("sigma", tuple((x, row.sigma) for x in (0, len(mine) - 1)), "dashes"),
+            charts.Series("one token moved", tuple((t.index, t.moved) for t in mine), "points"),
+            charts.Series("one token split", tuple((t.index, t.split) for t in mine), "points"),
+            charts.Series("sigma", tuple((x, row.sigma) for x in (0, len(mine) - 1)), "dashes"),
         )
-        panels.append(Panel(f"layer {row.layer}", series, x="token", y="gain", log_x=False))
+        panels.append(charts.Panel(f"layer {row.layer}", series, x="token", y="gain", log_x=False))
     if panels:
-        chart = curves_chart(f"{found.moved[0].model}: tokens split and moved", panels)
-        save_each(chart, [folder / f"split.{kind}" for kind in ("svg", "png")])
+        chart = charts.curves_chart(f"{found.moved[0].model}: tokens split and moved", panels)
+        charts.save_each(chart, [folder / f"split.{kind}" for kind in ("svg", "png")])
 
 
 # --- inputs, texts and moves on which a layer is not smooth
@@ -247,7 +232,7 @@ def attack(model: Model = "minilm", **options: Any) -> None:
     note(kept)
 
 
-def _tried_inputs(attacked: Attacked) -> Iterator[dict[str, Any]]:
+def _tried_inputs(attacked: engine.Attacked) -> Iterator[dict[str, Any]]:
     """Every construction for every head, and the ascent."""
     real, worst = attacked.rows
     about = {"model": real.model, "layer": real.layer, "num_tokens": real.num_tokens}
@@ -261,22 +246,16 @@ def _tried_inputs(attacked: Attacked) -> Iterator[dict[str, Any]]:
 
 
 @with_options(
-    *("layer", "length", "among", "between", "read_out", "pool", *INPUT, "map", *SOLVER),
+    *("layer", "length", "among", "between", "read_out", "pool", *INPUT, "map", *SOLVER, "figures"),
     hidden=("windows", "position_offset", "tol", "delta", "device", "memory", "allow_pickle"),
     map="attention|normed|residual|block|stack|model",
     out="Run folder for rows and sizes.",
-    figures=FIGURES,
+    eps=(str, None, "Sizes by commas.  [default: up to ‖X‖]"),
+    draws=(int, 3, "Random directions."),
+    certificate=(bool, None, "Certify changes; unset: up to a minute."),
     jsonl="move",
 )
-def push(
-    model: Model = "minilm",
-    eps: Annotated[str | None, typer.Option(help="Sizes by commas.  [default: up to ‖X‖]")] = None,
-    draws: Annotated[int, typer.Option(help="Random directions.")] = 3,
-    certificate: Annotated[
-        bool | None, typer.Option(help="Certify changes; unset: up to a minute.")
-    ] = None,
-    **options: Any,
-) -> None:
+def push(model: Model = "minilm", **options: Any) -> None:
     """Push a layer's input, and see where sigma ends.
 
     The input moves along the top singular vector, its top token alone, and at random; the
@@ -284,9 +263,9 @@ def push(
     move. A decoder says its next tokens, --among the nearest text. More options:
     docs/commands.md.
     """
-    sizes = None if eps is None else _numbers(eps)
-    more = {"eps": sizes, "draws": draws, "certificate": certificate}
-    found, folder = ask("push", model, options, **more)
+    if options["eps"] is not None:
+        options["eps"] = _numbers(options["eps"])
+    found, folder = ask("push", model, options)
     if options["jsonl"]:
         write_lines(vars(step) | {"reads": json.loads(step.reads)} for step in found.steps)
     else:
@@ -305,10 +284,7 @@ def _numbers(text: str) -> list[float]:
         raise InputError(f"`--eps` should be numbers by commas. Found `{one}`.") from None
 
 
-def _draw_pushes(found: Pushed, folder: Path) -> None:
-    from lipscope.charts import save_each
-    from lipscope.pages import push_charts, pushes_in
-
-    pushes = pushes_in(found.rows, found.places, found.directions, found.steps)
-    for name, chart in push_charts(pushes):
-        save_each(chart, [folder / f"{name}.{kind}" for kind in ("svg", "png")])
+def _draw_pushes(found: engine.Pushed, folder: Path) -> None:
+    pushes = pages.pushes_in(found.rows, found.places, found.directions, found.steps)
+    for name, chart in pages.push_charts(pushes):
+        charts.save_each(chart, [folder / f"{name}.{kind}" for kind in ("svg", "png")])

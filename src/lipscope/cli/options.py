@@ -28,7 +28,6 @@ Model = Annotated[
         autocompletion=complete_models,
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace a run of another question.")]
 # What only the command line declares: kind, default, help.
 _OWN: dict[str, tuple[Any, Any, str]] = {
     "text": (str, None, "File, folder, -.  [default: Python's manual]"),
@@ -41,14 +40,13 @@ _OWN: dict[str, tuple[Any, Any, str]] = {
     "read_out": (Path, None, "A decision: matrix in .npy or .safetensors."),
     "between": (list[str], None, "The same: the nearest of these texts, one option each."),
     "pool": (str, "mean", "Pool by mean or first."),
+    "figures": (bool, False, "Draw figures into the run folder."),
     "out": (Path, None, "Run folder."),
     "force": (bool, False, "Replace a run of another question."),
     "jsonl": (bool, False, "One JSON object per {} on stdout."),
 }
 _LAST = ("force", "out", "jsonl")
 _NOT_ASKED = (*_LAST, "figures", "text")
-# Of commands that draw: kind, default and help.
-FIGURES = (bool, False, "Draw figures into the run folder.")
 
 
 def with_options(
@@ -58,14 +56,14 @@ def with_options(
 
     Its help leaves the hidden ones to the documentation. ``words`` are help of its own, or a
     default and help; what a line of ``jsonl`` is about; of options that no other command has
-    kind, default and help.
+    kind, default (``...`` if it must be given) and help, which come first.
     """
 
     def give(command: Command) -> Command:
         own = inspect.signature(command, eval_str=True)
         kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
         new = [name for name, one in words.items() if isinstance(one, tuple) and len(one) == 3]
-        every = (*names, *new, *(_LAST if isinstance(words.get("jsonl"), str) else ()))
+        every = (*new, *names, *(_LAST if isinstance(words.get("jsonl"), str) else ()))
         given = [_parameter(name, words.get(name), name in hidden) for name in every]
         found = [p.replace(kind=p.KEYWORD_ONLY) for p in (*kept, *given)]
         command.__signature__ = own.replace(parameters=found)  # pyright: ignore
@@ -90,7 +88,7 @@ def _parameter(name: str, words: str | tuple[Any, ...] | None, hidden: bool) -> 
         told = words or how["help"]
     flag = "--" + name.replace("_", "-")
     names = [flag] if kind is bool else []
-    if default is True:
+    if kind is bool and default is not False:
         names = [f"{flag}/--no-{flag[2:]}"]
     default = None if left else default
     option = typer.Option(

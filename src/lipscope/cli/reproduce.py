@@ -68,7 +68,6 @@ def _model_names(text: str) -> list[str]:
 
 
 def _packages() -> Sequence[Any]:
-    """The installed packages of experiments."""
     found = load_plugins(EXPERIMENTS)
     if not found:
         raise InputError(
@@ -79,7 +78,6 @@ def _packages() -> Sequence[Any]:
 
 
 def _package_of(name: str) -> Any:
-    """The package that has an experiment."""
     packages = {entry.name: package for package in _packages() for entry in package.experiments()}
     if name not in packages:
         raise InputError(f"`NAME` should be one of {', '.join(packages)}. Found `{name}`.")

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lipscope import pages, records
 from lipscope.cli.options import with_options
 from lipscope.cli.terminal import Screen
 from lipscope.display import printable
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
     import polars
 
-    from lipscope.records import Run
 
 _ALWAYS = ("layer", "num_tokens", "sample", "sigma", "upper", "relative", "status")
 _WHERE_VARIED = (
@@ -57,9 +57,7 @@ def rows(
     where, part, to, out = (options[name] for name in ("where", "part", "to", "out"))
     if to not in (None, "csv", "parquet", "json", "latex"):
         raise InputError(f"`--to` should be one of csv, parquet, json, latex. Found `{to}`.")
-    from lipscope.records import read_run
-
-    run = read_run(folder)
+    run = records.read_run(folder)
     found = selected(run, where) if part is None else _values(run, part, where, to)
     if to is None and out is None:
         _print(varied_columns(found) if part is None else found)
@@ -74,21 +72,19 @@ def rows(
         sys.stdout.buffer.write(content)
 
 
-def selected(run: Run, where: str | None) -> polars.DataFrame:
+def selected(run: records.Run, where: str | None) -> polars.DataFrame:
     """The rows for which an SQL condition on them and the tables beside them holds."""
     import polars as pl
-
-    from lipscope.records import BESIDE
 
     if where is None:
         return run.rows
     if other := _READS.search(_TEXT.sub("", where)):
         raise InputError(
             f"`--where` should be an SQL condition on this run. Found `{other[0]}`, which reads "
-            f"other files; its tables are rows, {', '.join(BESIDE)}."
+            f"other files; its tables are rows, {', '.join(records.BESIDE)}."
         )
     tables = {"rows": run.rows}
-    for name in BESIDE:
+    for name in records.BESIDE:
         if name in where:
             tables[name] = getattr(run, name)
     try:
@@ -110,19 +106,17 @@ def _why(problem: Exception, tables: Mapping[str, polars.DataFrame]) -> str:
     return f"{words[:200]}."
 
 
-def _values(run: Run, part: str, where: str | None, to: str | None) -> polars.DataFrame:
+def _values(run: records.Run, part: str, where: str | None, to: str | None) -> polars.DataFrame:
     """Values of a part, or tokens, bounds and directions of the rows, a line each."""
-    from lipscope.records import BESIDE
-
     if where is not None or to == "latex":
         raise InputError(
             "`--part` goes with csv, parquet and json of all lines. Found `--where` or latex."
         )
     found = run.values(part)
-    if not len(found) and part in BESIDE:
+    if not len(found) and part in records.BESIDE:
         found = getattr(run, part)
     if not len(found):
-        held = [*(name for name in BESIDE if len(getattr(run, name))), *run.parts()]
+        held = [*(name for name in records.BESIDE if len(getattr(run, name))), *run.parts()]
         raise InputError(
             f"`--part` should name what this run holds beside its rows: {', '.join(held) or 'none'}"
             f". Found `{part}`."
@@ -170,10 +164,8 @@ def latex(frame: polars.DataFrame) -> str:
 
 
 def _cell_words(value: object) -> str:
-    from lipscope.pages import number
-
     if isinstance(value, float):
-        return number(value)
+        return pages.number(value)
     return "–" if value is None else str(value)
 
 
@@ -185,7 +177,6 @@ def _escaped(text: str) -> str:
 
 
 def _form_of(out: Path | None) -> str:
-    """The form that a file's ending says."""
     endings = {".csv": "csv", ".parquet": "parquet", ".json": "json", ".tex": "latex"}
     ending = out.suffix if out is not None else ""
     if ending not in endings:
@@ -236,7 +227,5 @@ def report(
     Sigma with its intervals beside the shaded text, growth, heads, bounds, sensitivity,
     worst cases, methods, provenance and references. The paths written go to standard output.
     """
-    from lipscope.pages import report as write
-
-    for path in write(folders, out, **options):
+    for path in pages.report(folders, out, **options):
         sys.stdout.write(f"{path}\n")

@@ -4,62 +4,47 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from lipscope.cli.options import Force, Model, convert, with_options
+from lipscope import engine, pages, records
+from lipscope.cli.options import Model, convert, with_options
 from lipscope.cli.terminal import bar, errors, note, resumable, say, show
-from lipscope.records import Place
-
-if TYPE_CHECKING:
-    from lipscope.engine import Estimate
-    from lipscope.pages import Rows
-    from lipscope.records import Measurement
 
 _REASONS = 5  # of failed rows that are told
 
 
+@with_options(
+    "force",
+    out=(Path, None, "Run folder.  [default: runs/SPEC]"),
+    workers=(int, None, "Processes on this machine.  [default: 2]"),
+    cluster=(str, None, "A Dask scheduler, such as tcp://host:8786."),
+    dry_run=(bool, False, "Only say how many jobs and how long."),
+)
 def sweep(
     spec: Annotated[
         Path, typer.Argument(metavar="SPEC.yaml", help="Models, layers, …: see docs/sweeps.md.")
     ],
-    out: Annotated[
-        Path | None, typer.Option(help="Run folder.  [default: runs/SPEC]", show_default=False)
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Processes on this machine.  [default: 2]")
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="A Dask scheduler, such as tcp://host:8786.")
-    ] = None,
-    force: Force = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say how many jobs and how long.")
-    ] = False,
+    **options: Any,
 ) -> None:
     """Measure every combination of models, layers, maps, lengths, texts, … of a file.
 
     Finished rows are on the disk at once. The same command on the same folder goes on with
     what is missing.
     """
-    from lipscope.engine import estimate, sweep as run
-
-    place = Place(out, spec.stem, dated=False, force=force)
-    if dry_run:
-        _tell(estimate(spec, place, workers=workers, cluster=cluster))
+    place = records.Place(options.pop("out"), spec.stem, dated=False, force=options.pop("force"))
+    if options.pop("dry_run"):
+        found = engine.estimate(spec, place, **options)
+        say([f"{found.jobs:,} jobs: {found.done:,} done, {found.jobs - found.done:,} to go."])
+        if found.jobs > found.done:
+            say([f"About {in_words(found.seconds)}. {found.basis}"])
         return
     with resumable(), bar() as told:
-        rows = run(spec, place, workers=workers, cluster=cluster, progress=told.update)
+        rows = engine.sweep(spec, place, progress=told.update, **options)
     _tell_rows(rows, place.path)
     if any(row.passing for row in rows):
         raise typer.Exit(1)
-
-
-def _tell(found: Estimate) -> None:
-    say([f"{found.jobs:,} jobs: {found.done:,} done, {found.jobs - found.done:,} to go."])
-    if found.jobs > found.done:
-        say([f"About {in_words(found.seconds)}. {found.basis}"])
 
 
 def in_words(seconds: float) -> str:
@@ -76,12 +61,12 @@ def in_words(seconds: float) -> str:
     return f"{max(seconds, 1):.0f} s"
 
 
-def _job(row: Measurement) -> str:
+def _job(row: records.Measurement) -> str:
     layer = "" if row.layer is None else f", layer {row.layer}"
     return f"{row.model}{layer}, {row.map}, {row.num_tokens} tokens, sample {row.sample}"
 
 
-def _tell_rows(rows: Rows, folder: Path) -> None:
+def _tell_rows(rows: pages.Rows, folder: Path) -> None:
     """What there is now, why some failed, and where to go on."""
     lost = [row for row in rows if row.passing]
     reasons = Counter(row.error for row in rows if row.status == "failed" and not row.passing)
@@ -105,14 +90,11 @@ def _tell_rows(rows: Rows, folder: Path) -> None:
     layers=("all", "all, or 0,3,5 or 0:5."),
     length="Tokens of a window.",
     samples=(4, "Windows."),
+    target=(float, ..., "Largest sigma."),
+    out=(Path, ..., "Folder for the model."),
+    steps=(int, 0, "Steps of training towards the old outputs."),
 )
-def smooth(
-    model: Model = "minilm",
-    target: Annotated[float, typer.Option(help="Largest sigma.")] = ...,  # pyright: ignore
-    out: Annotated[Path, typer.Option(help="Folder for the model.")] = ...,  # pyright: ignore
-    steps: Annotated[int, typer.Option(help="Steps of training towards the old outputs.")] = 0,
-    **options: Any,
-) -> None:
+def smooth(model: Model = "minilm", **options: Any) -> None:
     """Rescale attention layers to a largest sigma on a text.
 
     The output projection of every layer above the target is multiplied by what is missing, at all
@@ -122,8 +104,6 @@ def smooth(
     """
     content = convert(options, options.pop("text"))
     options["progress"] = lambda what: errors.print(f"{what} …", markup=False)
-    from lipscope.engine import smooth as run
-
-    found = run(model, content, target=target, out=out, steps=steps, **options)
+    found = engine.smooth(model, content, **options)
     show(found)
     note(f"Model: {found.path}")

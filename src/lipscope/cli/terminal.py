@@ -10,17 +10,15 @@ from contextlib import contextmanager
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 
+from lipscope import engine, records
 from lipscope.cli import interrupts
-from lipscope.display import printable
-from lipscope.sources import BUNDLED
-
-if TYPE_CHECKING:  # not at run time: it brings torch
-    from lipscope.engine import Bar
+from lipscope.display import pieces, printable, width_of
+from lipscope.sources import BUNDLED, decode_text, read_texts
 
 _ROOT = Path(__file__).parent.parent
 EXPERIMENTS = "lipscope.experiments"
@@ -62,8 +60,6 @@ def show(result: Any) -> None:
     """What a verb found: its tables and its sentences."""
     from rich.table import Table
 
-    from lipscope.display import pieces, width_of
-
     for piece in pieces(result):
         if isinstance(piece, Table):
             say_table(piece, width_of(piece))
@@ -81,8 +77,6 @@ def read_text(path: str | None) -> str | None:
     """The text of a file, a folder or standard input, which must be UTF-8."""
     if path is None:
         return None
-    from lipscope.sources import decode_text, read_texts
-
     if path == "-":
         return decode_text(sys.stdin.buffer.read(), "`--text`", "standard input")
     return read_texts(path, "`--text`")
@@ -103,11 +97,9 @@ def resumable() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def bar() -> Bar:
+def bar() -> engine.Bar:
     """Progress reporting, silent where standard error is no terminal."""
-    from lipscope.engine import Bar
-
-    return Bar(shown=sys.stderr.isatty())
+    return engine.Bar(shown=sys.stderr.isatty())
 
 
 def complete_models(incomplete: str) -> list[str]:
@@ -119,9 +111,7 @@ def complete_models(incomplete: str) -> list[str]:
 
 def complete_maps(incomplete: str) -> list[str]:
     """The maps of which sigma is measured."""
-    from lipscope.records import MAPS
-
-    return [name for name in MAPS if name.startswith(incomplete)]
+    return [name for name in records.MAPS if name.startswith(incomplete)]
 
 
 def complete_theorems(incomplete: str) -> list[str]:

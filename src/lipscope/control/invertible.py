@@ -194,8 +194,6 @@ def log_determinant(
     """``log det(I + J_g(X))`` of every sample, ``Σ_{k≥1} (-1)^(k+1) tr(J^k) / k``.
 
     Args:
-        g: A contraction, ``‖J‖ ≤ c < 1``.
-        x: The samples.
         method: ``exact`` forms the Jacobian. ``series`` stops after ``terms``, which leaves out at
             most ``n d c^(K+1) / ((K+1) (1-c))``. ``roulette`` stops at random and weighs every
             term by its chance: no bias. The first for up to 64 entries, else the second, if

@@ -656,7 +656,6 @@ def restrain(
         model: The model in training, or an `Attention` layer.
         data: A few sequences without padding: input ids, embeddings, pixels or a mapping of
             arguments. Layers are looked at there.
-        how: Name of the restraint.
         layers: Indices from 0 as in the rows of `measure`, or "all".
         cap: Of a penalty: only what is above counts, all if None. Of a constraint: see above.
         modules: Regular expression for the attention modules, as for `measure`.
@@ -665,9 +664,6 @@ def restrain(
     Returns:
         What has `penalty`, to be added to the loss, and `step`, to be called after a step of the
         optimiser.
-
-    Raises:
-        InputError: If there is no such restraint or layer, or it cannot act on this layer.
 
     >>> import torch
     >>> from lipscope.attention import DotProduct

@@ -10,21 +10,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lipscope import linalg
 from lipscope.attention import Attention
 from lipscope.display import Shown
 from lipscope.dynamics.integrate import Happened, integrate
 from lipscope.dynamics.particles import Field, Function, residual
 from lipscope.errors import InputError
-from lipscope.linalg import (
-    Operator,
-    TopSingular,
-    compose,
-    linearise,
-    plus_identity,
-    start_named,
-    to_dense,
-    top_singular,
-)
 
 _DENSE = 1024  # numbers of an input beyond which the Jacobian of a flow is not carried along
 _SMALL = 256  # numbers up to which Jacobians of layers are formed
@@ -83,7 +74,7 @@ def sigma_along(
 
     def velocity(_: float, state: Tensor) -> Tensor:
         at, moved = state[:size].reshape(start.shape), state[size:-2].reshape(size, size)
-        jacobian = to_dense(linearise(field.f, at))
+        jacobian = linalg.to_dense(linalg.linearise(field.f, at))
         rate = torch.linalg.eigvalsh((jacobian + jacobian.T) / 2)[-1]
         norm = torch.linalg.matrix_norm(jacobian, 2)
         out = [field.read(at).flatten(), (jacobian @ moved).flatten(), rate[None], norm[None]]
@@ -116,14 +107,14 @@ def sigma_through(
     jacobians = []
     for i, state in enumerate(path.states[:-1]):
         inner = given[i % len(given)].linearise(state)
-        jacobians.append(plus_identity(_scaled_operator(step, inner)))
+        jacobians.append(linalg.plus_identity(_scaled_operator(step, inner)))
     at = range(1, len(jacobians) + 1)
     found = _along_depth(jacobians, path.times, at, tol, "residual")
     return replace(found, events=path.events)
 
 
 def sigma_of_blocks(
-    blocks: Sequence[Operator],
+    blocks: Sequence[linalg.Operator],
     *,
     depths: Sequence[int] | None = None,
     tol: float = 1e-3,
@@ -148,20 +139,20 @@ def sigma_of_blocks(
 
 
 def _along_depth(
-    jacobians: Sequence[Operator], times: Tensor, at: Sequence[int], tol: float, name: str
+    jacobians: Sequence[linalg.Operator], times: Tensor, at: Sequence[int], tol: float, name: str
 ) -> Depth:
     """Every operator alone, and all together up to some of them."""
     sigma, upper, products, product = [1.0], [1.0], [1.0], 1.0
     dense = all(op.in_size <= _SMALL for op in jacobians)
     matrix: Tensor | None = None
-    together: Operator | None = None
+    together: linalg.Operator | None = None
     for i, own in enumerate(jacobians[: at[-1]], 1):
         if dense:
-            alone = to_dense(own).double()
+            alone = linalg.to_dense(own).double()
             matrix = alone if matrix is None else alone @ matrix
             product *= float(torch.linalg.matrix_norm(alone, 2))
         else:
-            together = own if together is None else compose(own, together)
+            together = own if together is None else linalg.compose(own, together)
             product *= _solve_named(own, f"{name}|{i}|alone", tol).sigma
         if i in at:
             if matrix is not None:
@@ -179,11 +170,11 @@ def _along_depth(
     return Depth(times, lower, higher, each, None)
 
 
-def _solve_named(op: Operator, name: str, tol: float) -> TopSingular:
-    return top_singular(op, tol=tol, generator=start_named(name))
+def _solve_named(op: linalg.Operator, name: str, tol: float) -> linalg.TopSingular:
+    return linalg.top_singular(op, tol=tol, generator=linalg.start_named(name))
 
 
-def _scaled_operator(factor: float, op: Operator) -> Operator:
+def _scaled_operator(factor: float, op: linalg.Operator) -> linalg.Operator:
     return replace(
         op, matvec=lambda e: factor * op.matvec(e), rmatvec=lambda g: factor * op.rmatvec(g)
     )

@@ -298,13 +298,9 @@ def evolve(
     Computed in float64 on the CPU.
 
     Args:
-        f: The layer, or a function ``(n, d) -> (n, d)`` in float64.
         x: Tokens ``(n, d)``, or a measure: weighted atoms, with positions for a causal layer.
         times: When to report states; increasing, from 0 on.
-        renormalise: Whether states are those of ``y``.
-        norm: Norm of the residual stream.
         events: What to look for besides; states are as reported.
-        rtol: Relative tolerance of a step.
         max_evaluations: Of the layer, after which the flow ends with a note.
 
     Source: [geshkovski2023]; [sander2022].

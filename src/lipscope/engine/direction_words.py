@@ -13,23 +13,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from lipscope import models
 from lipscope.engine.answer import LeadingMove
 from lipscope.errors import InputError, shown
 from lipscope.linalg import Leading, difference, start_named
-from lipscope.models import (
-    PER_HEAD_MAPS,
-    LayerMap,
-    LoadedModel,
-    Reader,
-    Readings,
-    Sample,
-    Trace,
-    build_map,
-    exact_maths,
-    first_tensor,
-    run,
-    whole_text,
-)
 from lipscope.records import Direction
 from lipscope.sources import read_text
 
@@ -44,11 +31,11 @@ _DRAWS = 99  # random directions: one more exceeds all of them once in a hundred
 
 def describe_directions(
     found: Sequence[LeadingMove],
-    built: LayerMap,
+    built: models.LayerMap,
     row_id: str,
-    loaded: LoadedModel,
-    item: Sample,
-    record: Trace | None,
+    loaded: models.LoadedModel,
+    item: models.Sample,
+    record: models.Trace | None,
     memory: int,
     whole: nn.Module | None,
 ) -> Iterator[Direction]:
@@ -60,7 +47,7 @@ def describe_directions(
     names = names_of(loaded, item, len(built.x))
     placed = [f"{name} ({i})" for i, name in enumerate(names)]
     named = placed if item.tokens == tuple(names) else names
-    reader = Reader(built, record, loaded.tokenizer, named, whole)
+    reader = models.Reader(built, record, loaded.tokenizer, named, whole)
     for side, at in (("right", reader.right), ("left", reader.left)):
         vectors = [one.of.v if side == "right" else one.of.u for one in found]
         tops = [_top_tokens(vector) for vector in vectors]
@@ -93,7 +80,7 @@ def _top_tokens(vector: Tensor) -> list[tuple[int, float]]:
 
 
 def read(
-    readings: Readings, vectors: Float[Tensor, "m d"], name: str, memory: int
+    readings: models.Readings, vectors: Float[Tensor, "m d"], name: str, memory: int
 ) -> list[dict[str, Any]]:
     """The columns of a direction that say what vectors read as, and what chance reads.
 
@@ -116,7 +103,7 @@ def read(
 class _BestReadings:
     """The best readings of some vectors, one a row, of each sign, and what they span."""
 
-    def __init__(self, readings: Readings, e: Float[Tensor, "m d"], memory: int) -> None:
+    def __init__(self, readings: models.Readings, e: Float[Tensor, "m d"], memory: int) -> None:
         self._readings, self._e = readings, e / e.norm(dim=1, keepdim=True)
         m, d = e.shape
         self._values, self._indices = e.new_zeros(2, 0, m), torch.zeros(2, 0, m, dtype=torch.long)
@@ -180,7 +167,7 @@ class _BestReadings:
 
 
 def head_shares(
-    found: Sequence[LeadingMove], built: LayerMap, record: Trace | None, memory: int
+    found: Sequence[LeadingMove], built: models.LayerMap, record: models.Trace | None, memory: int
 ) -> list[list[float]]:
     """``<u, J_h D v> / sigma`` of every head, where ``J`` is the sum of the heads' ``J_h``.
 
@@ -188,11 +175,11 @@ def head_shares(
     ``<u, J D v> = sigma``. Nothing where a map has no heads that are known.
     """
     count = built.num_heads
-    if count is None or built.map not in PER_HEAD_MAPS:
+    if count is None or built.map not in models.PER_HEAD_MAPS:
         return [[] for _ in found]
     if record is not None:
         try:
-            build_map(record, built.layer, built.map, memory=memory, per_head=True)
+            models.build_map(record, built.layer, built.map, memory=memory, per_head=True)
         except InputError:  # it has none
             return [[] for _ in found]
     jacobian = built.linearise(built.x, memory=memory, per_head=True)
@@ -207,7 +194,7 @@ def head_shares(
     return shares
 
 
-def names_of(loaded: LoadedModel, item: Sample, count: int) -> list[str]:
+def names_of(loaded: models.LoadedModel, item: models.Sample, count: int) -> list[str]:
     """Names of the tokens of an input: texts, places of patches by row and column, or numbers."""
     if item.tokens is not None and len(item.tokens) == count:
         return list(item.tokens)
@@ -267,14 +254,14 @@ class Texts:
 
 def mean_outputs(
     texts: Sequence[str],
-    loaded: LoadedModel,
+    loaded: models.LoadedModel,
     special_tokens: bool,
     output: Callable[[Int[Tensor, "1 n"]], Float[Tensor, "n d"]],
 ) -> Texts:
     """Texts by what a function makes of their token ids, cut where the model's positions end."""
     points = []
     for text in texts:
-        ids = whole_text(
+        ids = models.whole_text(
             text, loaded.reader_of_text(), special_tokens=special_tokens, longest=loaded.max_tokens
         )
         points.append(output(ids).mean(0))
@@ -290,8 +277,8 @@ def body_of(model: nn.Module) -> str:
 
 def texts_for(
     among: Sequence[str],
-    loaded: LoadedModel,
-    record: Trace | None,
+    loaded: models.LoadedModel,
+    record: models.Trace | None,
     special_tokens: bool,
     *,
     reads: bool,
@@ -305,14 +292,18 @@ def texts_for(
     body, like = record.model.get_submodule(body_of(record.model)), record.calls[0].x
 
     def output(ids: Tensor) -> Tensor:
-        with torch.no_grad(), exact_maths(like.dtype, differentiable=False):
-            return first_tensor(run(body, {"input_ids": ids.to(like.device)}))[0]
+        with torch.no_grad(), models.exact_maths(like.dtype, differentiable=False):
+            return models.first_tensor(models.run(body, {"input_ids": ids.to(like.device)}))[0]
 
     return mean_outputs(among, loaded, special_tokens, output)
 
 
 def slopes_of_texts(
-    found: Sequence[LeadingMove], built: LayerMap, row_id: str, record: Trace, texts: Texts
+    found: Sequence[LeadingMove],
+    built: models.LayerMap,
+    row_id: str,
+    record: models.Trace,
+    texts: Texts,
 ) -> Iterator[Direction]:
     """Derivatives of the cosines with texts along directions, through the model itself."""
     if not found:

@@ -14,6 +14,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor, nn
 
+from lipscope import models
 from lipscope.attention import Attention
 from lipscope.control import (
     Alarm,
@@ -32,16 +33,6 @@ from lipscope.engine.runs import AnyFolder, LocalRun, folder_of
 from lipscope.engine.session import ModelKey, Session
 from lipscope.engine.spec import Model, Options, Verb
 from lipscope.errors import InputError, remark, shown
-from lipscope.models import (
-    AttentionCall,
-    LoadedModel,
-    Trace,
-    check_finite,
-    closed_form,
-    copied,
-    digest,
-    fingerprint,
-)
 from lipscope.records import Measurement, RunFolder, provenance, stable_id
 
 PART, ALERTS = "monitor", "alerts"
@@ -96,7 +87,7 @@ class Monitor:
 
     def __init__(
         self,
-        model: nn.Module | LoadedModel | ReadyModel,
+        model: nn.Module | models.LoadedModel | ReadyModel,
         data: Tensor | Mapping[str, Any],
         *,
         every: int = 100,
@@ -106,8 +97,8 @@ class Monitor:
         alert: float | None = 1.15,
         **options: Unpack[Options],
     ) -> None:
-        named = model.name if isinstance(model, LoadedModel | ReadyModel) else None
-        model = model.model if isinstance(model, LoadedModel | ReadyModel) else model
+        named = model.name if isinstance(model, models.LoadedModel | ReadyModel) else None
+        model = model.model if isinstance(model, models.LoadedModel | ReadyModel) else model
         if not isinstance(model, nn.Module):
             raise InputError(f"`model` should be a torch module. Found `{type(model).__name__}`.")
         if isinstance(model, Attention):
@@ -154,11 +145,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def step(self, loss: Tensor | float | None = None) -> Iterator[None]:
-        """The context of one step of the optimiser: ``with monitor.step(loss): …``.
-
-        Args:
-            loss: That of the step, for its z-score.
-        """
+        """The context of one step of the optimiser: ``with monitor.step(loss): …``."""
         self.before()
         yield
         self.after(loss)
@@ -172,11 +159,7 @@ class Monitor:
             self._before = {i: [p.detach().clone() for p in own] for i, own in kept}
 
     def after(self, loss: Tensor | float | None = None) -> None:
-        """After a step: count it, and read where it is time.
-
-        Raises:
-            InputError: If the loss is not finite.
-        """
+        """After a step: count it, and read where it is time."""
         self._last += 1
         if loss is not None:
             self.see(loss)
@@ -184,11 +167,7 @@ class Monitor:
             self.read()
 
     def see(self, loss: Tensor | float) -> None:
-        """Take a loss in.
-
-        Raises:
-            InputError: If it is not finite.
-        """
+        """Take a loss in."""
         value = float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
         if not math.isfinite(value):
             raise InputError(
@@ -209,20 +188,13 @@ class Monitor:
 
         A layer that float32 cannot measure is measured in float64. One that cannot be measured at
         all has the signals that need no Jacobian, and an alert says why.
-
-        Returns:
-            One reading for each layer, also in `readings`.
-
-        Raises:
-            InputError: If a weight is not finite; at the first reading, for whatever a layer
-                cannot be measured.
         """
         try:
-            check_finite(self.model)
+            models.check_finite(self.model)
         except InputError as problem:
             text = str(problem).rstrip(".")
             raise InputError(f"Step {self._last}: {text}{self.rose()}.") from None
-        revision = f"sha256:{fingerprint(self.model)}"
+        revision = f"sha256:{models.fingerprint(self.model)}"
         name = self._named(revision)
         self._run = name.rpartition("@")[0]
         with _in_full(self.model):
@@ -257,15 +229,6 @@ class Monitor:
 
         It logs into what the Trainer logs to, unless it has a ``log`` of its own. Losses are those
         of every step; a gradient norm that is logged and not finite stops training, too.
-
-        Args:
-            trainer: The Trainer, before ``train()`` or ``fit()``.
-
-        Returns:
-            The callback that the Trainer was given.
-
-        Raises:
-            InputError: If it is neither.
         """
         if hasattr(trainer, "add_callback"):
             callback = _for_transformers(self, trainer)
@@ -291,9 +254,9 @@ class Monitor:
         model = self.model
         if more.get("dtype", self._asked["dtype"]) != self._asked["dtype"]:
             # Not the model as it is: its own differences would be those of float32.
-            model = copied(model).to(torch.float64)
+            model = models.copied(model).to(torch.float64)
         kind = str(next(self.model.parameters()).dtype)[6:]
-        loaded = LoadedModel(name, model, None, revision, kind)
+        loaded = models.LoadedModel(name, model, None, revision, kind)
         set_ = {"models": (Model(name, self._last),), "tokens": False}
         asked = self._asked | more
         return LocalRun(loaded, self.data, asked, _MONITOR, more=set_, out=self._folder)
@@ -410,7 +373,7 @@ class Monitor:
 
     def _opened(self, out: Any) -> RunFolder:
         data = self.data if isinstance(self.data, Mapping) else {"": self.data}
-        plain = {k: digest(v) if isinstance(v, Tensor) else repr(v) for k, v in data.items()}
+        plain = {k: models.digest(v) if isinstance(v, Tensor) else repr(v) for k, v in data.items()}
         spec = {"monitor": self._name, "data": plain, "every": self.every}
         spec |= {"asked": {k: shown(v) for k, v in self._asked.items()}}
         return RunFolder(folder_of(out), spec, provenance())
@@ -449,11 +412,11 @@ class _LayerHeads:
         self.radii: list[float] = []
         self._found: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def add(self, call: AttentionCall, name: str) -> None:
+    def add(self, call: models.AttentionCall, name: str) -> None:
         """Take an entry in; its heads if they are in closed form and no token is padding."""
         if name in ("heads", "attention"):
             self.radii.append(float(call.x.detach().norm(dim=-1).max()))
-        layer = None if call.end.refusal else closed_form(call)
+        layer = None if call.end.refusal else models.closed_form(call)
         if layer is not None and (layer.mask is None or not _hides(layer.mask)):
             self._found.append((largest_logits(layer, call.x), *entropy_and_sink(layer, call.x)))
 
@@ -488,7 +451,7 @@ def _heads_of(asked: LocalRun, layers: Sequence[int]) -> dict[int, _LayerHeads]:
     return found
 
 
-def _traces(session: Session) -> Iterator[Trace]:
+def _traces(session: Session) -> Iterator[models.Trace]:
     """The model's trace at every input; no map of a layer is built."""
     spec = session.spec
     fused = any(name in FUSED for name in spec.maps)

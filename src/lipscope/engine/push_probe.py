@@ -12,22 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipscope import models
 from lipscope.engine.classifier import Classifier
 from lipscope.engine.direction_words import Texts, body_of, texts_for
 from lipscope.engine.plan import Job
 from lipscope.engine.runs import LocalRun
 from lipscope.errors import InputError
 from lipscope.linalg import start_named
-from lipscope.models import (
-    OF_BLOCKS,
-    Patches,
-    block_of,
-    encode_picture,
-    normalisation,
-    patches_of,
-    picture_move,
-    with_scores,
-)
 from lipscope.records import MOVED, NEAREST, NEXT, PATCHES
 
 FINE = 1.01  # how close the two sizes are between which something changes
@@ -128,10 +119,10 @@ class PushProbe:
         prepared = model = self._window.trace.model
         body, inside = body_of(model), ""
         block = None
-        if built.map not in OF_BLOCKS and built.module is not None:
-            block = block_of(model, built.module)
+        if built.map not in models.OF_BLOCKS and built.module is not None:
+            block = models.block_of(model, built.module)
         if with_head:
-            model, inside = with_scores(model)
+            model, inside = models.with_scores(model)
             body = inside
         prefix = f"{inside}." if with_head and model is not prepared else ""
         ends = replace(
@@ -157,11 +148,11 @@ class PushProbe:
         self.layer_at = ends.function(model, self._inputs, below)
 
     @cached_property
-    def patches(self) -> Patches | None:
+    def patches(self) -> models.Patches | None:
         """How the model cuts a picture, if it reads one."""
         if self.built.ends is None:
             return None
-        return patches_of(self._window.trace.model, self._inputs)
+        return models.patches_of(self._window.trace.model, self._inputs)
 
     @property
     def patches_alone(self) -> bool:
@@ -180,10 +171,10 @@ class PushProbe:
         if patches is None or ends is None:
             return None
         model, token = self._window.trace.model, int(e.norm(dim=-1).argmax())
-        move = picture_move(patches, ends, model, self._inputs, e)
+        move = models.picture_move(patches, ends, model, self._inputs, e)
         if move is None:
             return None
-        mean, deviation = (one.to(move) for one in normalisation(self.run.model.loaded))
+        mean, deviation = (one.to(move) for one in models.normalisation(self.run.model.loaded))
         shown = {"before": patches.picture * deviation + mean, "move": move * deviation}
         found: dict[str, Any] = {"name": patches.name(token, len(e))}
         for name, picture in shown.items():
@@ -192,8 +183,8 @@ class PushProbe:
         if shown["move"][0, 0].numel() <= _MOST_PIXELS:
             scale = float(shown["move"].abs().max())
             found |= {"at": patches.corner(token, len(e)), "scale": scale}
-            found |= {"picture": encode_picture(shown["before"].clamp(0, 1))}
-            found |= {"moves": encode_picture(shown["move"] / scale, signed=True)}
+            found |= {"picture": models.encode_picture(shown["before"].clamp(0, 1))}
+            found |= {"moves": models.encode_picture(shown["move"] / scale, signed=True)}
         return json.dumps(found)
 
     # --- what is read

@@ -46,10 +46,6 @@ class Operator(Shown):
     Args:
         matvec: ``(..., *in_shape) -> (..., *out_shape)``, the product ``J e``.
         rmatvec: ``(..., *out_shape) -> (..., *in_shape)``, the product ``J^T g``.
-        in_shape: Shape of one input.
-        out_shape: Shape of one output.
-        dtype: Floating type of both.
-        device: Where both live.
 
     >>> import torch
     >>> matrix = torch.tensor([[2.0, 0.0, 0.0], [0.0, 3.0, 0.0]])
@@ -102,7 +98,6 @@ def linearise(f: Callable[[Tensor], Tensor], x: Tensor, **options: object) -> Op
 
     Args:
         f: Map from a tensor like ``x`` to a tensor.
-        x: The point, any shape.
         **options: Passed on to ``f.linearise`` where it exists.
 
     Raises:
@@ -306,7 +301,6 @@ def restrict(
     that a random start is uniform on the sphere of the moves that are allowed.
 
     Args:
-        op: Operator from ``(..., n, d)`` to ``(..., n_out, d_out)``.
         move: Indices of the tokens that may move, ``(m,)``, or ``(b, m)`` with one set per
             entry of a leading batch axis; None for all.
         read: Indices of the output tokens that are read, ``(m,)``, or None for all.

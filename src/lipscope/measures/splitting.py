@@ -69,13 +69,8 @@ def split_at(
 
     Args:
         f: A layer, or any function of ``(n, d)`` for every n.
-        x: The input.
         log_weights: Logarithms of the tokens' weights, for `Attention`; norms are weighted by
             them. Uniform if None.
-
-    Raises:
-        InputError: If the input is not finite, or a function tells copies or permuted tokens
-            apart, or has weights.
 
     Source: derived here (``docs/theory/splitting.md``).
 

@@ -8,28 +8,24 @@ from functools import cached_property
 from typing import Any
 
 from lipscope.errors import InputError
+from lipscope.pages import sections
 from lipscope.pages.contrast import Contrast, contrast_of
 from lipscope.pages.directions import as_plain, by_rank
-from lipscope.pages.items import Item, folder_names, items_by_setting, items_of
 from lipscope.pages.points import (
+    Item,
     Points,
     Training,
     as_columns,
     compared,
+    folder_names,
+    items_by_setting,
+    items_of,
     label,
     points_of,
     short,
     training_of,
 )
 from lipscope.pages.pushed import Push, pushes_of
-from lipscope.pages.sections import (
-    bounds_of,
-    decided_of,
-    depths_of,
-    edits_of,
-    gains_of,
-    monitored_of,
-)
 from lipscope.pages.sentences import remarkable, sentences
 from lipscope.pages.table import stable_rank
 from lipscope.pages.windows import SCALE, Windows, kinds_of, top_tokens, windows_for
@@ -98,11 +94,7 @@ _CURVE = ("source", "layer", "head", "n")  # of a mean, besides its setting
 
 @dataclass(frozen=True)
 class Content:
-    """The subject of a report.
-
-    Raises:
-        InputError: If they hold no row with a finite, positive sigma, or nothing to compare.
-    """
+    """The subject of a report."""
 
     runs: Sequence[Run]
     compare: bool = False
@@ -162,12 +154,12 @@ class Content:
     @cached_property
     def depths(self) -> list[dict[str, Any]]:
         """Sigma through depth."""
-        return depths_of(self.items)
+        return sections.depths_of(self.items)
 
     @cached_property
     def gains(self) -> list[dict[str, Any]]:
         """What taking tokens apart gains."""
-        return gains_of(self.runs, self._places)
+        return sections.gains_of(self.runs, self._places)
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, str]]:
@@ -197,7 +189,7 @@ class Content:
             bounds = list(run.bound_values())
             rows = run.measurements() if bounds else ()
             found += [
-                {"s": s, "folder": names[str(run.path)]} | bounds_of(one)
+                {"s": s, "folder": names[str(run.path)]} | sections.bounds_of(one)
                 for s, some in grouped(rows, lambda row: self._places[row.id][0]).items()
                 for one in comparisons(some, bounds)
             ]
@@ -216,7 +208,7 @@ class Content:
     @cached_property
     def monitored(self) -> list[dict[str, Any]]:
         """What monitors read."""
-        return monitored_of(self.runs)
+        return sections.monitored_of(self.runs)
 
     @cached_property
     def layers(self) -> list[str]:
@@ -260,8 +252,8 @@ class Content:
             "pushes": [one.as_plain() for one in self.pushes],
             "contrast": self.contrast.as_plain() if self.compare else None,
             "depths": self.depths,
-            "decided": decided_of(self.runs, self._places),
-            "edits": edits_of(self.runs, self._places),
+            "decided": sections.decided_of(self.runs, self._places),
+            "edits": sections.edits_of(self.runs, self._places),
             "gains": self.gains,
             "monitored": self.monitored,
             "remarks": remarks,

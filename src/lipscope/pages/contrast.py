@@ -10,8 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lipscope.errors import InputError
-from lipscope.pages.items import REAL, Item, folder_names, items_of
-from lipscope.pages.points import as_columns, axis, axis_of_lengths, label, log_ends, short
+from lipscope.pages.points import (
+    REAL,
+    Item,
+    as_columns,
+    axis,
+    axis_of_lengths,
+    folder_names,
+    items_of,
+    label,
+    log_ends,
+    short,
+)
 from lipscope.records import (
     CONFIDENCE,
     Ends,
@@ -221,9 +231,6 @@ def contrast_of(runs: Sequence[Run]) -> Contrast:
     of tokens, ratios are taken window by window (`paired_shift` of logarithms); else the windows
     are two independent samples (`welch_shift`). Both hold for nearly normal logarithms of windows
     that share no text. What the solver leaves open is inside the interval.
-
-    Raises:
-        InputError: If there are not two, or they share nothing that can be compared.
     """
     if len(runs) != 2 or len({run.path.resolve() for run in runs}) != 2:
         found = ", ".join(f"`{run.path}`" for run in runs)
@@ -315,7 +322,6 @@ def _few(values: Iterable[Any]) -> str:
 def _differences(
     runs: Sequence[Run], items: Sequence[Sequence[Item]]
 ) -> list[tuple[str, str, str]]:
-    """What tells the two sides apart, in words."""
     words: dict[str, Callable[[Item], Any]] = {
         name: lambda i, name=name: getattr(i.row, name) or "–" for name in _DIFFER
     }

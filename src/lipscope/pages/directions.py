@@ -119,12 +119,11 @@ def _unmarked(word: str) -> str:
 def _along_against(one: Direction) -> tuple[str, str]:
     if one.reads is False:
         return NOTHING, ""
-    along, against = (_nearest_words(one, sign) for sign in ("plus", "minus"))
+    along, against = (
+        " · ".join(_unmarked(word) for word, _ in one.words(sign)[:_WORDS])
+        for sign in ("plus", "minus")
+    )
     return along or "–", against or "–"
-
-
-def _nearest_words(one: Direction, sign: Any) -> str:
-    return " · ".join(_unmarked(word) for word, _ in one.words(sign)[:_WORDS])
 
 
 def _with_chance(value: float | None, chance: float | None) -> str:

@@ -11,78 +11,49 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lipscope.charts import (
-    SIDES,
-    TITLES,
-    WAYS,
-    Chart,
-    Frame,
-    Grown,
-    bounds_chart,
-    depth_chart,
-    exponents_chart,
-    focus_chart,
-    gains_chart,
-    heads_chart,
-    in_lines,
-    layers_chart,
-    product_chart,
-    push_chart,
-    radius_chart,
-    ratios_chart,
-    readable,
-    save_each,
-    shaded_text,
-    shifts_chart,
-    sides_chart,
-    signals_chart,
-    slopes_chart,
-    spread,
-    training_chart,
-)
+from lipscope import charts
 from lipscope.errors import InputError
 from lipscope.pages.content import Content
-from lipscope.pages.items import REAL, SETTING, windows_of
-from lipscope.pages.points import axes, axis
+from lipscope.pages.points import REAL, SETTING, axes, axis, windows_of
 from lipscope.pages.pushed import Push
 from lipscope.pages.sections import bounds_of
 from lipscope.records import Bound, Measurement, TokenShare, comparisons, usable
 
 Records = list[dict[str, Any]]
-Drawn = Iterator[tuple[str, Chart]]  # name of a file without ending, and its chart
+Drawn = Iterator[tuple[str, charts.Chart]]  # name of a file without ending, and its chart
 _LONGEST = 120  # letters of a file's name, of the 255 that file systems take
 
 
-def blank_charts(layers: Sequence[str], turn: float | None) -> dict[str, Chart]:
+def blank_charts(layers: Sequence[str], turn: float | None) -> dict[str, charts.Chart]:
     """Every chart of the page without data, by its name in ``charts.js``.
 
     ``turn`` is where the axis of training steps turns from linear to logarithmic. One more chart
     is a function of a frame, an entry here and one in ``charts.js``.
     """
     partial = functools.partial
-    kinds: dict[str, Callable[..., Chart]] = {
-        "focus": focus_chart,
-        "layers": layers_chart,
-        "exponents": exponents_chart,
-        "slopes": slopes_chart,
-        **{f"heads-{one}": partial(heads_chart, quantity=one) for one in TITLES},
-        "radius-n": partial(layers_chart, grown="radius"),
-        "rank": partial(layers_chart, grown="rank"),
-        "sigma-radius": radius_chart,
-        "training": partial(training_chart, turn=turn),
-        **{f"signal-{one}": partial(signals_chart, scale=one) for one in ("log", "linear")},
-        "push": push_chart,
-        "bounds": bounds_chart,
-        "sides": sides_chart,
-        "ratios": ratios_chart,
-        "shifts": shifts_chart,
-        "depth": depth_chart,
-        "products": product_chart,
-        "gains": gains_chart,
+    kinds: dict[str, Callable[..., charts.Chart]] = {
+        "focus": charts.focus_chart,
+        "layers": charts.layers_chart,
+        "exponents": charts.exponents_chart,
+        "slopes": charts.slopes_chart,
+        **{f"heads-{one}": partial(charts.heads_chart, quantity=one) for one in charts.TITLES},
+        "radius-n": partial(charts.layers_chart, grown="radius"),
+        "rank": partial(charts.layers_chart, grown="rank"),
+        "sigma-radius": charts.radius_chart,
+        "training": partial(charts.training_chart, turn=turn),
+        **{f"signal-{one}": partial(charts.signals_chart, scale=one) for one in ("log", "linear")},
+        "push": charts.push_chart,
+        "bounds": charts.bounds_chart,
+        "sides": charts.sides_chart,
+        "ratios": charts.ratios_chart,
+        "shifts": charts.shifts_chart,
+        "depth": charts.depth_chart,
+        "products": charts.product_chart,
+        "gains": charts.gains_chart,
     }
     heights = {"bounds": 380}
     return {
-        name: chart(Frame(layers=layers, width="container", height=heights.get(name)))
+        name: chart(charts.Frame(layers=layers, width="container", height=heights.get(name)))
         for name, chart in kinds.items()
     }
 
@@ -92,10 +63,10 @@ def write_figures(content: Content, folders: Mapping[str, Path]) -> list[Path]:
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)
     kinds = (_of_settings, training_charts, _of_bounds, _of_contrast, depth_charts, _of_gains)
-    charts = [one for charts_of in kinds for one in charts_of(content)]
-    charts += push_charts(content.pushes)
-    paths = [[at / f"{name}.{kind}" for kind, at in folders.items()] for name, _ in charts]
-    written = [save_each(chart, each) for (_, chart), each in zip(charts, paths, strict=True)]
+    drawn = [one for charts_of in kinds for one in charts_of(content)]
+    drawn += push_charts(content.pushes)
+    paths = [[at / f"{name}.{kind}" for kind, at in folders.items()] for name, _ in drawn]
+    written = [charts.save_each(chart, each) for (_, chart), each in zip(drawn, paths, strict=True)]
     return [path for each in written for path in each]
 
 
@@ -110,7 +81,7 @@ _NAMED, _LINE = 8, 13  # lines whose names have room at their ends; pixels betwe
 _SAID = ("layer", "head", "n", "sample", "sigma", "upper", "relative", "top token", "share")
 
 
-def growth_figure(content: Content, *, width: int = 380, height: int | None = None) -> Chart:
+def growth_figure(content: Content, *, width: int = 380, height: int | None = None) -> charts.Chart:
     """Sigma against the number of tokens, and sigma with the top token held fixed, as one figure.
 
     A line of panels for each model, map, metric, move and read, all on one axis. Points are single
@@ -122,7 +93,9 @@ def growth_figure(content: Content, *, width: int = 380, height: int | None = No
     settings, rows = content.points.settings, [item.row for item in content.items]
     drawn = [row for row in rows if usable(row.sigma)]
     height = height or (340 if len(content.layers) <= 12 else 460)
-    frame = Frame(axes(drawn), content.layers, head="every", said=_SAID, width=width, height=height)
+    frame = charts.Frame(
+        axes(drawn), content.layers, head="every", said=_SAID, width=width, height=height
+    )
     lines = [_View(content, s, None).growth(frame) for s in range(len(settings))]
     grows, samples = (len({getattr(r, k) for r in drawn}) for k in ("num_tokens", "sample"))
     marks = f"Points: single {'windows of text' if drawn[0].input == 'text' else 'inputs'}."
@@ -141,17 +114,14 @@ def growth_figure(content: Content, *, width: int = 380, height: int | None = No
     if lost := len(rows) - len(drawn):
         said.append(f"Not drawn: {lost} of {len(rows)} rows, without a finite, positive sigma.")
     what = "Growth of sigma with the number of tokens" if grows > 1 else "Sigma"
-    return in_lines(lines, f"{what}: {content.title}", said)
+    return charts.in_lines(lines, f"{what}: {content.title}", said)
 
 
-def sandwich_figure(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> Chart:
+def sandwich_figure(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> charts.Chart:
     """Real sigma, adversarial sigma, the best bound at the input and bounds on all inputs.
 
     A chart for each layer, on one logarithmic pair of axes; only rows of one map and metric, those
     of the first one. Bounds that would flatten the others are named under the title instead.
-
-    Raises:
-        InputError: If there is no measured, positive value with bounds.
     """
     found = [one for one in comparisons(rows, bounds) if any(usable(row.sigma) for row in one.real)]
     if not found:
@@ -162,7 +132,7 @@ def sandwich_figure(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> Cha
     kept = [bounds_of(c) for c in found if (c.map, c.metric) == (first.map, first.metric)]
     ends = [record["axes"]["y"] for record in kept]
     low, high = min(low for low, _ in ends), max(high for _, high in ends)
-    frame = Frame(kept[0]["axes"] | axis(low, high), width=420, height=_HEIGHT)
+    frame = charts.Frame(kept[0]["axes"] | axis(low, high), width=420, height=_HEIGHT)
     gap = (high / low) ** (_LINE / _HEIGHT)
     lines = []
     for record in kept:
@@ -171,13 +141,15 @@ def sandwich_figure(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> Cha
         said[0] += f"; bounds on all inputs (dashed): {record['allowed']}"
         said += [f"Off the scale: {', '.join(record['out'])}."] if record["out"] else []
         title = f"Bounds of sigma: {first.model}, layer {record['layer']}{head}"
-        places = spread([one["value"] for one in record["names"]], gap)
+        places = charts.spread([one["value"] for one in record["names"]], gap)
         names = [one | {"value": at} for one, at in zip(record["names"], places, strict=True)]
-        chart = bounds_chart(frame, record["lines"], names)
+        chart = charts.bounds_chart(frame, record["lines"], names)
         lines.append([chart.properties(title={"text": title, "subtitle": said})])
     if len(lines) == 1:
         return lines[0][0]
-    return in_lines(lines, f"Bounds of sigma: {first.model}, {len(lines)} layers or heads", [])
+    return charts.in_lines(
+        lines, f"Bounds of sigma: {first.model}, {len(lines)} layers or heads", []
+    )
 
 
 # --- one setting ------------------------------------------------------------------------------
@@ -200,11 +172,11 @@ class _View:
         """The head that is shown; None for all together."""
         return None if self.setting["together"] else self.setting["heads"][0]
 
-    def frame(self, kind: str | None = None, layer: str | None = None) -> Frame:
+    def frame(self, kind: str | None = None, layer: str | None = None) -> charts.Frame:
         """The head, with the axes of rows on real inputs or of ``every`` row, where asked for."""
         axes = self.setting["axes"]["all" if self.head is None else "heads"]
         layers = self.setting["layers"]
-        return Frame(axes[kind] if kind else None, layers, layer, self.head, legend=True)
+        return charts.Frame(axes[kind] if kind else None, layers, layer, self.head, legend=True)
 
     def here(self, record: dict[str, Any]) -> bool:
         """Whether a record is of this setting and folder."""
@@ -215,7 +187,7 @@ class _View:
         some = [r for r in records if self.here(r) and r["head"] == self.head]
         return [r for r in some if kind is None or r["kind"] == kind]
 
-    def growth(self, frame: Frame) -> list[Chart]:
+    def growth(self, frame: charts.Frame) -> list[charts.Chart]:
         """Sigma, and sigma with the top token held fixed, of all heads that there are."""
         points, means, fits = (
             [one for one in some if self.here(one)]
@@ -224,27 +196,27 @@ class _View:
         settings, moves = self.content.points.settings, self.setting["move"]
         varied = [self.setting[k] for k in SETTING if len({one[k] for one in settings}) > 1]
         first = "all tokens may move" if moves == "all" else f"tokens that move: {moves}"
-        grown: tuple[Grown, ...] = (
+        grown: tuple[charts.Grown, ...] = (
             ("sigma", "rest") if any(m["rest"] for m in means) else ("sigma",)
         )
-        charts = []
+        panels = []
         for name in grown:
             names, legend = _line_names(frame, means, fits, name), name == grown[-1]
             framed = replace(frame, legend=legend)
-            chart = layers_chart(framed, points, means, grown=name, names=names)
+            chart = charts.layers_chart(framed, points, means, grown=name, names=names)
             title = first if name == "sigma" else "top token held fixed"
             heading = {"text": ", ".join([*varied, title]), "fontSize": 12, "anchor": "middle"}
-            charts.append(chart.properties(title=heading))
-        return charts
+            panels.append(chart.properties(title=heading))
+        return panels
 
     def _worded(self) -> Records:
         """Points with the text of their top token."""
         of, tops = self.content.points, self.content.tops
-        words = {id: readable(token.text).strip() for id, token in tops.items()}
+        words = {id: charts.readable(token.text).strip() for id, token in tops.items()}
         pairs = zip(of.points, of.items, strict=True)
         return [point | {"top token": words.get(item.row.id)} for point, item in pairs]
 
-    def charts(self) -> Drawn:
+    def first_charts(self) -> Drawn:
         """The charts of the setting, as the page shows them first."""
         of, content = self.mine, self.content
         points, means = of(content.points.points, REAL), of(content.means, REAL)
@@ -255,31 +227,39 @@ class _View:
             # The layer of largest sigma at the largest length, in front of the others.
             worst = max(means, key=lambda m: (m["n"], m["sigma"]))["layer"]
             windows = [p for p in points if p["layer"] == worst]
-            yield "sigma", focus_chart(self.frame(REAL, worst), windows, means)
-            yield "growth", layers_chart(every, points, means)
+            yield "sigma", charts.focus_chart(self.frame(REAL, worst), windows, means)
+            yield "growth", charts.layers_chart(every, points, means)
         fits = of(content.points.fits)
         if some := [f for f in fits if f["kind"] in (REAL, "rest", *built[:1])]:
-            yield "exponents", exponents_chart(self.frame(), some, *built[:1])
-        if slopes := [slope for fit in fits for slope in _slopes(fit)]:
-            yield "slopes", slopes_chart(self.frame(), slopes)
+            yield "exponents", charts.exponents_chart(self.frame(), some, *built[:1])
+        if (
+            slopes := [
+                {**fit, "slope": slope, "from": a, "span": f"{a}–{b}"}
+                for fit in fits  # between neighbouring lengths
+                for slope, a, b in zip(
+                    fit["local"], fit["lengths"], fit["lengths"][1:], strict=False
+                )
+            ]
+        ):
+            yield "slopes", charts.slopes_chart(self.frame(), slopes)
         heads = [m for m in content.means if self.here(m) and m["kind"] == REAL]
         heads = [m for m in heads if m["head"] is not None]
         if cells := [m for m in heads if m["n"] == max(one["n"] for one in heads)]:
-            frame = Frame(layers=self.setting["layers"], legend=True)
-            for one in TITLES:
-                yield f"heads-{one}", heads_chart(frame, cells, quantity=one)
+            frame = charts.Frame(layers=self.setting["layers"], legend=True)
+            for one in charts.TITLES:
+                yield f"heads-{one}", charts.heads_chart(frame, cells, quantity=one)
         if some := [m for m in means if m["radius"]]:
-            yield "radius-n", layers_chart(real, points, some, grown="radius")
+            yield "radius-n", charts.layers_chart(real, points, some, grown="radius")
         if some := [m for m in means if m["rank"]]:
-            yield "rank", layers_chart(real, points, some, grown="rank")
+            yield "rank", charts.layers_chart(real, points, some, grown="rank")
         if some := [p for p in points if p["radius"]]:
-            yield "sigma-radius", radius_chart(self.frame(), some)
+            yield "sigma-radius", charts.radius_chart(self.frame(), some)
         for kind in built:
             name = "growth-adversarial" if kind == "adversarial" else f"growth-{_file_name(kind)}"
             parts = (of(some, kind) for some in (content.points.points, content.points.means))
-            yield name, layers_chart(every, *parts)
+            yield name, charts.layers_chart(every, *parts)
         if tokens := self._tokens():
-            yield "text", shaded_text(tokens)
+            yield "text", charts.shaded_text(tokens)
 
     def _tokens(self) -> list[TokenShare]:
         """The window of largest sigma."""
@@ -292,7 +272,7 @@ class _View:
         return windows_of(self.content.runs, [row.id])[row.id]
 
 
-def _line_names(frame: Frame, means: Records, fits: Records, of: Grown) -> Records:
+def _line_names(frame: charts.Frame, means: Records, fits: Records, of: charts.Grown) -> Records:
     """Names at the ends of lines: layers, with their exponents where a power law fits."""
     lengths = sorted({m["n"] for m in means})
     ends = [m for m in means if m["n"] == lengths[-1] and m[of]]
@@ -310,23 +290,16 @@ def _line_names(frame: Frame, means: Records, fits: Records, of: Grown) -> Recor
             if m["layer"] in known
             else m["layer"],
         }
-        for m, place in zip(ends, spread([m[of] for m in ends], gap), strict=True)
+        for m, place in zip(ends, charts.spread([m[of] for m in ends], gap), strict=True)
     ]
 
 
-def _slopes(fit: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Slopes between neighbouring lengths."""
-    for slope, a, b in zip(fit["local"], fit["lengths"], fit["lengths"][1:], strict=False):
-        yield {**fit, "slope": slope, "from": a, "span": f"{a}–{b}"}
-
-
 def _of_settings(content: Content) -> Drawn:
-    """The charts of every setting and folder."""
     settings = content.points.settings
     views = [_View(content, k, f) for k, s in enumerate(settings) for f in s["sources"] or [None]]
     for view in views:
         name = "-" + _setting_name(view.setting, view.source) if len(views) > 1 else ""
-        yield from ((f"{what}{name}", chart) for what, chart in view.charts())
+        yield from ((f"{what}{name}", chart) for what, chart in view.first_charts())
 
 
 def _setting_name(setting: dict[str, Any], source: str | None = None) -> str:
@@ -361,14 +334,13 @@ def training_charts(content: Content) -> Drawn:
         some = [m for m in training.means if m["g"] == g and m["head"] == head]
         last = max(m["n"] for m in some)
         axes = group["axes"][kind][str(last)]
-        frame = Frame(axes, setting["layers"], head=head, legend=True)
+        frame = charts.Frame(axes, setting["layers"], head=head, legend=True)
         means = [m for m in some if m["n"] == last]
         name = _setting_name({**setting, "model": group["name"]})
-        yield f"training-{name}", training_chart(frame, [], means, turn=training.turn)
+        yield f"training-{name}", charts.training_chart(frame, [], means, turn=training.turn)
 
 
 def _of_bounds(content: Content) -> Drawn:
-    """Every layer between its bounds."""
     drawn = [record for record in content.bounded if record["lines"]]
     text = {id(record): content.points.settings[record["s"]]["text"] for record in drawn}
     folders = {record["folder"] for record in drawn}
@@ -377,9 +349,9 @@ def _of_bounds(content: Content) -> Drawn:
         words += [record["head"]] if record["head"] is not None else []
         words += [text[id(record)]] if len({*text.values()}) > 1 else []
         words += [record["folder"]] if len(folders) > 1 else []
-        frame = Frame(record["axes"], height=_HEIGHT)
+        frame = charts.Frame(record["axes"], height=_HEIGHT)
         name = _file_name("-".join(map(str, words)))
-        yield f"bounds-{name}", bounds_chart(frame, record["lines"], record["names"])
+        yield f"bounds-{name}", charts.bounds_chart(frame, record["lines"], record["names"])
 
 
 def _of_contrast(content: Content) -> Drawn:
@@ -398,18 +370,24 @@ def _of_contrast(content: Content) -> Drawn:
             {"side": s, "n": r["n"], "value": r[s], "low": r[f"{s}_low"], "high": r[f"{s}_high"]}
             for r in mine
             if r["layer"] == most["layer"]
-            for s in SIDES
+            for s in charts.SIDES
         ]
         head = "" if most["head"] is None else f", head {most['head']}"
         title, layers = f"{table['quantity']}, layer {most['layer']}{head}", content.layers
-        frame = Frame(table["axes"], legend=True)
-        yield f"compare-{name}", sides_chart(frame, means, names=names, title=title)
+        frame = charts.Frame(table["axes"], legend=True)
+        yield f"compare-{name}", charts.sides_chart(frame, means, names=names, title=title)
         title = f"{b} / {a}: {table['quantity']}{head}, {last[0]['n']} tokens"
-        yield f"ratios-{name}", ratios_chart(Frame(table["ratios"], layers), last, title=title)
+        yield (
+            f"ratios-{name}",
+            charts.ratios_chart(charts.Frame(table["ratios"], layers), last, title=title),
+        )
         grown = [row for row in table["exponents"] if row["difference"] is not None]
         if grown := [row for row in grown if row["head"] == most["head"]]:
             title = f"exponent of {table['quantity']}{head}: {b} less {a}"
-            yield f"exponents-{name}", shifts_chart(Frame(layers=layers), grown, title=title)
+            yield (
+                f"exponents-{name}",
+                charts.shifts_chart(charts.Frame(layers=layers), grown, title=title),
+            )
 
 
 def depth_charts(content: Content) -> Drawn:
@@ -421,15 +399,14 @@ def depth_charts(content: Content) -> Drawn:
             best[key] = max(best.get(key, one), one, key=lambda d: (len(d["lines"]), d["n"]))
     for key, one in best.items():
         name = "-" + _file_name("-".join(filter(None, key))) if len(best) > 1 else ""
-        frames = {what: Frame(axes, legend=True) for what, axes in one["axes"].items()}
-        yield f"depth{name}", depth_chart(frames["layers"], one["lines"], one["whole"])
+        frames = {what: charts.Frame(axes, legend=True) for what, axes in one["axes"].items()}
+        yield f"depth{name}", charts.depth_chart(frames["layers"], one["lines"], one["whole"])
         if one["products"]:
-            chart = product_chart(frames["products"], one["products"], one["whole"])
+            chart = charts.product_chart(frames["products"], one["products"], one["whole"])
             yield f"products{name}", chart
 
 
 def _of_gains(content: Content) -> Drawn:
-    """What taking tokens apart gains, window by window."""
     for one in content.gains:
         model = content.points.settings[one["s"]]["model"]
         tokens = [
@@ -437,15 +414,15 @@ def _of_gains(content: Content) -> Drawn:
             | {"way": way, "gain": token[way], "upper": token[f"{way}_upper"]}
             | {"better": token["better"] and way == "split"}
             for token in one["tokens"]
-            for way in WAYS
+            for way in charts.WAYS
         ]
         name = _file_name(f"{model}-{one['layer']}-{one['sample']}")
-        yield f"gains-{name}", gains_chart(Frame(one["axes"], legend=True), tokens)
+        yield f"gains-{name}", charts.gains_chart(charts.Frame(one["axes"], legend=True), tokens)
 
 
 def push_charts(pushes: Sequence[Push]) -> Drawn:
     """The chart of every push."""
     for push in pushes:
         name = "push" if len(pushes) == 1 else f"push-{_file_name(push.name)}"
-        chart = push_chart(Frame(legend=True, width=620), push.curves, push.sizes)
+        chart = charts.push_chart(charts.Frame(legend=True, width=620), push.curves, push.sizes)
         yield name, chart.properties(title=push.name)

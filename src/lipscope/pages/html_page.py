@@ -18,7 +18,7 @@ from lipscope.charts import in_the_page, palette
 from lipscope.display import printable
 from lipscope.pages.content import Content, headlines
 from lipscope.pages.figures import blank_charts
-from lipscope.pages.items import REAL, Item, items_by_setting, text_of
+from lipscope.pages.points import REAL, Item, items_by_setting, text_of
 from lipscope.pages.sentences import intervals_of
 from lipscope.records import Bound, version
 
@@ -55,11 +55,13 @@ def page(content: Content) -> str:
     specs, inks = charts_of(tuple(content.layers), content.training.turn)
     data = printable(content.as_plain()) | {"specs": specs, "inks": inks}
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    said = methods(content.items)
     words = {
         "title": html.escape(content.title),
         "counts": html.escape(_counts_said(content)),
         "headline": "\n".join(f"<p>{html.escape(s)}</p>" for s in headlines(content.cards)),
-        "methods": _methods(content),
+        "methods": "\n".join(f"<blockquote>{html.escape(s)}</blockquote>" for s in said)
+        or "<p>These folders hold no measurements on real inputs.</p>",
         "provenance": _provenance(content),
         "references": _sources(content.bounds),
     } | {name: asset(f"{name}.html") for name in _SECTIONS}
@@ -109,11 +111,6 @@ def _counts_said(content: Content) -> str:
     when = " to ".join(dict.fromkeys(d for d in (dates[0], dates[-1]) if d))
     measured = f", measured {when}" if when else ""
     return f"{rows}{bounds}{folders}{measured}; written by lipscope {version()}."
-
-
-def _methods(content: Content) -> str:
-    quotes = "\n".join(f"<blockquote>{html.escape(s)}</blockquote>" for s in methods(content.items))
-    return quotes or "<p>These folders hold no measurements on real inputs.</p>"
 
 
 def _provenance(content: Content) -> str:
@@ -211,7 +208,6 @@ def _method(setting: tuple[str, ...], items: Sequence[Item]) -> str:
 
 
 def _text_names(items: Sequence[Item]) -> list[str]:
-    """The texts of these measurements, in words."""
     sources = {(id(item.run), item.row.text): item for item in items}.values()
     return list(dict.fromkeys(filter(None, (text_of(i.run, i.row.text) for i in sources))))
 

@@ -8,20 +8,10 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from lipscope import records
 from lipscope.charts import CERTIFIED, PROMISE
-from lipscope.pages.items import folder_names
+from lipscope.pages.points import folder_names
 from lipscope.pages.table import number
-from lipscope.records import (
-    DIRECTIONS,
-    NEXT,
-    PLACES,
-    STEPS,
-    Measurement,
-    PushDirection,
-    PushPlace,
-    PushStep,
-    Run,
-)
 
 Records = list[dict[str, Any]]
 _OF = {"+v": "+v", "-v": "−v", "+top": "+top token", "-top": "−top token"}
@@ -33,10 +23,10 @@ _LONGEST = 60  # letters of a name of a text or a class
 class Push:
     """One push: a row's map, its directions and their sizes."""
 
-    row: Measurement  # sigma of the map
-    place: PushPlace  # what there was before
-    directions: Sequence[PushDirection]  # every direction
-    steps: Sequence[PushStep]  # every size of every direction
+    row: records.Measurement  # sigma of the map
+    place: records.PushPlace  # what there was before
+    directions: Sequence[records.PushDirection]  # every direction
+    steps: Sequence[records.PushStep]  # every size of every direction
     folder: str = ""  # name of its folder, where there are several
 
     @property
@@ -48,7 +38,7 @@ class Push:
         about = f"{row.num_tokens} tokens, window {row.sample}{where}"
         return f"{row.model}{layer}, map {row.map}, {about}"
 
-    def along(self, direction: str) -> list[PushStep]:
+    def along(self, direction: str) -> list[records.PushStep]:
         """The steps of one direction."""
         return [one for one in self.steps if one.direction == direction]
 
@@ -154,7 +144,7 @@ class Push:
         reads = json.loads(place.reads)
         if not place.reading or not reads:
             return
-        (name, value), kind = reads[0], "probability" if place.reading == NEXT else "cosine"
+        (name, value), kind = reads[0], "probability" if place.reading == records.NEXT else "cosine"
         yield f"At X the {place.reading} is {quoted(name)} ({kind} {number(value, 3)})."
         stays = []
         for one in self.directions:
@@ -227,7 +217,7 @@ def quoted(text: str) -> str:
     return f"“{text if len(text) <= _LONGEST else text[: _LONGEST - 1] + '…'}”"
 
 
-def pushes_of(runs: Sequence[Run]) -> list[Push]:
+def pushes_of(runs: Sequence[records.Run]) -> list[Push]:
     """The pushes that run folders hold; what is not whole yet is left out."""
     paths = {str(run.path): run for run in runs}
     names, several = folder_names(runs), len(paths) > 1
@@ -236,20 +226,20 @@ def pushes_of(runs: Sequence[Run]) -> list[Push]:
     ]
 
 
-def _of_run(run: Run, folder: str) -> list[Push]:
-    places = [PushPlace(**one) for one in run.contents(PLACES).values()]
+def _of_run(run: records.Run, folder: str) -> list[Push]:
+    places = [records.PushPlace(**one) for one in run.contents(records.PLACES).values()]
     if not places:
         return []
-    directions = [PushDirection(**one) for one in run.contents(DIRECTIONS).values()]
-    steps = [PushStep(**one) for one in run.contents(STEPS).values()]
+    directions = [records.PushDirection(**one) for one in run.contents(records.DIRECTIONS).values()]
+    steps = [records.PushStep(**one) for one in run.contents(records.STEPS).values()]
     return pushes_in(run.measurements(), places, directions, steps, folder)
 
 
 def pushes_in(
-    rows: Iterable[Measurement],
-    places: Sequence[PushPlace],
-    directions: Sequence[PushDirection],
-    steps: Sequence[PushStep],
+    rows: Iterable[records.Measurement],
+    places: Sequence[records.PushPlace],
+    directions: Sequence[records.PushDirection],
+    steps: Sequence[records.PushStep],
     folder: str = "",
 ) -> list[Push]:
     """Records as pushes; directions that are not whole yet are left out."""

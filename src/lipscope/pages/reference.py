@@ -10,28 +10,17 @@ from typing import Any, get_args
 
 import torch
 
+from lipscope import theorems
 from lipscope.attention import Attention, DotProduct, Rotary, TokenNorm, variants
 from lipscope.linalg import to_dense
 from lipscope.models import Scores, known_families
-from lipscope.theorems import (
-    RECALLED,
-    Head,
-    HeadAt,
-    HeadsAt,
-    NotApplicableError,
-    Theorem,
-    bounds_at,
-    catalogue,
-    evaluate,
-    heads_of,
-)
 
 SCOPES = (
     "Local: at one input. Ball: at every input near it.",
     "Global: at all inputs of one length, with tokens up to one norm.",
     "Mean-field: the same at any length. Limit: as the norm of the tokens grows.",
 )
-_SUBJECTS = (Head, HeadAt, HeadsAt)  # of dot-product attention
+_SUBJECTS = (theorems.Head, theorems.HeadAt, theorems.HeadsAt)  # of dot-product attention
 _LINK = re.compile(r"`\.\./theory/([a-z-]+)\.md`")
 _TOKENS = 4  # of the layers of which bounds are asked
 
@@ -56,7 +45,7 @@ the output projection. Other names are [variants](variants.md).
 *Asks for* is what it must be told. `x`: it is about this input; `eps`: of every input
 in the ball of this radius around it; `num_tokens`, `radius`: of all inputs of that
 length with tokens of at most that norm. *As found; fails*: kept as it was found in its
-source, although it is false; comparisons leave it out. *{RECALLED.capitalize()}*: its
+source, although it is false; comparisons leave it out. *{theorems.RECALLED.capitalize()}*: its
 printed formula was not seen, so a difference from it says nothing about its source.
 
 Lemmas 3.1 and C.1 of [castin2024] bound no layer: they stand among the
@@ -96,7 +85,7 @@ length, whatever their size.
 """
 
 
-def catalogue_page(chosen: Sequence[Theorem]) -> str:
+def catalogue_page(chosen: Sequence[theorems.Theorem]) -> str:
     """The catalogue as Markdown, source by source."""
     lines = [_THEOREMS]
     columns = ("theorem", "statement", "bound", "scope", "metric", "of", "asks for")
@@ -115,7 +104,7 @@ def catalogue_page(chosen: Sequence[Theorem]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def source_page(cite: str, chosen: Sequence[Theorem]) -> str:
+def source_page(cite: str, chosen: Sequence[theorems.Theorem]) -> str:
     """The theorems of one source, each with its formula, hypotheses, source and an example."""
     sigma, values = _example()
     lines = [_SOURCE.format(cite=cite, sigma=sigma)]
@@ -200,10 +189,9 @@ def _prose_of(of: object) -> Iterable[str]:
 
 
 def _example() -> tuple[float, dict[str, float]]:
-    """Sigma of the layer of the examples, and what every theorem that applies says of it."""
     layer = DotProduct(*3 * [torch.eye(2, dtype=torch.float64)])
     x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
-    found = {b.theorem: b.value for b in bounds_at(layer, x) if b.value is not None}
+    found = {b.theorem: b.value for b in theorems.bounds_at(layer, x) if b.value is not None}
     return float(torch.linalg.matrix_norm(to_dense(layer.linearise(x)), 2)), found
 
 
@@ -222,31 +210,33 @@ def _layer_of_kind(kind: str, *, causal: bool) -> DotProduct:
 
 def _bounds_on(kind: str) -> list[str]:
     layers = [_layer_of_kind(kind, causal=causal) for causal in (False, True)]
-    asked = [one for one in catalogue() if one.subject in _SUBJECTS]
+    asked = [one for one in theorems.catalogue() if one.subject in _SUBJECTS]
     return [one.name for one in asked if any(_applies(one, layer) for layer in layers)]
 
 
-def _applies(one: Theorem, layer: DotProduct) -> bool:
+def _applies(one: theorems.Theorem, layer: DotProduct) -> bool:
     x = torch.randn(_TOKENS, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     try:
         if "eps" in one.needs:
-            one.function(HeadAt(heads_of(layer)[0], x), 0.1)
+            one.function(theorems.HeadAt(theorems.heads_of(layer)[0], x), 0.1)
         else:
-            evaluate(one, layer, x=x, num_tokens=_TOKENS, radius=float(x.norm(dim=1).max()))
-    except NotApplicableError:
+            theorems.evaluate(
+                one, layer, x=x, num_tokens=_TOKENS, radius=float(x.norm(dim=1).max())
+            )
+    except theorems.NotApplicableError:
         return False
     return True
 
 
 def _why_none(kind: str) -> str:
     try:
-        heads_of(_layer_of_kind(kind, causal=False))
-    except NotApplicableError as why:
+        theorems.heads_of(_layer_of_kind(kind, causal=False))
+    except theorems.NotApplicableError as why:
         return f"None: {why}."
     return "None."
 
 
-def _theorems_on(variant: type[Attention]) -> list[Theorem]:
+def _theorems_on(variant: type[Attention]) -> list[theorems.Theorem]:
     """Theorems about it; those of one head and of all heads speak of dot products."""
     heads = _SUBJECTS if variant is DotProduct else ()
-    return [one for one in catalogue() if one.subject in (variant, *heads)]
+    return [one for one in theorems.catalogue() if one.subject in (variant, *heads)]

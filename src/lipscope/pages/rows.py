@@ -53,7 +53,6 @@ class Rows(Sequence[Measurement], Shown):
     """Measurements in a sequence, with their tokens, bounds, tables and figures.
 
     Args:
-        rows: Measurements, in the order in which they should stand.
         tokens: The tokens of their windows; those of other rows are left out.
         bounds: What theorems say about them; those of other rows are left out.
         directions: Their leading directions; those of other rows are left out.
@@ -102,11 +101,7 @@ class Rows(Sequence[Measurement], Shown):
         return typed_frame(Measurement, (vars(row) for row in self._rows))
 
     def to_pandas(self) -> pandas.DataFrame:
-        """The same for pandas.
-
-        Raises:
-            InputError: If pandas is not installed.
-        """
+        """The same for pandas."""
         try:
             import pandas
         except ImportError:
@@ -129,11 +124,7 @@ class Rows(Sequence[Measurement], Shown):
         return typed_frame(Direction, (vars(part) for part in self.directions))
 
     def plot(self, **size: int) -> Chart:
-        """Sigma against the number of tokens; ``width`` and ``height`` of a panel in pixels.
-
-        Raises:
-            InputError: If no row has a finite, positive sigma.
-        """
+        """Sigma against the number of tokens; ``width`` and ``height`` of a panel in pixels."""
         from lipscope.pages.figures import growth_figure
 
         if not any(usable(row.sigma) for row in self._rows):
@@ -144,11 +135,7 @@ class Rows(Sequence[Measurement], Shown):
         return growth_figure(self._content(), **size)
 
     def plot_layers(self) -> Chart:
-        """Sigma layer by layer, all heads together, see `lipscope.charts.depth_chart`.
-
-        Raises:
-            InputError: If these are not rows of several layers.
-        """
+        """Sigma layer by layer, all heads together, see `lipscope.charts.depth_chart`."""
         from lipscope.pages.figures import depth_charts
 
         for _, chart in depth_charts(self._content()):
@@ -156,11 +143,7 @@ class Rows(Sequence[Measurement], Shown):
         raise InputError("A figure of layers should have several of them. Found one at most.")
 
     def plot_bounds(self) -> Chart:
-        """Sigma between its bounds, a chart for each layer.
-
-        Raises:
-            InputError: If no row with bounds has a finite, positive sigma.
-        """
+        """Sigma between its bounds, a chart for each layer."""
         from lipscope.pages.figures import sandwich_figure
 
         return sandwich_figure(self._rows, self.bounds)
@@ -180,9 +163,6 @@ class Rows(Sequence[Measurement], Shown):
 
         Args:
             row_id: `id` of the measurement; by default the one that the summary speaks of.
-
-        Raises:
-            InputError: If the row is not here, or its tokens were not kept.
         """
         from lipscope.charts import shaded_text
 
@@ -244,9 +224,6 @@ class Rows(Sequence[Measurement], Shown):
         """The page on these rows, which a notebook opens inline as the last line of a cell.
 
         It is whole in itself; elsewhere ``show().save("page.html")`` writes it.
-
-        Raises:
-            InputError: If no row has a finite, positive sigma.
         """
         from lipscope.pages.html_page import page
 
@@ -254,11 +231,7 @@ class Rows(Sequence[Measurement], Shown):
         return Page(page(content), content.title)
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Write the figures as SVG, PNG and HTML: ``growth``, or ``sandwich`` where bounds are.
-
-        Raises:
-            InputError: If they cannot be written.
-        """
+        """Write the figures as SVG, PNG and HTML: ``growth``, or ``sandwich`` where bounds are."""
         from lipscope.charts import save_each
 
         if not any(usable(row.sigma) for row in self._rows):
@@ -275,7 +248,6 @@ class Rows(Sequence[Measurement], Shown):
             ) from None
 
     def _content(self) -> Content:
-        """What a page, or a figure, is made of."""
         from lipscope.pages.content import Content
 
         held = (self._rows, self.tokens, self.bounds, self.directions)
@@ -310,11 +282,7 @@ class Page:
         return f"<Page on {self.title}: a notebook opens it; `.save('page.html')` writes it>"
 
     def save(self, path: str | Path) -> Path:
-        """Write the page, and give its path back.
-
-        Raises:
-            InputError: If it cannot be written.
-        """
+        """Write the page, and give its path back."""
         path = Path(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -358,10 +326,6 @@ def report(
 
     Returns:
         Every file written, the page first.
-
-    Raises:
-        InputError: If a folder cannot be read, nothing can be drawn or written, or two folders
-            share nothing to compare.
     """
     from lipscope.pages.content import Content
     from lipscope.pages.figures import write_figures
@@ -446,7 +410,6 @@ def _top_singular(top: TopSingular) -> Iterator[Piece]:
 
 @pieces.register
 def _ball_pieces(found: BallCertificate) -> Iterator[Piece]:
-    """The certificate of every head."""
     yield from card(found)
     if len(found.heads) < 2:
         return

@@ -11,8 +11,18 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 from lipscope.charts import MAPS, curve_points, readable, spread
-from lipscope.pages.items import REAL, Item, folder_names
-from lipscope.pages.points import axis, axis_around, exponential, label, log_ends, mean_of, short
+from lipscope.pages.points import (
+    REAL,
+    Item,
+    axis,
+    axis_around,
+    exponential,
+    folder_names,
+    label,
+    log_ends,
+    mean_of,
+    short,
+)
 from lipscope.pages.table import rounded_down
 from lipscope.records import (
     ADVERSARIAL,
@@ -250,7 +260,6 @@ _DECISION = ("id", "by", "decision_name", "at_layer")
 
 
 def _decision_record(s: int, some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The decision, its tokens in their order, and balls of several."""
     first = some[0]
     alone = sorted((one for one in some if one["ball"] == "token"), key=lambda one: one["tokens"])
     return {
@@ -479,7 +488,6 @@ def monitored_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
 def _signal_axes(
     signal: str, rows: Sequence[Mapping[str, Any]], steps: Iterable[int]
 ) -> dict[str, list[float]]:
-    """The ends of both axes, with room at each."""
     values = [r["value"] for r in rows if r["signal"] == signal]
     low, high, first, last = min(values), max(values), min(steps), max(steps)
     if SIGNALS[signal] == "log":

@@ -6,17 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from lipscope import records
 from lipscope.charts import readable
 from lipscope.pages.table import Line, interval, number, percent, rounded_up, without
-from lipscope.records import (
-    CONFIDENCE,
-    Direction,
-    Group,
-    Growth,
-    Measurement,
-    format_p,
-    percent_off,
-)
 
 # map: what moves, what answers
 ENDS = {
@@ -67,7 +59,7 @@ class Intervals(NamedTuple):
         if not self.total:
             return ""
         delta = rounded_up(self.delta, 2)
-        if delta > 1 - CONFIDENCE:
+        if delta > 1 - records.CONFIDENCE:
             return f"Of {self.total:,} intervals{more}, at most {delta:.2g} are expected to miss."
         if self.total == 1:
             return f"The interval{more} holds with probability at least {without(delta)}."
@@ -75,7 +67,9 @@ class Intervals(NamedTuple):
         return f"{kind} with probability at least {without(delta)}."
 
 
-def intervals_of(rows: Iterable[Measurement], directions: Iterable[Direction] = ()) -> Intervals:
+def intervals_of(
+    rows: Iterable[records.Measurement], directions: Iterable[records.Direction] = ()
+) -> Intervals:
     """The intervals of rows and of their directions, by the union bound.
 
     ``delta`` for each row with an interval, once more where ``‖J‖_F`` has one too, for every rank
@@ -99,7 +93,7 @@ def remarkable(lines: Sequence[Line]) -> Line:
     return max(lines, key=lambda line: -1.0 if line.row is None else line.row.sigma or 0.0)
 
 
-def place(row: Measurement | Group) -> str:
+def place(row: records.Measurement | records.Group) -> str:
     """The layer, and the head if it is one."""
     if row.layer is None:
         return "whole model"
@@ -107,7 +101,6 @@ def place(row: Measurement | Group) -> str:
 
 
 def _tokens_named(which: str) -> str:
-    """Words for `move` and `read`."""
     if which == "all":
         return ""
     names = {"last": "the last token", "first": "the first token"}
@@ -115,7 +108,7 @@ def _tokens_named(which: str) -> str:
     return f" at {names.get(which, f'tokens {which}')}"
 
 
-def _meaning(row: Measurement, token: str | None) -> str:
+def _meaning(row: records.Measurement, token: str | None) -> str:
     """What sigma says, and which token carries it."""
     sigma = number(row.sigma, 3)
     source, answer = ENDS.get(row.map, ("the input", "the output"))
@@ -139,7 +132,7 @@ def _meaning(row: Measurement, token: str | None) -> str:
     return said[0].upper() + said[1:] + "."
 
 
-def _top_token_named(row: Measurement, token: str | None) -> str:
+def _top_token_named(row: records.Measurement, token: str | None) -> str:
     """The top token by its place, and its text where that is known."""
     ends = {0: "the first token", row.num_tokens - 1: "the last token"}
     place = ends.get(row.top_token or 0, f"token {row.top_token}")
@@ -147,7 +140,7 @@ def _top_token_named(row: Measurement, token: str | None) -> str:
     return f"{place}, {text!r}" if text else place
 
 
-def _comparison(row: Measurement, lines: Sequence[Line]) -> str:
+def _comparison(row: records.Measurement, lines: Sequence[Line]) -> str:
     """The number by which layers are compared."""
     value = number(row.relative, 3)
     if row.relative is None or not math.isfinite(row.relative):
@@ -191,14 +184,14 @@ def _growth_said(line: Line) -> str:
     return f"{said} {_off(fit)}"
 
 
-def _off(fit: Growth) -> str:
+def _off(fit: records.Growth) -> str:
     """How far the means leave the power law, and whether that is more than chance."""
     law = f"n^{_exponent(fit.slope)}"
-    said = f"The means leave {law} by up to {percent_off(fit.off)} %"
+    said = f"The means leave {law} by up to {records.percent_off(fit.off)} %"
     if fit.lack_of_fit_p is None:
         return f"{said} (not tested)."
     much = "more than chance explains" if fit.nearly else "no more than chance explains"
-    return f"{said}, {much} ({format_p(fit.lack_of_fit_p)})."
+    return f"{said}, {much} ({records.format_p(fit.lack_of_fit_p)})."
 
 
 def _exponent(value: float) -> str:

@@ -109,13 +109,6 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:.{max(places, 0)}f}"
 
 
-def _upper_rounded(row: Measurement) -> str:
-    """The upper end, rounded upwards, so that what is printed still holds."""
-    if row.upper is None or not math.isfinite(row.upper) or row.upper <= 0:
-        return number(row.upper)
-    return number(rounded_up(row.upper, 4))
-
-
 def rounded_up(value: float, digits: int) -> float:
     """So many significant digits, not below the value, so that what is said still holds."""
     step = 10.0 ** (math.floor(math.log10(value)) + 1 - digits)
@@ -144,8 +137,11 @@ def without(delta: float) -> str:
 
 
 def interval(row: Measurement) -> str:
-    """``[sigma, upper]`` of a row."""
-    return f"[{number(row.sigma)}, {_upper_rounded(row)}]"
+    """``[sigma, upper]`` of a row; upper is rounded upwards, so that what is printed holds."""
+    upper = row.upper
+    if upper is not None and math.isfinite(upper) and upper > 0:
+        upper = rounded_up(upper, 4)
+    return f"[{number(row.sigma)}, {number(upper)}]"
 
 
 def percent(share: float | None) -> str:
@@ -288,7 +284,6 @@ def _width(table: Table) -> int:
 
 
 def _caption(rows: Sequence[Measurement], lines: Sequence[Line]) -> list[str]:
-    """What a reader of the table has to know about it."""
     if not lines:
         return ["There are no rows."]
     counts = {len(line.last) for line in lines}
@@ -315,7 +310,6 @@ def _on_intervals(rows: Sequence[Measurement]) -> str:
 
 
 def _on_columns(lines: Sequence[Line]) -> Iterator[str]:
-    """What the columns and the title say."""
     yield "move: the tokens that may change; read: the tokens whose outputs are measured."
     yield (
         "relative = sigma x norm of the input / norm of the output; share: of the squared norm"
@@ -416,7 +410,6 @@ _Cells = tuple[str, str, str, str, str, str]
 
 
 def _theorems(rows: Sequence[Measurement], pairs: _Pairs) -> Table:
-    """What was measured, then lower values, then upper ones."""
     columns = ("theorem", "statement", "source", "scope"), ("value", "× sigma")
     made = empty_table(_bounds_title(rows, pairs), *columns)
     made.columns[0].no_wrap = True
@@ -461,7 +454,6 @@ def _scope_words(scope: str, metric: str, eps: float | None = None) -> str:
 
 
 def _shared(rows: Sequence[Measurement]) -> dict[str, object]:
-    """What rows have in common, of what tells them apart."""
     names = ("model", "layer", "head", "map", "num_tokens", "sample")
     first = rows[0]
     return {

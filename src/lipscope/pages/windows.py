@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lipscope.charts import kind_of, spaced
-from lipscope.pages.items import REAL, Item, windows_of
-from lipscope.pages.points import label, short
+from lipscope.pages.points import REAL, Item, label, short, windows_of
 from lipscope.records import Measurement, Run, TokenShare, records_of
 
 MAX_TOKENS = 50_000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,7 +71,10 @@ class Comparison:
             if is_upper(bound) and bound.scope in EVERYWHERE:
                 wide.setdefault(bound.theorem, []).append(_bounded(row, bound))
         every = [_curve_of(name, "bound", points) for name, points in wide.items()]
-        kept, left_out = _on_scale([line for line in every if line.points], _OFF_SCALE * top)
+        every = [line for line in every if line.points]
+        # Lines that come below the top somewhere.
+        kept = [one for one in every if min(v for _, v, _ in one.points) <= _OFF_SCALE * top]
+        left_out = [f"{x.name} ({x.points[-1][1]:.1e})" for x in every if x not in kept]
         return [line for line in [*lines, *_merged_lines(kept)] if line.points], left_out
 
     def _certificates(self) -> list[_Point]:
@@ -174,12 +177,6 @@ def _curve_of(name: str, group: str, points: Iterable[_Point]) -> Curve:
         value, upper = (geometric_mean(one[k] for one in some) or 0.0 for k in (1, 2))
         means.append((n, value, upper))
     return Curve(name, group, tuple(means))
-
-
-def _on_scale(lines: Sequence[Curve], top: float) -> tuple[list[Curve], list[str]]:
-    """The lines that come below the top somewhere, and the names of the others."""
-    kept = [line for line in lines if min(value for _, value, _ in line.points) <= top]
-    return kept, [f"{x.name} ({x.points[-1][1]:.1e})" for x in lines if x not in kept]
 
 
 def _merged_lines(lines: Iterable[Curve]) -> list[Curve]:

@@ -95,10 +95,6 @@ class RunFolder:
     Attributes:
         done: Rows that need no measuring, by their ids: whole, and not failed for want of a
             worker, memory or disk.
-
-    Raises:
-        InputError: If the folder cannot be read or written, holds another specification, or
-            is in use by another process.
     """
 
     def __init__(
@@ -132,8 +128,10 @@ class RunFolder:
 
     def __exit__(self, kind: object = None, *error: object) -> None:
         try:
-            if kind is not None and self._is_bare():
-                self._release()
+            rows, *_, values = self._tables
+            told = (one.get("part") for one in values.told())
+            if kind is not None and not any(rows.told()) and all(one == SURVEY for one in told):
+                self._release()  # nothing was found worth keeping
                 self._take_away()
             else:
                 self.compact()
@@ -298,11 +296,6 @@ class RunFolder:
         if grown:
             self._manifest["spec"] = self.spec
             self._write_manifest()
-
-    def _is_bare(self) -> bool:
-        """Whether nothing was found worth keeping."""
-        rows, *_, values = self._tables
-        return not any(rows.told()) and all(one.get("part") == SURVEY for one in values.told())
 
     def _take_away(self) -> None:
         """Remove what opening made, and the folders that were not there before."""
@@ -561,9 +554,6 @@ def read_run(path: str | Path) -> Run:
     Holds also while a run goes on: then the rows that are finished at this moment are read. Lines
     are believed, and the Parquet copies as far as they are theirs; a damaged line is left out,
     and said.
-
-    Raises:
-        InputError: If it is no run folder, cannot be read, or is of another schema.
     """
     if not isinstance(path, str | Path) or not os.path.isdir(path):
         raise InputError(f"`{shown(path)}` should be a run folder. Found no such folder.")

@@ -197,7 +197,6 @@ def growth(
     and `note` says so. A paired sample that lacks one of the lengths is dropped whole, and counted.
 
     Args:
-        rows: Rows of one group; see `groups`.
         paired: Whether one sample index is the same passage at every length (windows
             "spread"), rather than a fresh one (windows "disjoint").
         seed: Seed of the bootstrap of paired samples.
@@ -206,9 +205,6 @@ def growth(
     Returns:
         The growth, or None below three lengths with a finite, positive sigma; of the longer
         inputs where only they have so many.
-
-    Raises:
-        InputError: If the rows are not of one group, or hold a sample and length twice.
     """
     if len(groups(rows)) > 1:
         raise InputError(
@@ -330,7 +326,6 @@ def _log_sigma(rows: Sequence[Measurement], of: Of) -> dict[tuple[int, int], flo
 def _complete(
     logs: dict[tuple[int, int], float], lengths: list[int]
 ) -> dict[tuple[int, int], float]:
-    """The entries of those samples that have every length."""
     whole = {s for _, s in logs if all((n, s) in logs for n in lengths)}
     return {key: value for key, value in logs.items() if key[1] in whole}
 

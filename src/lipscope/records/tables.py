@@ -23,15 +23,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeVar
 
 from lipscope.errors import InputError, remark
-from lipscope.records.rows import (
-    Bound,
-    Direction,
-    Measurement,
-    TokenShare,
-    Value,
-    schema_of,
-    typed_frame,
-)
+from lipscope.records import rows
 
 if TYPE_CHECKING:
     import polars
@@ -340,9 +332,6 @@ class Stored:
         Args:
             mark: What the copy is said to be one of.
             own: Whether this process wrote or checked every line.
-
-        Raises:
-            InputError: If a line cannot be read as a record.
         """
         import polars as pl
 
@@ -352,7 +341,7 @@ class Stored:
         parts = [] if copy is None else [copy]
         parts += self._from_lines(own=own)
         if not parts:
-            return typed_frame(self.kind, [])
+            return rows.typed_frame(self.kind, [])
         return pl.concat(parts).unique(self.key, keep="last", maintain_order=True)
 
     def copied(self, mark: Mark | None) -> polars.DataFrame | None:
@@ -370,7 +359,7 @@ class Stored:
             frame = pl.read_parquet(io.BytesIO(content))
         except (OSError, pl.exceptions.PolarsError, pl.exceptions.PanicException):
             return None
-        return frame if dict(frame.schema) == schema_of(self.kind) else None
+        return frame if dict(frame.schema) == rows.schema_of(self.kind) else None
 
     def told(self) -> Iterator[dict[str, Any]]:
         """The entries of every line, also of those that a later one replaces."""
@@ -395,7 +384,7 @@ class Stored:
         import polars as pl
 
         try:
-            return pl.read_ndjson(io.BytesIO(data), schema=schema_of(self.kind))
+            return pl.read_ndjson(io.BytesIO(data), schema=rows.schema_of(self.kind))
         except pl.exceptions.PolarsError:
             return None
 
@@ -407,17 +396,17 @@ class Stored:
                         values.pop(name, None)
                 yield vars(restored(self.kind, values, f"`{self.lines}`, line {number}"))
 
-        return typed_frame(self.kind, records())
+        return rows.typed_frame(self.kind, records())
 
 
 def tables(folder: Path) -> tuple[Stored, ...]:
     """The tables of a run folder: rows, what belongs to them by their ids, and other values."""
     return (
-        Stored(folder, "rows", Measurement, ("id",)),
-        Stored(folder, "tokens", TokenShare, ("id", "index")),
-        Stored(folder, "bounds", Bound, ("id", "theorem", "eps")),
-        Stored(folder, "directions", Direction, ("id", "rank", "side", "index")),
-        Stored(folder, "values", Value, ("part", "key")),
+        Stored(folder, "rows", rows.Measurement, ("id",)),
+        Stored(folder, "tokens", rows.TokenShare, ("id", "index")),
+        Stored(folder, "bounds", rows.Bound, ("id", "theorem", "eps")),
+        Stored(folder, "directions", rows.Direction, ("id", "rank", "side", "index")),
+        Stored(folder, "values", rows.Value, ("part", "key")),
     )
 
 
@@ -448,7 +437,6 @@ def _chunks_of_lines(path: Path) -> Iterator[bytes]:
 
 
 def _append(path: Path, lines: Sequence[bytes]) -> None:
-    """Append lines and bring them to the disk."""
     if not lines:
         return
     new = not path.exists()

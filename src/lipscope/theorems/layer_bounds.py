@@ -264,13 +264,10 @@ def bounds_at(
     A layer with its input added to its output, `Residual`, is asked about the map ``residual``.
 
     Args:
-        layer: An attention layer, captured or built from weights, `Normed` or `Residual`.
         x: Its input, ``(n, d)``, or None for theorems on all inputs only.
-        num_tokens: Number of tokens; that of ``x`` if None.
         radius: Largest token norm; that of ``x`` if None. Not with a norm in front.
         floor: Smallest token norm, with a norm in front only; that of ``x`` if None.
         map: ``attention``, or ``heads`` for the concatenation before the projection.
-        head: One query head alone; all together if None. Not for `Residual`.
         metric: Only bounds in this metric; all if None.
         names: Only these theorems; all if None.
         sharp: Whether forms that may take long are computed: always (True), never (False),

@@ -189,7 +189,6 @@ def _ask(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _tensor_of(module: nn.Module) -> Tensor:
-    """A tensor on the device and of the type that the module works with."""
     return next(iter([*module.parameters(), *module.buffers()]), torch.zeros(1))
 
 

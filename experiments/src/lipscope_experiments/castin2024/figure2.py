@@ -72,7 +72,6 @@ def _of_factors(study: Study, model: str, heads: list[Record]) -> None:
 
 
 def _factors_of(study: Study, loaded: LoadedModel, text: Text) -> list[Record]:
-    """Records of all heads of a model on one text."""
     samples = study.pick(2, 5)
     try:
         held = list(layers_of(loaded, text.content, layers="all", lengths=[128], samples=samples))

@@ -96,7 +96,6 @@ def _three_layers(study: Study, loaded: LoadedModel) -> list[int]:
 def _above_sigma(
     study: Study, loaded: LoadedModel, text: Text, lengths: Sequence[int]
 ) -> Iterator[Record]:
-    """Every upper bound of a model on one text, divided by the measured norm."""
     for metric in _METRICS:
         rows = study.bounds(
             f"{loaded.name}-{text.name}-{metric}",

@@ -11,16 +11,9 @@ from typing import Any
 
 import torch
 
-from lipscope import LayerAtInput, Operator, TopSingular, top_singular
+from lipscope import LayerAtInput, Operator, TopSingular, records, top_singular
 from lipscope.charts import Panel, Series
 from lipscope.models import LoadedModel, reinitialised
-from lipscope.records import (
-    CONFIDENCE,
-    grouped,
-    mean_interval,
-    rank_correlation,
-    slope_of,
-)
 from lipscope_experiments.experiment import Source, Study, experiment, layers_of
 from lipscope_experiments.findings import Record, average, middle
 from lipscope_experiments.frozen import column_norm, frozen_column, frozen_norm
@@ -88,7 +81,7 @@ class Curve:
 
     def slope(self, of: Callable[[Point], float]) -> float:
         """Of a positive quantity in n."""
-        return slope_of((one.n, of(one)) for one in self.points)
+        return records.slope_of((one.n, of(one)) for one in self.points)
 
     @property
     def share(self) -> float:
@@ -118,7 +111,9 @@ class LayerLaw:
 
     def over_texts(self, of: Callable[[Curve], float]) -> list[float]:
         """The mean over its passages, of every text."""
-        return [fmean(map(of, mine)) for mine in grouped(self.curves, lambda c: c.text).values()]
+        return [
+            fmean(map(of, mine)) for mine in records.grouped(self.curves, lambda c: c.text).values()
+        ]
 
     @cached_property
     def means(self) -> dict[str, float]:
@@ -184,7 +179,10 @@ def _all_curves(
     """By model, layer and head: trained models, then random weights, heads last."""
     found: dict[tuple[str, int, int | None], list[Curve]] = {}
     trained = {source.model.name: source.model for source in sources}
-    fresh = {name: _random(model) for name, model in trained.items()}
+    fresh = {
+        name: replace(reinitialised(model), name=f"{name}{_RANDOM}")
+        for name, model in trained.items()
+    }
     for models, heads in ((trained, False), (fresh, False), (trained, True)):
         texts = [*dict.fromkeys(source.name for source in sources if not source.sees)]
         few = texts[:_FEW] if models is fresh else texts
@@ -196,10 +194,6 @@ def _all_curves(
                 for (layer, head), curve in _curves(study, source, loaded, reading):
                     found.setdefault((loaded.name, layer, head), []).append(curve)
     return found
-
-
-def _random(loaded: LoadedModel) -> LoadedModel:
-    return replace(reinitialised(loaded), name=f"{loaded.name}{_RANDOM}")
 
 
 def _layers(study: Study, loaded: LoadedModel) -> list[int]:
@@ -319,7 +313,7 @@ def _of_group(laws: Sequence[LayerLaw], constant: float) -> str:
     errors |= {"1/4": _errors(laws, lambda _: 0.25)}
     errors |= {f"{constant:.2f}, the mean stated": _errors(laws, lambda _: constant)}
     measured, predicted = ([law.means[n] for law in laws] for n in (MEASURED, PREDICTED))
-    ranked = rank_correlation(predicted, measured)[0] if len(laws) > 2 else math.nan
+    ranked = records.rank_correlation(predicted, measured)[0] if len(laws) > 2 else math.nan
     agreed = f"{ranked:.2f}" if math.isfinite(ranked) else "–"
     signed = fmean(p - m for p, m in zip(predicted, measured, strict=True))
     said = ", ".join(f"{name} {value:.3f}" for name, value in errors.items())
@@ -336,7 +330,7 @@ def verdict(fresh: Sequence[LayerLaw], constant: float) -> str:
     mine = _errors(fresh, lambda law: law.means[PREDICTED])
     others = min(_errors(fresh, lambda _: 0.25), _errors(fresh, lambda _: constant))
     measured, predicted = ([law.means[n] for law in fresh] for n in (MEASURED, PREDICTED))
-    ranked = rank_correlation(predicted, measured)[0]
+    ranked = records.rank_correlation(predicted, measured)[0]
     against = []
     if mine > _ERROR:
         against.append(f"its error {mine:.3f} is above {_ERROR}")
@@ -424,7 +418,7 @@ def _law_tables(study: Study, laws: Sequence[LayerLaw]) -> None:
 
 
 def _signed(values: Sequence[float]) -> str:
-    mean, low, high = mean_interval(values)
+    mean, low, high = records.mean_interval(values)
     ends = f" [{low:.2f}, {high:.2f}]" if len(values) > 2 else ""
     return f"{mean:.2f}{ends}"
 
@@ -468,5 +462,5 @@ def _how(study: Study) -> list[str]:
         f"{', '.join(map(str, _BESIDES['smollm2']))}, chosen before the runs. Random weights: one "
         f"draw, first, middle and last layer, the first {_FEW} texts. Heads: MiniLM's, the first "
         "passage of every text, 16, 64 and 128 tokens.",
-        f"Sigma to {_TOL:.0%}, in float32. Intervals: {CONFIDENCE:.0%} over texts.",
+        f"Sigma to {_TOL:.0%}, in float32. Intervals: {records.CONFIDENCE:.0%} over texts.",
     ]

@@ -185,7 +185,6 @@ def _chances(r: Record) -> str:
 
 
 def _of_texts(study: Study) -> None:
-    """Tokens of windows of texts, layers and heads of models."""
     length = study.pick(16, 32)
     count = study.pick(1, 4)
     lines, shares, better, total, above, rows = [], [], 0, 0, 0, 0

@@ -46,7 +46,9 @@ def text_edits(study: Study) -> None:
     both = {"model": change, "layer": layer}
     for name, found in both.items():
         about = f"change of the {name}'s output, one token, best try"
-        study.claim(about, "unknown", _mean_changes(found))
+        by = _by_recipe(found).items()
+        means = (f"{name} {_mean_words(map(_wanted_change, some))}" for name, some in by)
+        study.claim(about, "unknown", "; ".join(means))
     for name, found in both.items():
         study.claim(f"the {name}: sigma against the others", "unknown", _against_rivals(found))
     study.claim(
@@ -118,7 +120,6 @@ def _passages(text: str) -> list[str]:
 
 
 def _attacked_windows(found: Sequence[TextEdit], recipe: str) -> list[TextEdit]:
-    """Windows that were attacked."""
     return [one for one in found if one.recipe == recipe and one.status != "skipped"]
 
 
@@ -137,7 +138,6 @@ def _mean_words(values: Iterable[float | None]) -> str:
 
 
 def _wanted_change(one: TextEdit) -> float | None:
-    """The change that was asked for."""
     return one.change_model if one.target == "model" else one.change_layer
 
 
@@ -153,11 +153,6 @@ def _over_predicted(one: TextEdit) -> float | None:
 def _count_windows(found: Sequence[TextEdit]) -> str:
     some = [one for one in found if one.recipe == "sigma"]
     return f"{len(some)} windows, {len(_attacked_windows(found, 'sigma'))} attacked"
-
-
-def _mean_changes(found: Sequence[TextEdit]) -> str:
-    by = _by_recipe(found).items()
-    return "; ".join(f"{name} {_mean_words(map(_wanted_change, some))}" for name, some in by)
 
 
 def _against_rivals(found: Sequence[TextEdit]) -> str:

@@ -95,7 +95,6 @@ def _largest_at(at: Sequence[LayerAtInput], radius: float, steps: int, every: in
 
 
 def _tried(layer: Attention, options: Record, n: int, radius: float) -> Record:
-    """The largest sigma of each kind of input, and the bounds."""
     best: dict[str, float] = {}
     for row in worst(layer, **options):
         if row.sigma is not None:
@@ -106,7 +105,6 @@ def _tried(layer: Attention, options: Record, n: int, radius: float) -> Record:
 
 
 def _bounds_of(layer: Attention, n: int, radius: float) -> dict[str, float]:
-    """Upper bounds for all inputs of this length and radius."""
     sound = {t.name for t in catalogue() if t.sound and t.kind == "upper" and t.scope != "limit"}
     return {
         bound.theorem: bound.value
@@ -208,7 +206,6 @@ def _tight(records: Sequence[Record]) -> str:
 
 
 def _kind_of_worst(record: Record) -> str:
-    """What the worst known input is."""
     others = {name: record[name] or 0.0 for name in ("given", KNOWN, DRAWN)}
     every = {**record["built"], **others}
     return max(every, key=every.__getitem__)
@@ -236,7 +233,6 @@ def _layer_tables(study: Study, found: Sequence[Record]) -> None:
 
 
 def _bounds_table(study: Study, found: Sequence[Record]) -> None:
-    """Every bound for all inputs, against the worst known one."""
     lines = []
     for name in dict.fromkeys(name for r in found for name in r["bounds"]):
         for model in dict.fromkeys(r["model"] for r in found):

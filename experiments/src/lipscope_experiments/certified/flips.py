@@ -29,11 +29,7 @@ def smallest_flip(
 
     Args:
         model: From tokens ``(b, n, d)`` to two scores.
-        x: The input.
-        label: Its class.
         moves: 1 for tokens that may move, 0 for others.
-        restarts: Starts of the search.
-        steps: Steps of each.
 
     Source: the decoupled direction and norm of Rony et al. (2019).
     """

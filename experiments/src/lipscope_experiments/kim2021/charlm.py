@@ -209,7 +209,6 @@ def _depths(runs: Sequence[Record]) -> list[int]:
 
 
 def _mean_bits(runs: Sequence[Record]) -> float | None:
-    """The mean over seeds; None where one of them ended early."""
     found = [one["bits"] for one in runs]
     return None if None in found or not found else fmean(found)
 
@@ -217,7 +216,6 @@ def _mean_bits(runs: Sequence[Record]) -> float | None:
 def _sigmas_along(
     rows: Sequence[Measurement], of: dict[str, Any], layer: int
 ) -> list[tuple[int, float]]:
-    """Sigma of a layer of a run at its readings."""
     start = "{variant}, {depth} blocks, {schedule}, seed {seed}, {text}@".format_map(of)
     found = {
         row.step: row.sigma
@@ -310,8 +308,6 @@ def _all_train(data: Corpus, runs: Sequence[Record]) -> bool:
 
 
 def _bits_table(study: Study, data: Corpus, runs: Sequence[Record]) -> None:
-    """Mean and range over seeds."""
-
     def cell(own: list[Record]) -> str:
         mean, bits = _mean_bits(own), [one["bits"] for one in own]
         if mean is None:

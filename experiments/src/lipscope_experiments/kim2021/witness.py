@@ -105,9 +105,6 @@ def proof_steps(
     the largest deviation of what it says from automatic differentiation or direct evaluation,
     relative to the largest entry.
 
-    Raises:
-        InputError: If the layer or the tokens are not as asked.
-
     Source: a note on scaled dot-product attention, of which a draft without its last step was
     read; the last step is derived here.
     """

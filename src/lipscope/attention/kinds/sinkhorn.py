@@ -83,7 +83,6 @@ class SinkhornAttention(InnerProduct):
     identity: the first row leaves the first token nothing to give to others.
 
     Args:
-        causal: Refused where True, with the reason.
         mask: ``(n, n)`` or ``(heads, n, n)``: True where i may read j. Every True must be on
             a permutation of the tokens that the mask allows.
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lipscope import records
 from lipscope.engine.checks import argument, whole_number
 from lipscope.engine.plan import (
     Held,
@@ -36,23 +37,11 @@ from lipscope.engine.sweeps.spec_file import read_spec
 from lipscope.errors import InputError, install
 from lipscope.models import device_of
 from lipscope.pages import Rows
-from lipscope.records import (
-    MANIFEST,
-    RADII,
-    SURVEY,
-    Measurement,
-    Place,
-    RunFolder,
-    check_same,
-    provenance,
-    read_run,
-    stable_id,
-)
 
 
 def sweep(
     spec: str | Path | Mapping[str, Any],
-    out: str | Path | Place | None = None,
+    out: str | Path | records.Place | None = None,
     *,
     workers: int | None = None,
     cluster: str | None = None,
@@ -77,16 +66,12 @@ def sweep(
 
     Returns:
         The rows in the order of the specification, those of earlier runs included.
-
-    Raises:
-        InputError: For every entry that cannot be, a folder that cannot be used, or a disk
-            that is full.
     """
     request = read_spec(spec)
     count = number_of_workers(workers, cluster)
     path = place_of(request, out)
-    origin = provenance(workers=cluster or f"{count} local")
-    with RunFolder(path, request.spec.as_dict(), origin, growing=True) as folder:
+    origin = records.provenance(workers=cluster or f"{count} local")
+    with records.RunFolder(path, request.spec.as_dict(), origin, growing=True) as folder:
         request = replace(request, spec=spec_of(folder.spec))
         surveys = surveys_of(request, surveys_in(folder), folder)
         shapes, jobs = [one.shape for one in surveys], plan(request.spec, surveys)
@@ -113,12 +98,12 @@ def number_of_workers(workers: int | None, cluster: str | None) -> int:
     return argument(whole_number(1, 1024), "workers", workers)
 
 
-def place_of(request: Request, out: str | Path | Place | None) -> Place:
+def place_of(request: Request, out: str | Path | records.Place | None) -> records.Place:
     """Where a sweep goes: the same place for the same request, so that it goes on."""
     if out is not None:
         return folder_of(out)
-    name = request.name or f"sweep-{stable_id(request.spec.as_dict())}"
-    return Place(None, name, dated=False)
+    name = request.name or f"sweep-{records.stable_id(request.spec.as_dict())}"
+    return records.Place(None, name, dated=False)
 
 
 def _results(
@@ -142,7 +127,7 @@ def _results(
 
 def _write_results(
     request: Request,
-    folder: RunFolder,
+    folder: records.RunFolder,
     results: Iterator[list[Result]],
     progress: Progress | None,
     ids: Sequence[str],
@@ -156,7 +141,7 @@ def _write_results(
                 folder.add_model(request.spec.models[one.model].name, one.about)
         new = [each for one in some for each in one.finished if each.row.id not in folder.done]
         for key, content in (radius for one in new for radius in one.radii):
-            folder.add_value(RADII, key, content)
+            folder.add_value(records.RADII, key, content)
         folder.extend(new)
         done += len(new)
         tell(done, total, some[-1].finished[-1].row)
@@ -165,7 +150,9 @@ def _write_results(
 # --- surveys of models before jobs are listed: layers, heads and inputs ---
 
 
-def surveys_of(request: Request, held: Held, folder: RunFolder | None = None) -> list[Survey]:
+def surveys_of(
+    request: Request, held: Held, folder: records.RunFolder | None = None
+) -> list[Survey]:
     """The survey of every model; the first checkpoint stands for all of its entry.
 
     Every map is built once here, which finds what no job could answer before any begins. What is
@@ -209,7 +196,7 @@ class Estimate(NamedTuple):
 
 def estimate(
     spec: str | Path | Mapping[str, Any],
-    out: str | Path | Place | None = None,
+    out: str | Path | records.Place | None = None,
     *,
     workers: int | None = None,
     cluster: str | None = None,
@@ -283,16 +270,18 @@ def _growth_rate(times: Mapping[int, float], below: int, above: int) -> float:
     return math.log(times[above] / times[below]) / math.log(above / below)
 
 
-def _from_folder(place: Place, request: Request) -> tuple[Request, dict[str, Measurement], Held]:
+def _from_folder(
+    place: records.Place, request: Request
+) -> tuple[Request, dict[str, records.Measurement], Held]:
     """What is asked for with what the folder holds, its rows, and what it knows of models."""
     spec = request.spec.as_dict()
     path = place.of(spec, growing=True)
-    if place.replaces or not (path / MANIFEST).exists():
+    if place.replaces or not (path / records.MANIFEST).exists():
         return request, {}, {}
-    run = read_run(path)
-    both = check_same(path, run.manifest["spec"] or spec, spec, growing=True)
+    run = records.read_run(path)
+    both = records.check_same(path, run.manifest["spec"] or spec, spec, growing=True)
     rows = {row.id: row for row in run.measurements() if not row.passing}
-    return replace(request, spec=spec_of(both)), rows, run.contents(SURVEY)
+    return replace(request, spec=spec_of(both)), rows, run.contents(records.SURVEY)
 
 
 def _kind(job: Job) -> JobKind:

@@ -12,39 +12,19 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from lipscope import records
 from lipscope.attacks import RECIPES, Draft, EditSearch, Scores, WorstInput
 from lipscope.display import Piece, Shown, pieces
-from lipscope.engine import checks
+from lipscope.engine import checks, runs
 from lipscope.engine.checks import argument, no_several, one_of, whole_number, words
 from lipscope.engine.classifier import BY_ANGLE, Classifier, nearest_by_angle, read_out_of
 from lipscope.engine.direction_words import mean_outputs
 from lipscope.engine.plan import Job, check_one_input
 from lipscope.engine.ready_model import AnyModel
-from lipscope.engine.runs import (
-    AnyData,
-    AnyFolder,
-    LocalRun,
-    Progress,
-    as_callback,
-    is_text,
-    of_one_input,
-)
 from lipscope.engine.spec import ADVERSARIAL, REAL, Options, Verb
 from lipscope.errors import InputError
 from lipscope.models import Embedded, WindowDecoder
 from lipscope.pages import Rows, empty_table, number
-from lipscope.records import (
-    EDITS,
-    FAILED,
-    SKIPPED,
-    SUCCEEDED,
-    Measurement,
-    Place,
-    RecipeSummary,
-    TextEdit,
-    stable_id,
-    summed,
-)
 
 _WORST = "worst.npz"
 _WITHOUT = ("map", "per_head", "metric", "move", "read", "side", "inputs", "ascent_steps", "radius")
@@ -71,14 +51,14 @@ class Attacked(Shown):
 
 def attack(
     model: AnyModel = "minilm",
-    data: AnyData = None,
+    data: runs.AnyData = None,
     *,
     layer: int = 0,
     length: int | None = None,
     radius: float | Literal["norm"] | None = None,
     steps: int = 40,
-    out: str | Path | Place | None = None,
-    progress: Progress | None = None,
+    out: str | Path | records.Place | None = None,
+    progress: runs.Progress | None = None,
     **options: Unpack[Options],
 ) -> Attacked:
     """Look for the inputs that make sigma of a layer large.
@@ -91,31 +71,24 @@ def attack(
     Holds for every layer whose weights are read in closed form. A lower bound on the worst
     case: no proof that nothing is worse. Twelve heads of width 32 at 64 tokens take ten to
     twelve seconds on two cores.
+    ``model``, ``data`` and ``progress`` are as for `measure`.
 
     Args:
-        model: As for `measure`.
-        data: Text or a batch of one, as for `measure`; the default text if None.
-        layer: Index of the layer from 0.
         length: Number of tokens of the text window; 64 if None.
         radius: Largest token norm; ``norm`` for the largest one after the norm that feeds the
             layer; that of the input if None.
         steps: Steps of the ascent; 0 for constructions only.
         out: Run folder for both rows, the worst input as ``worst.npz`` (x, v) in it; one of another
             attack is refused.
-        progress: True for a line on standard error, or called as ``progress(done, total, row)``.
         **options: Those of `measure` about the input and the solver; the map is ``attention``, and
             ``dtype`` float64.
-
-    Raises:
-        InputError: For every request that cannot be answered as asked, or if no input is
-            available for this layer.
     """
     steps = argument(whole_number(0, 100_000), "steps", steps)
-    asked = {**options, **of_one_input(data, options, length), "layers": [layer]}
+    asked = {**options, **runs.of_one_input(data, options, length), "layers": [layer]}
     most = argument(checks.radius, "radius", "row" if radius is None else radius)
     more = {"inputs": (REAL, ADVERSARIAL), "radius": most, "ascent_steps": steps}
     verb = {"verb": "attack"}
-    with LocalRun(model, data, asked, _ATTACK, more=more, out=out, asked=verb) as run:
+    with runs.LocalRun(model, data, asked, _ATTACK, more=more, out=out, asked=verb) as run:
         check_one_input(run.jobs)
         tried: list[WorstInput] = []
 
@@ -131,7 +104,7 @@ def attack(
             plain = [{k: v for k, v in vars(one).items() if k not in ("x", "v")} for one in tried]
             return {"found": plain, "radius": radius, "given_radius": given}
 
-        tell = as_callback(progress)
+        tell = runs.as_callback(progress)
         tell(0, 2, None)
         held = run.once("attack", {}, find, _WORST)
         rows = run.rows(tell)
@@ -172,13 +145,13 @@ class TextAttack(Shown):
     """The result of editing a few tokens."""
 
     rows: Rows  # sigma of the layer at every window
-    edits: tuple[TextEdit, ...]  # every window and recipe
+    edits: tuple[records.TextEdit, ...]  # every window and recipe
     by: str = ""  # what decides, in words; "" where nothing is decided
 
-    def summary(self) -> list[RecipeSummary]:
+    def summary(self) -> list[records.RecipeSummary]:
         """One entry for each recipe."""
         return [
-            summed(recipe, [one for one in self.edits if one.recipe == recipe])
+            records.summed(recipe, [one for one in self.edits if one.recipe == recipe])
             for recipe in dict.fromkeys(one.recipe for one in self.edits)
         ]
 
@@ -191,8 +164,8 @@ def attack_text(
     layer: int = 0,
     length: int | None = None,
     samples: int | None = None,
-    out: AnyFolder = None,
-    progress: Progress | None = None,
+    out: runs.AnyFolder = None,
+    progress: runs.Progress | None = None,
     **options: Unpack[EditOptions],
 ) -> TextAttack:
     """Edit at most ``budget`` tokens of a text so that the output changes most.
@@ -214,16 +187,13 @@ def attack_text(
 
     Holds for models that read one text through a table of token vectors. A lower bound on what
     edits can do: no proof that none does more.
+    ``model`` and ``progress`` are as for `measure`.
 
     Args:
-        model: As for `measure`.
-        data: The text, or its path; the default text if None.
         budget: Tokens that may be substituted, or copies that may be put in.
-        layer: Index of the layer from 0.
         length: Number of tokens of the windows; 64 if None.
         samples: Number of windows; 10 if None.
         out: Run folder: rows of sigma, and the edits as values of the part ``edits``.
-        progress: True for a line on standard error, or called as ``progress(done, total, row)``.
         **options: Those of `measure` about the input and the solver, and
 
             * ``recipes``: their names; all if not given; ``queries=32``: edited texts that the
@@ -233,9 +203,6 @@ def attack_text(
             * ``between``: texts; what is decided is which of them has the mean output of the
               smallest angle with that of the window; ``read_out``: a file as for ``lipscope
               certify --read-out``, or a `Classifier`, on the mean output of the model.
-
-    Raises:
-        InputError: For every request that cannot be answered as asked.
     """
     no_several(options)
     asked: dict[str, Any] = dict(options)
@@ -250,7 +217,7 @@ def attack_text(
         )
     recipes = argument(words(RECIPES), "recipes", own["recipes"])
     target = argument(one_of("model", "layer"), "target", own["target"])
-    if not is_text(data, options):
+    if not runs.is_text(data, options):
         raise InputError(
             "Token edits are of texts. Found a batch or pictures; leave `budget` out, or give a "
             "text."
@@ -263,12 +230,12 @@ def attack_text(
     asked |= {"layers": [layer], "lengths": _LENGTH if length is None else length}
     asked["samples"] = _SAMPLES if samples is None else samples
     verb = {"verb": "attack", "recipes": list(recipes), **wanted}
-    with LocalRun(model, data, asked, _ATTACK_TEXT, out=out, asked=verb) as run:
+    with runs.LocalRun(model, data, asked, _ATTACK_TEXT, out=out, asked=verb) as run:
         rows = run.rows()
         edits = _Windows(run, wanted, between, given)
         jobs = [(*one, recipe) for one in zip(run.jobs, rows, strict=True) for recipe in recipes]
-        found: list[TextEdit] = []
-        tell = as_callback(progress)
+        found: list[records.TextEdit] = []
+        tell = runs.as_callback(progress)
         for job, row, recipe in jobs:
             tell(len(found), len(jobs), row if edits.anew else None)
             found.append(edits.edited(job, row, recipe))
@@ -282,7 +249,7 @@ class _Windows:
 
     def __init__(
         self,
-        run: LocalRun,
+        run: runs.LocalRun,
         wanted: Mapping[str, Any],
         between: Sequence[str],
         given: Classifier | None,
@@ -292,16 +259,16 @@ class _Windows:
         self._classes: Classifier | None = None
         self.anew = False
 
-    def edited(self, job: Job, row: Measurement, recipe: str) -> TextEdit:
+    def edited(self, job: Job, row: records.Measurement, recipe: str) -> records.TextEdit:
         """What a recipe does to a window."""
-        key = stable_id({"id": row.id, "recipe": recipe, **self._wanted})
-        held = self._run.values(EDITS)
+        key = records.stable_id({"id": row.id, "recipe": recipe, **self._wanted})
+        held = self._run.values(records.EDITS)
         if key not in held:
             self.anew = True
-            self._run.keep_value(EDITS, key, self._made(job, row, recipe))
-        return TextEdit(**held[key])
+            self._run.keep_value(records.EDITS, key, self._made(job, row, recipe))
+        return records.TextEdit(**held[key])
 
-    def _made(self, job: Job, row: Measurement, recipe: Any) -> TextEdit:
+    def _made(self, job: Job, row: records.Measurement, recipe: Any) -> records.TextEdit:
         budget, queries = self._wanted["budget"], self._wanted["queries"]
         search = self._search(job, row)
         written, ids = search.written, search.start.ids
@@ -309,14 +276,14 @@ class _Windows:
         about = (row.id, row.sample, row.start, len(ids), recipe, self._wanted["target"])
         before = written.text(ids)
         if not written.survives(ids):
-            return TextEdit(*about, SKIPPED, before=before)
+            return records.TextEdit(*about, records.SKIPPED, before=before)
         found = search.run(recipe, budget=budget, queries=queries)
         draft, first = found.draft, search.decision
         done = bool(draft.edits) if first is None else found.decided != first
         known = self._classes.names if self._classes is not None else ()
-        return TextEdit(
+        return records.TextEdit(
             *about,
-            SUCCEEDED if done else FAILED,
+            records.SUCCEEDED if done else records.FAILED,
             edits=_edits_in_words(draft, written),
             changed=len(draft.edits),
             before=before,
@@ -333,7 +300,7 @@ class _Windows:
             decided=_class_name(found.decided, known),
         )
 
-    def _search(self, job: Job, row: Measurement) -> EditSearch:
+    def _search(self, job: Job, row: records.Measurement) -> EditSearch:
         if self._at is not None and self._at[0] == row.id:
             return self._at[1]
         at = self._run.at(job)

@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
+from lipscope import theorems
 from lipscope.attacks import attack_in_ball
 from lipscope.attention import Attention, Map
 from lipscope.certificates import (
@@ -25,16 +26,6 @@ from lipscope.engine.spec import OF_QUESTION, Options, Verb
 from lipscope.errors import InputError, shown
 from lipscope.models import Chain, eval_mode, read_map
 from lipscope.records import Bound, Finished, MapName, Measurement, stable_id
-from lipscope.theorems import (
-    DERIVED,
-    PATIENCE,
-    AskedLayer,
-    BallName,
-    NotApplicableError,
-    expected_seconds,
-    how_long,
-    theorem_named,
-)
 
 _SHARP = ("row_gram", "row_gram_joint")
 _VERB = Verb("certify", [one for one in OF_QUESTION if one != "per_head"], "float64")
@@ -45,30 +36,19 @@ _OF_ATTENTION = (_USUAL, "heads")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CertifiedBall(BallCertificate):
-    """A certificate of a model's layer in a ball, and an attack on it.
+    """A certificate of a model's layer in a ball, and an attack on it."""
 
-    Attributes:
-        model: Name of the model.
-        layer: Index of the layer; None for the map ``model``.
-        head: The query head, or None for all.
-        map: ``attention``, ``heads``, ``residual``, ``block``, ``stack`` or ``model``.
-        num_tokens: Number of tokens of the input.
-        largest_ratio: Largest ``‖f(X') - f(X)‖ / ‖X' - X‖`` that the attack found in the ball;
-            None if there was none.
-        largest_sigma: Largest sigma that it found there, or None.
-        attempts: Random points and ascents that it tried.
-        file: Name of the file with the worst input in the run folder, or None.
-    """
-
-    model: str
-    layer: int | None
-    head: int | None
-    map: MapName
-    num_tokens: int
+    model: str  # name of the model
+    layer: int | None  # index of the layer; None for the map ``model``
+    head: int | None  # the query head, or None for all
+    map: MapName  # ``attention``, ``heads``, ``residual``, ``block``, ``stack`` or ``model``
+    num_tokens: int  # number of tokens of the input
+    # largest ``‖f(X') - f(X)‖ / ‖X' - X‖`` that the attack found in the ball; None if there was
+    # none
     largest_ratio: float | None = None
-    largest_sigma: float | None = None
-    attempts: int = 0
-    file: str | None = None
+    largest_sigma: float | None = None  # largest sigma that it found there, or None
+    attempts: int = 0  # random points and ascents that it tried
+    file: str | None = None  # name of the file with the worst input in the run folder, or None
 
     @property
     def over_attack(self) -> float | None:
@@ -88,7 +68,7 @@ def certify(
     eps: float | Tensor = 0.01,
     layer: int = 0,
     length: int | None = None,
-    ball: BallName = "token",
+    ball: theorems.BallName = "token",
     head: int | None = None,
     steps: int | None = None,
     sharp: bool | None = None,
@@ -105,13 +85,11 @@ def certify(
     `read_map` takes apart; deterministic, up to float64 rounding. Proof:
     ``docs/theory/ball-certificate.md``. Twelve heads at 64 tokens take eight seconds, and some
     40 with ``sharp``; larger maps take time like the cube of tokens times width, and 4 GB at most.
+    ``model`` and ``data`` are as for `measure`.
 
     Args:
-        model: As for `measure`; an `Attention` layer with its input as ``data``.
-        data: Text or a batch of one, as for `measure`; the default text if None.
         eps: Radius of the ball, positive; one per token if wanted (ball ``token``), where tokens
             with 0 stay.
-        layer: Index of the layer from 0.
         length: Number of tokens of the text window; 64 if None.
         ball: ``token``: every token moves by at most ``eps``; ``frobenius``: all together.
         head: One query head alone, or None for all.
@@ -129,10 +107,6 @@ def certify(
         **options: Those of `measure` about the input and the solver; the map is ``attention``,
             ``heads``, ``residual``, ``block``, ``stack`` or ``model``, and ``dtype`` float64.
             ``head``, ``steps`` and ``sharp`` go with the first two.
-
-    Raises:
-        InputError: For every request that cannot be answered as asked, or if there is no
-            certificate.
 
     Tokens at the origin with ``Q = K = V = I`` average, so sigma is 1 there:
 
@@ -238,11 +212,11 @@ def _of_layer(
 ) -> BallCertificate:
     """The certificate of one attention layer, as sharp as is asked for or quick."""
     seconds = sharp_seconds(own, x, map, how["head"])
-    sharply = seconds <= PATIENCE if sharp is None else sharp
+    sharply = seconds <= theorems.PATIENCE if sharp is None else sharp
     found = certify_ball(own, x, sigma=sigma, map=map, sharp=sharply, **how)
     if sharp is not None or sharply:
         return found
-    left = f"the row-Gram certificate is left out: {how_long(seconds)}"
+    left = f"the row-Gram certificate is left out: {theorems.how_long(seconds)}"
     return replace(found, note="; ".join(filter(None, [left, found.note])))
 
 
@@ -260,9 +234,11 @@ def _check_eps(eps: float | Tensor) -> None:
 
 def sharp_seconds(layer: Attention, x: Tensor, map: Map, head: int | None = None) -> float:
     """How long the row-Gram certificates are expected to take, by shapes alone."""
-    whole = AskedLayer(layer, map, head, x)
-    with contextlib.suppress(NotApplicableError):  # the certificate will say why
-        return sum(expected_seconds(theorem_named(name), whole) for name in _SHARP)
+    whole = theorems.AskedLayer(layer, map, head, x)
+    with contextlib.suppress(theorems.NotApplicableError):  # the certificate will say why
+        return sum(
+            theorems.expected_seconds(theorems.theorem_named(name), whole) for name in _SHARP
+        )
     return 0.0
 
 
@@ -278,7 +254,7 @@ def as_bounds(found: BallCertificate, row: Measurement) -> list[Bound]:
             id=row.id,
             theorem=f"{name}_{found.ball}",
             statement=said[name],
-            cite=DERIVED,
+            cite=theorems.DERIVED,
             kind="upper",
             scope="ball",
             metric="frobenius",

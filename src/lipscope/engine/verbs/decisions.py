@@ -8,30 +8,11 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from lipscope.certificates import DecisionBall
+from lipscope.engine import model_decision, runs
 from lipscope.engine.checks import argument, one_of, whole_number
 from lipscope.engine.classifier import Classifier, read_out_at
-from lipscope.engine.model_decision import (
-    BALLS,
-    DecisionCertificate,
-    ModelDecision,
-    decides_by,
-    decision_at,
-    decision_of_layer,
-    radius_key,
-    whole_input,
-)
 from lipscope.engine.plan import check_one_input
 from lipscope.engine.ready_model import AnyModel, ready_model
-from lipscope.engine.runs import (
-    AnyData,
-    AnyFolder,
-    LocalRun,
-    Progress,
-    as_callback,
-    as_voice,
-    is_text,
-    of_one_input,
-)
 from lipscope.engine.spec import OF_QUESTION, Options, Verb
 from lipscope.errors import InputError, shown
 from lipscope.models import Pooled
@@ -43,7 +24,7 @@ _LOADING = ("tokenizer", "revision", "seed", "allow_pickle")
 
 def certify_decision(
     model: AnyModel = "minilm",
-    data: AnyData = None,
+    data: runs.AnyData = None,
     *,
     between: Sequence[str] | None = None,
     read_out: str | Path | Classifier | None = None,
@@ -52,10 +33,10 @@ def certify_decision(
     tokens: Sequence[int] | None = None,
     at_layer: int = 0,
     length: int | None = None,
-    out: AnyFolder = None,
-    progress: Progress | None = None,
+    out: runs.AnyFolder = None,
+    progress: runs.Progress | None = None,
     **options: Unpack[Options],
-) -> tuple[DecisionCertificate, ...]:
+) -> tuple[model_decision.DecisionCertificate, ...]:
     """Certify how far tokens may move before a decision can change, of a model or of one layer.
 
     What `OpenModel.decision` decides: the model's own class or next token, or which of some texts
@@ -69,10 +50,9 @@ def certify_decision(
 
     An interrupt from the keyboard ends it: the last certificate has what was proved so far and is
     ``stopped``. The same request on the same folder goes on from there.
+    ``model`` and ``data`` are as for `measure`.
 
     Args:
-        model: As for `measure`.
-        data: Text or a batch of one, as for `measure`; the default text if None.
         between: Texts: the one whose mean output is at the smallest angle decides.
         read_out: A matrix of classes in a file, or a `Classifier`, in their place.
         pool: Which tokens are read where the model does not pool them itself.
@@ -87,36 +67,37 @@ def certify_decision(
         **options: Those of `measure` about the input and the solver; ``dtype`` float64. The map is
             ``model``, all that comes after the moves, or ``attention``, that layer by itself.
 
-    Raises:
-        InputError: For every request that cannot be answered as asked.
-
     Source: derived here.
     """
-    ball = argument(one_of(*BALLS), "ball", ball)
-    given = decides_by(between, read_out)
+    ball = argument(one_of(*model_decision.BALLS), "ball", ball)
+    given = model_decision.decides_by(between, read_out)
     asked: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
     map = argument(one_of("model", "attention"), "map", asked.pop("map", "model"))
-    if length is None and is_text(data, asked):
+    if length is None and runs.is_text(data, asked):
         model = ready_model(model, **{name: asked[name] for name in _LOADING if name in asked})
         asked = {k: v for k, v in asked.items() if k not in ("tokenizer", "revision")}
-        data = whole_input(model, data, special_tokens=asked.get("special_tokens", True))
+        data = model_decision.whole_input(
+            model, data, special_tokens=asked.get("special_tokens", True)
+        )
     own = given is None and between is None
     if own and map == "attention":
         raise InputError("A layer decides by `between` or a `read_out`. Found neither.")
-    asked |= of_one_input(data, asked, length)
+    asked |= runs.of_one_input(data, asked, length)
     maps = "margin" if own else map
     if map == "attention":
         asked["layers"] = [argument(whole_number(0, 10_000), "at_layer", at_layer)]
-    tell, said = as_callback(progress), {"verb": "certify"}
-    with LocalRun(model, data, asked, _VERB, more={"maps": (maps,)}, out=out, asked=said) as run:
+    tell, said = runs.as_callback(progress), {"verb": "certify"}
+    with runs.LocalRun(
+        model, data, asked, _VERB, more={"maps": (maps,)}, out=out, asked=said
+    ) as run:
         check_one_input(run.jobs)
         about: dict[str, Any] = {"between": between, "pool": pool, "at_layer": at_layer}
         about |= {"read_out": given and given.digests}
 
-        def decide() -> ModelDecision:
+        def decide() -> model_decision.ModelDecision:
             if map == "attention":
                 return _at_layer(run, given, between, pool)
-            return decision_at(
+            return model_decision.decision_at(
                 run.model,
                 run.at(run.jobs[0]).item,
                 given=given,
@@ -132,13 +113,13 @@ def certify_decision(
             tell(0, len(groups), None)
             rows = run.rows(keep=False) if run.folder is not None else None
             id, keys = None if rows is None else rows[0].id, []
-            found: DecisionCertificate | None = None
+            found: model_decision.DecisionCertificate | None = None
             for done, group in enumerate(groups, 1):
-                keys.append(radius_key(id, ball, group, **about))
+                keys.append(model_decision.radius_key(id, ball, group, **about))
                 before = run.values(RADII).get(keys[-1])
                 found = None if before is None else _read(before)
                 if found is None or found.stopped:
-                    found = decision.certified(ball, group, as_voice(tell), found)
+                    found = decision.certified(ball, group, runs.as_voice(tell), found)
                     run.keep_value(RADII, keys[-1], replace(found, id=id))
                 if found.stopped:
                     break
@@ -164,8 +145,8 @@ class _StoppedError(Exception):
 
 
 def _at_layer(
-    run: LocalRun, given: Classifier | None, between: Sequence[str] | None, pool: Any
-) -> ModelDecision:
+    run: runs.LocalRun, given: Classifier | None, between: Sequence[str] | None, pool: Any
+) -> model_decision.ModelDecision:
     """The decision of a layer's pooled output, at the input of a run."""
     job, at = run.jobs[0], run.at(run.jobs[0])
     if given is None and pool not in (None, "mean", "first"):
@@ -173,9 +154,11 @@ def _at_layer(
     given = read_out_at(run, given, between or (), pool or "mean")
     assert given is not None
     how: dict[str, Any] = {"words": at.tokens, "model": run.model.name, "sample": job.sample}
-    return decision_of_layer(at.attention, at.x, given, pool, at_layer=job.layer or 0, **how)
+    return model_decision.decision_of_layer(
+        at.attention, at.x, given, pool, at_layer=job.layer or 0, **how
+    )
 
 
-def _read(held: dict[str, Any]) -> DecisionCertificate:
+def _read(held: dict[str, Any]) -> model_decision.DecisionCertificate:
     lists: dict[str, Any] = {name: tuple(held[name]) for name in ("tokens", "words")}
-    return DecisionCertificate(**held | lists)
+    return model_decision.DecisionCertificate(**held | lists)

@@ -175,17 +175,14 @@ def bounds(
 
     Holds for families whose weights are read in closed form. A theorem is compared with a
     measurement in its own metric and map only.
+    ``model``, ``data``, ``out`` and ``progress`` are as for `measure`.
 
     Args:
-        model: As for `measure`.
-        data: Text or a batch, as for `measure`; the default text if None.
         layers: Indices from 0, or "all".
         lengths: Numbers of tokens of windows of text; 64 if None.
         samples: Windows per length; 1 if None.
         attack: Also the worst input within the radius that `attack` finds, and its sigma; it takes
             seconds a head.
-        out: As for `measure`.
-        progress: True for a line on standard error, or called as ``progress(done, total, row)``.
         **options: Those of `measure`, with these defaults: ``map`` is ``attention``, ``heads``,
             ``normed`` or ``residual``; ``metric`` asks for theorems in this metric only, and
             measures sigma in it (all theorems, and sigma in the Frobenius norm, without);
@@ -262,18 +259,15 @@ def directions(
     Each direction has its own interval, and a bound of its angle with the singular vector; equal
     singular values have no directions of their own. That a direction reads as something does not
     say that the model uses it so.
+    ``model``, ``data``, ``out`` and ``progress`` are as for `measure`.
 
     Args:
-        model: As for `measure`.
-        data: Text or a batch, as for `measure`; the default text if None.
         layer: Index from 0, several, or "all".
         k: Number of directions.
         among: Texts, or the ``Path`` of a file with one on each line, for an encoder of texts: each
             direction has their parts ``text``, whose ``share`` is the derivative, along v, of the
             cosine of the mean over tokens of the model's output with that of the text.
         length: Number of tokens of the text window; 64 if None.
-        out: Run folder, or one that is open, as for `measure`.
-        progress: Called as ``progress(done, total, row)``.
         **options: Those of `measure` about the input, the question and the solver.
 
     Source: derived here (``docs/theory/directions.md``).

@@ -14,15 +14,9 @@ from rich.text import Text
 
 from lipscope.certificates import certified_changes, read_out_radius
 from lipscope.display import Drawing, Piece, Shown, pieces
+from lipscope.engine import classifier
 from lipscope.engine.answer import finite
 from lipscope.engine.checks import argument, flag, is_number, items, one_of, whole_number
-from lipscope.engine.classifier import (
-    Classifier,
-    DecisionOptions,
-    Pool,
-    read_out_at,
-    read_out_of,
-)
 from lipscope.engine.direction_words import given_texts
 from lipscope.engine.model_decision import decision_of_layer
 from lipscope.engine.plan import Job
@@ -73,7 +67,7 @@ _COLUMNS += ("model",)
 _LARGE = 12 * 64**2  # heads times tokens squared, up to which certificates take a minute or so
 
 
-class PushOptions(Options, DecisionOptions, total=False):
+class PushOptions(Options, classifier.DecisionOptions, total=False):
     """Options of `push`, which says what they mean."""
 
     certificate: bool | None
@@ -84,19 +78,13 @@ _DEFAULTS = {"between": None, "read_out": None, "pool": "mean", "certificate": N
 
 @dataclass(frozen=True, repr=False)
 class Pushed(Shown):
-    """The effect of pushes of a layer's input.
+    """The effect of pushes of a layer's input."""
 
-    Attributes:
-        rows: Sigma of the map, one row for each input.
-        places: What there was before the pushes, for each row.
-        directions: Every direction of each row, and where something changes along it.
-        steps: Every size of every direction.
-    """
-
-    rows: Rows
-    places: tuple[PushPlace, ...]
+    rows: Rows  # sigma of the map, one row for each input
+    places: tuple[PushPlace, ...]  # what there was before the pushes, for each row
+    # every direction of each row, and where something changes along it
     directions: tuple[PushDirection, ...]
-    steps: tuple[PushStep, ...]
+    steps: tuple[PushStep, ...]  # every size of every direction
 
 
 def push(
@@ -123,11 +111,9 @@ def push(
 
     Holds for every model that `measure` takes. Certificates are for the map ``attention`` of
     dot-product layers that are read in closed form, decisions likewise.
+    ``model``, ``data`` and ``progress`` are as for `measure`.
 
     Args:
-        model: As for `measure`.
-        data: Text or a batch, as for `measure`; the default text if None.
-        layer: Index of the layer from 0.
         length: Number of tokens of the text window; 64 if None.
         eps: Sizes ``‖E‖_F``. If None, four a decade from a thousandth of the mean norm of a token
             to ``‖X‖_F``: from where sigma should hold to where the move outweighs the input.
@@ -135,7 +121,6 @@ def push(
         among: Texts, or the ``Path`` of a file with one on each line: the nearest to the output is
             read, by the cosine of the mean over tokens. If None, the next token of a decoder.
         out: Run folder: rows, and the parts ``push``, ``push-directions``, ``push-places``.
-        progress: Called as ``progress(done, total, row)``, in directions.
         **options: Those of `measure` about the input and the solver, ``dtype`` float64, and
 
             * ``between``: texts, as in `lipscope certify`: the nearest one to the layer's pooled
@@ -184,7 +169,7 @@ class _Pushes:
         wanted: Mapping[str, Any],
         among: Sequence[str],
         between: Sequence[str],
-        decides: Classifier | None,
+        decides: classifier.Classifier | None,
         tell: Tell,
     ) -> None:
         self._run, self._wanted, self._tell = run, wanted, tell
@@ -206,7 +191,7 @@ class _Pushes:
         def place() -> PushCurves:  # not before it is needed: a finished push loads no model
             if not made:
                 pool = self._wanted["pool"]
-                classes = read_out_at(self._run, self._given, self._between, pool)
+                classes = classifier.read_out_at(self._run, self._given, self._between, pool)
                 decides = None if classes is None else (classes, pool)
                 made.append(PushCurves(self._run, job, row, push, self._among, decides))
             return made[0]
@@ -250,7 +235,7 @@ def _grid(eps: Any) -> list[float]:
 
 def _decision(
     between: Sequence[str] | None, read_out: Any, options: Mapping[str, Any]
-) -> Classifier | None:
+) -> classifier.Classifier | None:
     """The read-out that was given, checked with what goes with it."""
     decides = between is not None or read_out is not None
     if decides and options.get("map", "attention") != "attention":
@@ -258,7 +243,7 @@ def _decision(
             "A decision reads the layer's attention. Found `between` or `read_out` with `map = "
             f"{shown(options['map'])}`; leave one of them out."
         )
-    return read_out_of(between, read_out) if decides else None
+    return classifier.read_out_of(between, read_out) if decides else None
 
 
 # --- one input: what happens at each size, what is promised, where something changes
@@ -274,7 +259,7 @@ class PushCurves:
         row: Measurement,
         push: str,
         among: Sequence[str],
-        decides: tuple[Classifier, Pool] | None,
+        decides: tuple[classifier.Classifier, classifier.Pool] | None,
     ) -> None:
         self.row, self.push, self.decides = row, push, decides
         self.at = PushProbe(run, job, among, decides)

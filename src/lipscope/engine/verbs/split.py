@@ -65,15 +65,13 @@ def split(
 
     Holds for self-attention whose weights are read in closed form. With a mask or positions, copies
     share those of their token. Intervals of single tokens are five per cent wide.
+    ``model``, ``data`` and ``progress`` are as for `measure`.
 
     Args:
-        model: As for `measure`.
-        data: Text or a batch, as for `measure`; the default text if None.
         layers: Indices from 0, or "all".
         length: Number of tokens of the text window; 64 if None.
         out: Run folder: rows with ``move = copies`` and without, tokens as values of the part
             ``tokens``.
-        progress: True for a line on standard error, or called as ``progress(done, total, row)``.
         **options: Those of `measure` about the input and the solver; the map is ``attention`` or
             ``heads``.
 

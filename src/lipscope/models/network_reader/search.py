@@ -119,11 +119,7 @@ class Search:
         self.real = _real_tokens(self.record.inputs, len(function.x))
 
     def found(self) -> Found:
-        """The network.
-
-        Raises:
-            InputError: If there is none.
-        """
+        """The network."""
         unknown = ", ".join(self.view.unknown)
         if unknown:
             raise InputError(

@@ -92,13 +92,11 @@ def local_blocks(at: HeadAt, slope: Tensor | None = None, around: Around | None 
     return norm_in_double(beta)
 
 
-def _eigenproblems(tokens: int, width: int) -> float:
-    """Seconds of an eigenproblem of the head's width for each token, about."""
-    return 3e-10 * tokens * width**3
-
-
 @theorem(
-    cite=DERIVED, statement="Largest token norm, at x", metric="max-token", cost=_eigenproblems
+    cite=DERIVED,
+    statement="Largest token norm, at x",
+    metric="max-token",
+    cost=lambda tokens, width: 3e-10 * tokens * width**3,
 )
 def local_max_token(at: HeadAt, slope: Tensor | None = None) -> float:
     """`global_max_token` with what attention does at this input.
