@@ -72,10 +72,7 @@ def ascend(
 
     Args:
         layer: The layer; the map is the whole layer.
-        num_tokens: Number of tokens.
-        radius: Largest token norm.
         restarts: Number of starts that are drawn, besides those given.
-        steps: Iterations of each.
         start: One input ``(n, d)`` or several, for example constructions.
         generator: Source of starts; torch's global one if None.
         memory: Bytes for one batch of restarts, roughly.

@@ -85,14 +85,9 @@ def worst(
 
     Args:
         layer: The layer; the map is ``attention``, all heads with the projection.
-        num_tokens: Number of tokens.
-        radius: Largest token norm.
-        names: Constructions to try; all if None.
         restarts: Random starts of the second ascent.
-        steps: Iterations of both; with ``steps=0`` there is none.
         given: Inputs ``(n, d)`` besides, such as real text; tokens beyond the radius are scaled.
         tol: Tolerance of the measurements.
-        generator: Source of random starts; torch's global one if None.
 
     Returns:
         One row per construction and head, per given input, and per ascent. The first one is
