@@ -402,8 +402,10 @@ def test_infinite_and_unknown_bounds_are_refused_in_one_line() -> None:
             ls.lipschitz_bound(layer, radius=1.0)
     with pytest.raises(ls.InputError, match="num_tokens"):
         ls.lipschitz_bound(dot.replace(causal=True), radius=1.0, norm="frobenius")
-    with pytest.raises(ls.InputError, match="attention 0"):
-        ls.lipschitz_bound(ls.L2Attention(four[0], four[1]))
+    others = ~torch.eye(N, dtype=torch.bool)
+    for layer in (ls.L2Attention(*four[:2]), ls.L2Attention(*four[:2], mask=others)):
+        with pytest.raises(ls.InputError, match="attention 0"):
+            ls.lipschitz_bound(layer)
     with pytest.raises(ls.InputError, match="`data` should be an input"):
         ls.lipschitz_bound(nn.Linear(2, 2))
     with pytest.raises(ls.InputError, match="load_model"):

@@ -31,7 +31,7 @@ from lipscope.attention import (
     spectral_norm,
 )
 from lipscope.theorems.head import UNIT
-from lipscope.theorems.register import NotApplicableError
+from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
 
 BoundNorm = Literal["max-token", "frobenius"]
 _TOKENS = "the number of tokens counts in it: give `num_tokens`"
@@ -228,6 +228,32 @@ def attention_constant(
     return found._replace(constant=at.slope * found.constant)
 
 
+@theorem(
+    cite=DERIVED,
+    statement="Largest token norm, heads together",
+    metric="max-token",
+    scope="global",
+)
+def layer_max_token(layer: Attention, num_tokens: int, radius: float) -> float:
+    """How far any token of a whole layer moves when no token moves by more than 1.
+
+    ``√(Σ_h c_h) ‖Σ_h (a_h + t_h)² M_h M_h^T / c_h‖^(1/2)``, ``M_h = O_h V_h``, with
+    ``a_h = √(1 + β²)`` and ``t_h = α`` for inner products of affine maps; other scores and variants have their own.
+
+    Holds for any mask and biases, rotary embeddings, soft caps, norms of queries and keys, and the
+    variants, on n tokens of norm at most R.
+
+    Source: derived here (``docs/theory/network-bound.md``).
+    """
+    r = torch.tensor(radius, dtype=torch.float64)
+    found = attention_constant(
+        layer.in_double(), Tokens(r), norm="max-token", num_tokens=num_tokens
+    )
+    if not bool(found.constant.isfinite()):
+        raise NotApplicableError("it overflows")
+    return float(found.constant)
+
+
 def _softmax(at: _Heads, norm: BoundNorm) -> Constant:
     layer, value_norm = at.layer, at.layer.norms()[2]
     right, radius, gain = at.v, at.radius.expand(layer.num_heads), 1.0
@@ -300,8 +326,9 @@ def _distances(at: _Heads, gain: Tensor) -> _Row:
     """``-|x̂_i - x̂_j|²``: on a ball, or for so many tokens, whichever is less."""
     r2 = reach(gain.square(), at.radius.square())
     others, own = (1 + 4 * reach((4 * r2 - 1).clamp_min(0), r2)).sqrt(), 2 * r2
-    logits = 4 * r2
-    if at.n is not None:
+    logits, mask = 4 * r2, at.layer.mask
+    itself = mask is None or bool(mask.diagonal(dim1=-2, dim2=-1).all())
+    if at.n is not None and itself:  # the lemma needs that a token reads itself
         f = phi_inverse(at.n - 1.0)
         less = others + own < 1 + 4 * f
         others, own = (
