@@ -238,7 +238,8 @@ def layer_max_token(layer: Attention, num_tokens: int, radius: float) -> float:
     """How far any token of a whole layer moves when no token moves by more than 1.
 
     ``√(Σ_h c_h) ‖Σ_h (a_h + t_h)² M_h M_h^T / c_h‖^(1/2)``, ``M_h = O_h V_h``, with
-    ``a_h = √(1 + β²)`` and ``t_h = α`` for inner products of affine maps; other scores and variants have their own.
+    ``a_h = √(1 + β²)`` and ``t_h = α`` for inner products of affine maps; other scores and
+    variants have their own.
 
     Holds for any mask and biases, rotary embeddings, soft caps, norms of queries and keys, and the
     variants, on n tokens of norm at most R.
