@@ -115,6 +115,7 @@ class Study:
         self._claims: list[Claim] = []
         self._tables: list[Table] = []
         self._remarks: list[str] = []
+        self._plan: tuple[str, ...] = ()
         self._progress = progress
         self.load = functools.lru_cache(maxsize=2)(load_model)
 
@@ -152,7 +153,15 @@ class Study:
     @property
     def findings(self) -> Findings:
         """What was said so far."""
-        return Findings(tuple(self._claims), tuple(self._tables), tuple(self._remarks))
+        return Findings(tuple(self._claims), tuple(self._tables), tuple(self._remarks), self._plan)
+
+    def plan(self, *sentences: str) -> None:
+        """Say, before anything runs, what is asked, how it is judged and what would refute it.
+
+        It is the first value of the run folder, and the page holds it.
+        """
+        self._plan = sentences
+        self.values("plan", [{"plan": list(sentences)}], lambda **_: {})
 
     def claim(self, about: str, said: str, found: str) -> None:
         """Say what is compared, what the paper (or a derivation here) says, and what was found."""

@@ -55,6 +55,7 @@ class Findings:
     claims: tuple[Claim, ...]
     tables: tuple[Table, ...] = ()
     remarks: tuple[str, ...] = ()
+    plan: tuple[str, ...] = ()  # what was said before the runs
 
 
 def value_of(item: Any, what: Value) -> Any:
@@ -127,6 +128,9 @@ def findings_page(
     ]
     for table in findings.tables:
         parts += [f"## {table.title}", _markdown(table.columns, table.lines)]
+    if findings.plan:
+        planned = "\n".join(f"- {one}" for one in findings.plan)
+        parts += ["## Plan, written before the run", planned]
     if findings.remarks:
         parts += ["## Remarks", "\n".join(f"- {remark}" for remark in findings.remarks)]
     return "\n\n".join(parts) + "\n"

@@ -1,0 +1,71 @@
+"""Rank correlations of several predictors with one truth, tested jointly by permutations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from jaxtyping import Float
+from scipy import stats
+from torch import Generator, Tensor
+
+Ranks = Sequence[Tensor]  # one ``(units, columns)`` for each stratum
+_DRAWS = 2000
+
+
+def ranks(values: Sequence[Sequence[float]]) -> Float[Tensor, "units columns"]:
+    """Ranks over units, of each column by itself, centred and of unit length; zero where constant.
+
+    The inner product of two such columns is Spearman's correlation.
+    """
+    found = torch.from_numpy(stats.rankdata(values, axis=0))
+    found = found - found.mean(0)
+    return found / found.norm(dim=0).clamp_min(1e-12)
+
+
+def mean_correlation(known: Ranks, truth: Ranks) -> float:
+    """Spearman's correlation over units, mean over columns, then over strata."""
+    every = [(a * b).sum(0).mean() for a, b in zip(known, truth, strict=True)]
+    return float(torch.stack(every).mean())
+
+
+def different(known: Mapping[str, Ranks], truth: Ranks) -> dict[str, float]:
+    """For each predictor the joint level of a correlation: that any is so far from 0 by chance.
+
+    Units are permuted within strata, all columns alike; the largest of all predictors counts.
+    """
+    gen, tops = Generator().manual_seed(0), []
+    for _ in range(_DRAWS):
+        mixed = [one[torch.randperm(len(one), generator=gen)] for one in truth]
+        tops.append(max(abs(mean_correlation(one, mixed)) for one in known.values()))
+    return {name: _level(tops, abs(mean_correlation(one, truth))) for name, one in known.items()}
+
+
+def better(
+    known: Mapping[str, Ranks], truth: Ranks, tested: Sequence[str], baselines: Sequence[str]
+) -> dict[tuple[str, str], tuple[float, float]]:
+    """For each tested predictor and baseline: the gap of their correlations and its joint level.
+
+    Predictor and baseline are swapped in random units, all columns alike: the gap of those that
+    predict alike has either sign as often. The largest gap of all pairs counts.
+    """
+    pairs = [(a, b) for a in tested for b in baselines]
+    weights = [1 / (len(truth) * one.shape[1]) for one in truth]
+    parts = {
+        (a, b): torch.cat(
+            [
+                ((one - other) * z).sum(1) * weight
+                for one, other, z, weight in zip(known[a], known[b], truth, weights, strict=True)
+            ]
+        )
+        for a, b in pairs
+    }
+    every = torch.stack([parts[pair] for pair in pairs])
+    signs = torch.randint(0, 2, (every.shape[1], _DRAWS), generator=Generator().manual_seed(0))
+    tops = (every @ (2 * signs - 1).to(every)).amax(0).tolist()
+    gaps = every.sum(1).tolist()
+    return {pair: (gap, _level(tops, gap)) for pair, gap in zip(pairs, gaps, strict=True)}
+
+
+def _level(tops: Sequence[float], found: float) -> float:
+    return (1 + sum(top >= found for top in tops)) / (1 + len(tops))
