@@ -12,7 +12,6 @@ from lipscope.errors import InputError
 from lipscope_experiments import reproduce
 from lipscope_experiments.castin2024 import divide_by_bound
 from lipscope_experiments.castin2024.divide_by_bound import (
-    _CONTROLS,
     _KINDS,
     Linear,
     VisionTransformer,
@@ -32,14 +31,14 @@ def blobs() -> Digits:
     return Digits(images, labels, images[:40], labels[:40])
 
 
-SLOW = [pytest.param(one, marks=pytest.mark.slow) for one in _KINDS[1:3]]
+SLOW = [pytest.param(one, marks=pytest.mark.slow) for one in _KINDS if "3.3" in one]
 
 
-@pytest.mark.parametrize("kind", [_KINDS[0], *SLOW, *_KINDS[3:], _CONTROLS[0]])
+@pytest.mark.parametrize("kind", [*(one for one in _KINDS[1:] if "3.3" not in one), *SLOW])
 def test_no_move_within_the_radius_changes_the_answer(kind) -> None:
     torch.manual_seed(0)
     data = blobs()
-    net = trained(VisionTransformer(attention_of(kind)), data, 5, 0).double()
+    net = trained(VisionTransformer(attention_of(kind)), data, 5, 0)[0].double()
     images, labels = data.test_images.double(), data.test_labels
     slope, radii = net.slope(), net.certified(images, labels)
 
@@ -63,7 +62,7 @@ def test_no_move_within_the_radius_changes_the_answer(kind) -> None:
 def test_a_linear_map_is_certified_to_its_nearest_other_answer() -> None:
     """The nearest image with another answer lies on the plane where two scores tie."""
     data = blobs()
-    net = trained(Linear(), data, 5, 0).double()
+    net = trained(Linear(), data, 5, 0)[0].double()
     images, labels = data.test_images.double(), data.test_labels
     radii, w = net.certified(images, labels), net.head.weight
     for i in (radii > 0).nonzero()[:5, 0].tolist():
@@ -78,12 +77,27 @@ def test_a_linear_map_is_certified_to_its_nearest_other_answer() -> None:
         assert float(radii[i]) == pytest.approx(min(tied), rel=1e-9)
 
 
+def test_a_sum_over_patches_cannot_tell_the_marked_pairs() -> None:
+    """The labels against the images; and the best sum over patches, by counting symbol pairs."""
+    data = divide_by_bound.marked_pairs(400)
+    patches = torch.nn.functional.unfold(data.images, 2, stride=2).mT
+    marked = [one[one[:, 0] == 1, 1:] for one in patches]
+    same = torch.tensor([bool((a == b).all()) for a, b in marked])
+    assert all(len(one) == 2 for one in marked) and bool((same.long() == data.labels).all())
+    assert float(data.labels.double().mean()) == 0.5
+    sums = torch.cartesian_prod(*3 * [torch.linspace(-1, 1, 9)])  # f of each symbol
+    scores = torch.stack([sums @ one.sum(0) for one in marked], 1)
+    cuts = torch.linspace(-2.1, 2.1, 43)
+    right = ((scores[..., None] > cuts) == same[:, None]).double().mean(1)
+    assert 0.7 < float(torch.maximum(right, 1 - right).max()) <= 0.8  # 3/4, and what is drawn
+
+
 @pytest.mark.slow
 def test_the_experiment_says_what_was_found(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(divide_by_bound, "digits", blobs)
     found = reproduce("castin2024/divide-by-bound", quick=True, out=tmp_path / "a")
-    for kind, *shares in found.tables[1].lines:
-        means = [float(one.split()[0]) for one in shares]
+    for kind, _, *cells in (line for table in found.tables for line in table.lines):
+        means = [float(one.split()[0]) for one in cells[:6]]
         assert all(sure <= tried for sure, tried in zip(means[::2], means[1::2], strict=True)), kind
     assert Path(tmp_path / "a" / "divide-by-bound.png").exists()
 

@@ -13,8 +13,8 @@ from lipscope import DotProduct
 from lipscope.attacks import ascent_move, of_size, random_move, sign_move
 from lipscope.measures import repeated_tokens
 from lipscope.records.sampling import mean_interval, rank_correlation, share_interval
-from lipscope_experiments.questions.margin_gain import smallest_flip
 from lipscope_experiments.castin2024.robustness import singular_move, split_change
+from lipscope_experiments.questions.margin_gain import smallest_flip
 from small import drawn, line, sigma
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).double()
