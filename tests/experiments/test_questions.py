@@ -179,6 +179,7 @@ def test_they_are_registered() -> None:
     assert names == {
         "questions/sink",
         "questions/sink-training",
+        "questions/margin-gain",
         "questions/precision",
         "questions/long-context",
     }

@@ -260,7 +260,6 @@ def test_a_finished_run_is_drawn_again_from_its_values(figure3, monkeypatch) -> 
         "castin2024/looseness",
         "castin2024/measures",
         "castin2024/long-context",
-        "castin2024/prediction",
         "castin2024/robustness",
         "castin2024/scaling-factor",
         "castin2024/sink-law",
@@ -268,6 +267,7 @@ def test_a_finished_run_is_drawn_again_from_its_values(figure3, monkeypatch) -> 
         "castin2024/text-edits",
         "castin2024/worst-input",
         "questions/long-context",
+        "questions/margin-gain",
         "questions/precision",
         "questions/sink",
     ],
@@ -285,10 +285,10 @@ def test_windows_that_repeat_another_are_no_neighbours(tmp_path, monkeypatch) ->
     """Windows left out leave gaps in their numbers: the next one's own sentence is set aside."""
     text = "a" * 4 * len(TEXT) + TEXT
     monkeypatch.setattr("lipscope_experiments.texts.default_text", lambda: text)
-    for name in ("prediction", "robustness"):
-        found = reproduce(f"castin2024/{name}", models=[LONG], quick=True, out=tmp_path / name)
+    for name in ("questions/margin-gain", "castin2024/robustness"):
+        found = reproduce(name, models=[LONG], quick=True, out=tmp_path / name)
         assert found.claims and found.tables
-    samples = {row.sample for row in read_run(tmp_path / "prediction").measurements()}
+    samples = {row.sample for row in read_run(tmp_path / "questions/margin-gain").measurements()}
     assert max(samples) >= len(samples)
 
 

@@ -191,7 +191,7 @@ class StreamRun:
         answer, patch = answer_at(scores, 0 * x), other - x
         moved = answer_at(scores, patch) != answer
         return {
-            "margin": float(first - second),
+            "margin": float((first - second).detach()),
             "gain": float(slope.norm()),
             "norm": float(x.norm()),
             "flip": None if flip is None else float(flip.norm()),
