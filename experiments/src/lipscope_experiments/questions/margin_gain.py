@@ -187,11 +187,11 @@ class StreamRun:
         with torch.enable_grad():
             first, second = scores(move).topk(2).values
             (slope,) = torch.autograd.grad(first - second, move)
-        _, flip = smallest_flip(scores, x)
+        margin, flip = smallest_flip(scores, x)
         answer, patch = answer_at(scores, 0 * x), other - x
         moved = answer_at(scores, patch) != answer
         return {
-            "margin": float((first - second).detach()),
+            "margin": margin,
             "gain": float(slope.norm()),
             "norm": float(x.norm()),
             "flip": None if flip is None else float(flip.norm()),
