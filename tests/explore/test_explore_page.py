@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -19,6 +24,15 @@ SIZES = "hidden_size=24,num_attention_heads=3,num_hidden_layers=3,intermediate_s
 MODEL = f"random:bert:{SIZES},vocab_size=300,max_position_embeddings=64"
 PHONE = {"width": 390, "height": 844}
 TEXT = "It was late, and nobody came."
+OTHER = "random:gpt2:n_embd=12,n_head=3,n_layer=2,n_positions=64"  # a second model
+# What a browser calls a jump, but for the marks of the numbers, which are where the numbers are.
+JUMPS = """
+globalThis.jumps = [];
+new PerformanceObserver((some) => some.getEntries().forEach((one) => one.sources.forEach((s) => {
+  const node = s.node?.nodeType === 1 ? s.node : s.node?.parentElement;
+  if (node && !node.closest(".track, .tokens, #axis")) jumps.push(node.outerHTML.slice(0, 60));
+}))).observe({ type: "layout-shift" });
+"""
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +53,20 @@ def server() -> Iterator[Server]:
     made.end()
 
 
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Server]:
+    made = served([MODEL, OTHER], TEXT)
+    made.start()
+    yield made
+    made.end()
+
+
 class Opened:
     """A window on the page, in which nothing goes wrong and which asks nobody else."""
 
     def __init__(self, browser: Browser, server: Server, fragment: str = "", **how) -> None:
         self.context = browser.new_context(**how)
+        self.context.add_init_script(JUMPS)
         self.page: Page = self.context.new_page()
         self.problems: list[str] = []
         self.requests: list[str] = []
@@ -64,6 +87,14 @@ class Opened:
     def ends(self) -> list[str]:
         return self.page.locator("#layers td.ends").all_inner_texts()
 
+    def rows(self) -> list[tuple[str, float, float]]:
+        found = self.page.evaluate("[...seen.layers.values()].map((one) => one.row)")
+        return [(row["id"], row["sigma"] or 0.0, row["upper"] or 0.0) for row in found]
+
+    def choose(self, label: str, option: str) -> None:
+        self.page.get_by_label(label, exact=True).select_option(option)
+        self.drawn()
+
     def close(self) -> None:
         self.context.close()
         assert self.problems == []
@@ -77,10 +108,17 @@ def opened(browser: Browser, server: Server) -> Iterator[Opened]:
     window.close()
 
 
-def measured(text: str, **options) -> ls.Rows:
-    model = ls.load_model(MODEL)
+def measured(text: str, name: str = MODEL, **options) -> ls.Rows:
+    model = ls.load_model(name)
     length = len(model.tokenizer(text)["input_ids"])
     return ls.measure(model, text, lengths=length, samples=1, **options)
+
+
+def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def said(rows: ls.Rows) -> list[tuple[str, float, float]]:
@@ -127,6 +165,56 @@ def test_single_heads_are_those_of_measure(opened: Opened) -> None:
     for text, row in zip(shown, rows, strict=True):
         low, high = map(float, text.strip("[]").split(", "))
         assert row.sigma == pytest.approx(low, rel=1e-3) and (row.upper or 0.0) <= high
+
+
+@pytest.mark.parametrize(
+    ("control", "options"),
+    [
+        ("Mask", {"causal": {"causal": True}, "none": {"causal": False}}),
+        ("Map", {name: {"map": name} for name in ("normed", "residual", "block", "model")}),
+        ("Metric", {name: {"metric": name} for name in ("token-relative", "max-token")}),
+    ],
+)
+def test_controls_ask_what_measure_asks(opened: Opened, control: str, options: dict) -> None:
+    for name, asked in options.items():
+        opened.choose(control, name)
+        expected = measured(TEXT, **asked)
+        assert opened.rows() == said(expected), name
+        cells = [
+            one.split("\t") for one in opened.page.locator("#layers tbody tr").all_inner_texts()
+        ]
+        for (_, _, _, relative, top), row in zip(cells, expected, strict=True):
+            assert row.relative == pytest.approx(float(relative), rel=6e-3)
+            assert top.endswith("%") or row.top_token is None
+
+
+def test_without_the_first_token_is_one_click(opened: Opened) -> None:
+    opened.page.click("#controls >> text=Without")
+    opened.drawn()
+    assert opened.rows() == said(measured(TEXT, move="not-first"))
+    assert opened.page.locator("#in [aria-selected=false]").count() == 1
+
+
+def test_a_second_model_stands_beside_the_first(browser: Browser, pair: Server) -> None:
+    window = Opened(browser, pair, "#panel=compare")
+    page = window.page
+    page.wait_for_selector("#differences tbody tr:nth-child(2)")  # layers that both have
+    shown = [one.split("\t") for one in page.locator("#differences tbody tr").all_inner_texts()]
+    for (_, here, there, _, _), a, b in zip(
+        shown, measured(TEXT), measured(TEXT, OTHER), strict=False
+    ):
+        for text, row in ((here, a), (there, b)):
+            low, high = map(float, text.strip("[]").split(", "))
+            assert row.sigma == pytest.approx(low, rel=1e-3) and (row.upper or 0.0) <= high
+    assert page.locator("#layers i.beside.dot:visible").count() == 2
+    assert page.inner_text("#differs").endswith(("there.", "shown."))
+    window.choose("Model", OTHER)
+    assert window.rows() == said(measured(TEXT, OTHER))
+    assert page.inner_text("#model-name") == OTHER
+    page.click("#panels >> text=Push it")  # a decoder says its next words
+    page.wait_for_selector("#push-now table.reads")
+    assert "next tokens" in page.inner_text("#push-now caption")
+    window.close()
 
 
 def test_a_push_and_its_direction_in_words(opened: Opened) -> None:
@@ -185,6 +273,89 @@ def test_a_certified_radius_is_that_of_the_model_and_below_its_attack(browser: B
     server.end()
 
 
+def test_what_is_too_large_to_certify_is_refused_in_one_line(opened: Opened) -> None:
+    opened.type(" ".join(["word"] * 60))
+    opened.page.click("#panels >> text=Certify")
+    opened.page.click("#certify-controls >> text=Certify")
+    opened.page.wait_for_function("$('certify-progress').textContent.includes('4 GB')")
+    assert "\n" not in opened.page.inner_text("#certify-progress")
+    assert opened.page.locator("#certify-controls >> text=Certify").is_visible()
+
+
+def test_stop_ends_a_certificate(opened: Opened, server: Server) -> None:
+    page = opened.page
+    page.click("#panels >> text=Certify")
+    page.click("#certify-controls >> text=Certify")
+    page.wait_for_selector("#certified dd")
+    assert server._slow[0]._running is not None
+    page.click("#certify-controls >> text=Stop")
+    assert page.inner_text("#certify-progress") == "Stopped."
+    until(lambda: server._slow[0]._running is None)
+
+
+def test_a_link_brings_back_every_control(browser: Browser, pair: Server) -> None:
+    first = Opened(browser, pair)
+    page = first.page
+    page.click("#theme")
+    first.type("Nobody came. Nobody knew.")
+    page.click("#panels >> text=Compare")
+    page.fill("#beside", "Somebody came.")
+    first.choose("Second model", MODEL)
+    page.click("#panels >> text=Certify")
+    first.choose("What may move", "each token alone")
+    page.fill("#among", "It is early.\nIt is late.")
+    page.click("#controls >> text=Single heads")
+    first.choose("Model", OTHER)
+    first.choose("Mask", "none")
+    first.choose("Map", "residual")
+    first.choose("Metric", "token-relative")
+    for side in ("in", "out"):
+        page.locator(f"#{side} [role=option]").nth(1).click()
+        first.drawn()
+    chosen = page.evaluate("state.layer")
+    page.click(f"#layers tr[data-key='{1 - chosen}'] button")
+    page.click("#panels >> text=Push it")
+    page.wait_for_selector("#push svg")
+    page.get_by_label("Pushed along").select_option(index=1)
+    page.locator("#push-at").focus()
+    page.keyboard.press("End")
+    first.drawn()
+    page.click("#push-more summary")
+    page.click("figure:has(#push) .as-table")
+    until(lambda: page.locator(".astable").count() == 1)
+    state = "JSON.stringify(Object.fromEntries(Object.keys(FIRST).map((k) => [k, state[k]])))"
+    now = json.loads(page.evaluate(state))
+    usual = json.loads(page.evaluate("JSON.stringify(FIRST)"))
+    assert [name for name in usual if now[name] == usual[name]] == ["kind"]
+    shown, pushed = first.ends(), page.inner_text("#push-now")
+    until(lambda: "tables=push" in page.url)  # it is written a moment later
+    link = page.url
+    first.close()
+    second = Opened(browser, pair, "#" + link.partition("#")[2])
+    second.page.wait_for_selector("#push-now table")
+    until(lambda: second.page.inner_text("#push-now") == pushed)
+    assert json.loads(second.page.evaluate(state)) == now
+    assert second.ends() == shown
+    assert second.page.locator("#heads tbody tr").count() == 3
+    second.close()
+
+
+@pytest.mark.parametrize(
+    "what", ["map=nonsense", "layer=many", "model=7", "move=9:3", "panel=none"]
+)
+def test_a_broken_link_is_one_line_at_most(browser: Browser, server: Server, what: str) -> None:
+    window = Opened(browser, server)
+    window.page.goto(window.address + f"#{what}")
+    window.page.wait_for_function("!$('problem').hidden || document.documentElement.dataset.drawn")
+    assert "\n" not in window.page.inner_text("#problem")
+    window.page.goto(window.address + "#text=It+goes+on.")
+    window.drawn()
+    assert window.rows() == said(measured("It goes on."))
+    # A browser tells of every answer that is a refusal.
+    window.problems = [one for one in window.problems if "400" not in one]
+    window.close()
+
+
 def test_a_link_brings_back_what_was_shown(browser: Browser, server: Server) -> None:
     first = Opened(browser, server)
     first.type('Nobody <b>knew</b> & "nobody" cared.')
@@ -204,13 +375,27 @@ def test_a_link_brings_back_what_was_shown(browser: Browser, server: Server) -> 
 
 def test_what_is_kept_gives_the_same_rows(opened: Opened) -> None:
     page = opened.page
+    opened.type('It isn\'t "late"; $HOME is `here`, and 5 % of us came.')
     page.locator("#in [role=option]").nth(1).click()
     opened.drawn()
-    ids = page.evaluate("[...seen.layers.values()].map((one) => one.row.id)")
+    opened.choose("Mask", "causal")
+    opened.choose("Map", "residual")
+    opened.choose("Metric", "token-relative")
+    rows_there = opened.rows()
+    ids = [id for id, *_ in rows_there]
     page.click("#panels >> text=Keep")
     spoken: dict[str, object] = {}
     exec(page.input_value("#python").rpartition("\n")[0], spoken)
-    assert [row.id for row in spoken["rows"]] == ids  # pyright: ignore
+    assert said(spoken["rows"]) == rows_there  # pyright: ignore
+    command, at = page.input_value("#command"), str(Path(sys.executable).parent)
+    how = os.environ | {"PATH": f"{at}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, env=how, check=True
+    )
+    written = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["id"] for one in written] == ids
+    for one, (_, sigma, upper) in zip(written, rows_there, strict=True):
+        assert (one["sigma"], one["upper"]) == pytest.approx((sigma, upper), rel=1e-6)
     with page.expect_download() as rows:
         page.click("text=Rows (JSON lines)")
     lines = rows.value.path().read_text().splitlines()
@@ -233,6 +418,53 @@ def test_fast_typing_ends_at_the_last_text_and_leaves_no_queue(
     found = page.evaluate("[...seen.layers.values()].map((one) => one.row.id)")
     assert found == [row.id for row in measured("Nobody came to the party that night.")]
     assert not server.quick[0]._waiting
+
+
+def test_nothing_jumps_when_numbers_come(browser: Browser, server: Server) -> None:
+    window = Opened(browser, server, "#heads=true&panel=compare&beside=Somebody+came.")
+    page = window.page
+    page.wait_for_selector("#heads tbody tr:nth-child(3):not(.rough)")
+    page.wait_for_selector("#differences tbody tr:nth-child(3)")
+    for text in ("Nobody came, and it was late again.", "It was late, and 7 of us never came."):
+        page.evaluate("jumps.length = 0")
+        window.type(text)
+        until(lambda: page.evaluate("[...running.values()].length > 2 && second.done"))
+        page.wait_for_timeout(700)
+        assert page.evaluate("jumps") == []
+    window.close()
+
+
+def test_a_reader_who_wants_no_motion_gets_none(browser: Browser, server: Server) -> None:
+    moves = "getComputedStyle(document.querySelector('.track i')).transitionDuration"
+    for wish, said_so in (("reduce", True), ("no-preference", False)):
+        window = Opened(browser, server, reduced_motion=wish)
+        assert (window.page.evaluate(moves) == "0s") == said_so
+        if said_so:
+            window.page.fill("#text", "Nobody moves.")
+            window.drawn()
+            assert window.page.evaluate("document.getAnimations().length") == 0
+        window.close()
+
+
+def test_a_finger_holds_a_token_on_a_phone(browser: Browser, server: Server) -> None:
+    window = Opened(browser, server, viewport=PHONE, has_touch=True, is_mobile=True)
+    window.page.locator("#in [role=option]").nth(2).tap()
+    window.drawn()
+    assert window.page.evaluate("state.move").startswith("0:1,3:")
+    assert window.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    window.close()
+
+
+def test_the_theme_is_the_readers(browser: Browser, server: Server) -> None:
+    paper = (
+        "getComputedStyle(document.body).backgroundColor.match(/[\\d.]+/g).slice(0, 3).map(Number)"
+    )
+    found = []
+    for how, fragment in (("dark", ""), ("light", ""), ("light", "#theme=dark")):
+        window = Opened(browser, server, fragment, color_scheme=how)
+        found.append(window.page.evaluate(paper))
+        window.close()
+    assert found[0] == found[2] and max(found[0]) < 60 < 200 < min(found[1])
 
 
 def test_two_windows_ask_at_a_time(browser: Browser, server: Server) -> None:
@@ -282,6 +514,32 @@ def test_the_keyboard_reaches_everything(opened: Opened) -> None:
     opened.drawn()
     assert page.evaluate("state.move") == "0:2"
     assert page.evaluate("document.activeElement.parentElement.id") == "in"
+
+
+def test_focus_follows_the_page_and_reaches_every_control(opened: Opened) -> None:
+    page = opened.page
+    page.click("#controls >> text=Single heads")
+    page.wait_for_selector("#heads tbody tr:nth-child(3):not(.rough)")
+    page.click("#panels >> text=Keep")
+    every = "[...document.querySelectorAll('a, button, select, textarea, input, [tabindex=\"0\"]')]"
+    seen = f"{every}.filter((e) => e.checkVisibility() && !e.disabled && e.tabIndex >= 0)"
+    wanted = page.evaluate(f"{seen}.length")
+    page.evaluate("document.activeElement.blur()")
+    page.evaluate("getSelection().collapse(document.body, 0)")
+    order = []
+    for _ in range(wanted):
+        page.keyboard.press("Tab")
+        order.append(page.evaluate(f"{seen}.indexOf(document.activeElement)"))
+    assert order == list(range(wanted))
+
+
+def test_the_status_is_said_aloud(opened: Opened) -> None:
+    opened.type("It is said aloud.")
+    status = opened.page.get_by_role("status").filter(has_text="3 layers at")
+    assert "The largest sigma is [" in status.inner_text()
+    tokens = opened.page.get_by_role("listbox", name="Tokens that move")
+    assert tokens.get_by_role("option").count() == opened.page.evaluate("seen.asked.length")
+    assert opened.page.get_by_role("region", name="Every layer").get_by_role("row").count() == 4
 
 
 def test_a_mistake_is_one_line_and_the_page_goes_on(opened: Opened) -> None:

@@ -14,7 +14,14 @@ from lipscope.engine import DecisionCertificate, OpenModel, directions, push
 from lipscope.errors import InputError
 from lipscope.explore.question import MOST_TOKENS, Question, as_command, as_python
 from lipscope.models import whole_text
-from lipscope.pages import Rows, directions_in_words, pushes_in, token_shares, token_words
+from lipscope.pages import (
+    Rows,
+    directions_in_words,
+    pushes_in,
+    rounded_down,
+    token_shares,
+    token_words,
+)
 
 Event = dict[str, Any]
 Tell = Callable[[Event], None]
@@ -155,11 +162,14 @@ def _certified(model: OpenModel, asked: Question, check: Check, tell: Tell) -> I
         check()
         tell({"event": "progress", "text": text})
 
-    found = model.decision(asked.text, between=asked.texts or None)
+    with _Interruptible(check):
+        found = model.decision(asked.text, between=asked.texts or None)
     yield {"event": "decision", **{name: getattr(found, name) for name in _DECIDED}}
     ball: Any = asked.ball
     for tokens in found.groups(ball, None):
-        yield {"event": "certificate", **_plain(found.certified(ball, tokens, told))}
+        with _Interruptible(check):
+            one = found.certified(ball, tokens, told)
+        yield {"event": "certificate", **_plain(one)}
 
 
 _DECIDED = ("answer_name", "runner_up_name", "by", "margin", "words")
@@ -167,6 +177,7 @@ _DECIDED = ("answer_name", "runner_up_name", "by", "margin", "words")
 
 def _plain(one: DecisionCertificate) -> Event:
     values = {name: getattr(one, name) for name in _CERTIFIED}
+    values["radius"] = rounded_down(one.radius)  # so that what is shown still holds
     return {
         name: None if isinstance(v, float) and not math.isfinite(v) else v
         for name, v in values.items()

@@ -1,11 +1,10 @@
 // The live page: what is chosen is asked at once, and numbers are drawn as they come.
-const FIRST = { theme: null, ...D.asked, layer: null };
-const state = { ...FIRST, tables: "", push: 0, along: 0, size: 0 };
+const LINES = "The hotel was wonderful.\nThe hotel was terrible.\nA story about a war.\nThe weather is cold today.";
+const FIRST = { theme: null, ...D.asked, layer: null, panel: "", beside: "", second: D.models.length - 1,
+  among: D.models[0].encoder ? LINES : "", along: 0, size: 0, tables: "" };
+const state = { push: 0, ...FIRST };
 const SELF = crypto.randomUUID();  // this window, so that its newer question takes the place of the older
 const NAMES = ["model", "map", "metric", "move", "read", "mask"];
-const LINES = "The hotel was wonderful.\nThe hotel was terrible.\nA story about a war.\nThe weather is cold today.";
-Object.assign(FIRST, { heads: false, panel: "", beside: "", second: 0, among: D.models[0].encoder ? LINES : "", ball: "joint" });
-Object.assign(state, FIRST);
 
 // --- asking ------------------------------------------------------------------------------
 
@@ -148,7 +147,8 @@ function drawLine(line, one) {
   line.title = row.error ?? row.note ?? "";
 }
 
-const ends2 = (layer) => (second.layers.has(layer) ? endsOf(second.layers.get(layer)) : null);
+const besideOf = (layer) => second.layers.get(layer) ?? second.before?.layers.get(layer);
+const ends2 = (layer) => (besideOf(layer) ? endsOf(besideOf(layer)) : null);
 function drawSeen() {
   const shown = layersShown().map((layer) => [layer, shownOf(layer)]).filter(([, one]) => one);
   fitAxis(shown.flatMap(([layer, one]) => [endsOf(one), ends2(layer)]).filter((ends) => ends?.[0] > 0));
@@ -219,40 +219,44 @@ function askHeads() {
   return undefined;
 }
 
-let second = { layers: new Map() };
+let second = { layers: new Map(), done: true };
 function askBeside() {
-  second = { layers: new Map() };
   const text = state.beside.trim() ? state.beside : state.text;
   if (state.panel !== "compare" || (text === state.text && state.second === state.model)) {
     running.get("beside")?.abort();
+    second = { layers: new Map(), done: true };
     return drawBeside();
   }
-  const scope = text === state.text && state.second === state.model ? {} : { move: keeps(state.move), read: keeps(state.read) };
+  const fresh = { layers: new Map(), done: false, before: second };
+  delete second.before;
+  const scope = text === state.text ? {} : { move: keeps(state.move), read: keeps(state.read) };
   return ask("beside", { ...question(), ...scope, text, model: state.second }, (event) => {
     if (event.event === "error") { $("differs").textContent = event.text; return; }
-    if (event.event === "rough") second.layers.set(event.layer, { rough: event.ends[0], row: null });
-    if (event.event === "rows") second.layers.set(event.layer, { row: event.rows[0], words: event.words });
-    if (event.event === "done") second.done = true;
+    if (event.event === "rough") fresh.layers.set(event.layer, { rough: event.ends[0], row: null });
+    if (event.event === "rows") fresh.layers.set(event.layer, { row: event.rows[0], words: event.words });
+    if (event.event === "done") Object.assign(fresh, { done: true, before: null });
+    second = fresh;
     soon(drawBeside);
   });
 }
 
 // What differs, in a sentence: the largest ratio whose intervals do not meet.
 function drawBeside() {
+  if (!second.done) return drawSeen();  // what is said of the texts before stays until then
   const both = [...second.layers].map(([layer, b]) => [layer, seen.layers.get(layer)?.row, b.row]).filter(([, a, b]) => a?.sigma > 0 && b?.sigma > 0);
   const apart = ([, a, b]) => a.upper < b.sigma || b.upper < a.sigma;
   const ratio = ([, a, b]) => b.sigma / a.sigma;
   const most = both.filter(apart).sort((x, y) => Math.abs(Math.log(ratio(y))) - Math.abs(Math.log(ratio(x))))[0];
   const [here, there] = [largest()?.[0], [...second.layers].sort((x, y) => (y[1].row?.sigma ?? 0) - (x[1].row?.sigma ?? 0))[0]?.[0]];
   const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}`;
-  $("differs").textContent = !second.done ? "" : !both.length ? "No layer has a number in both." : !most
+  $("differs").textContent = !second.layers.size ? "Write a second text." : !both.length ? "No layer has a number in both." : !most
     ? `At all ${both.length} layers the intervals meet: no difference is shown.`
     : `${sentence(layerName(most[0]))} differs most: sigma ${number(most[2].sigma, 3)} beside ${number(most[1].sigma, 3)}, ${number(ratio(most), 3)} times as large; `
       + `the intervals are apart at ${both.filter(apart).length} of ${both.length} layers. The largest is ${layerName(here)} here`
       + `${here === there ? " as there." : `, ${layerName(there)} there.`}`;
-  list("differences", second.done ? both : [], [["layer", ([layer]) => layer ?? "all", "row"], ["this", ([, a]) => ends(a), "number"],
+  list("differences", both, [["layer", ([layer]) => layer ?? "all", "row"], ["this", ([, a]) => ends(a), "number"],
     ["beside", ([, , b]) => ends(b), "number"], ["ratio", (one) => number(ratio(one), 3), "number"], ["", (one) => (apart(one) ? "" : "the intervals meet")]]);
-  drawSeen();
+  return drawSeen();
 }
 
 const PANELS = [["push", "Push it"], ["compare", "Compare"], ["certify", "Certify"], ["keep", "Keep"]];
@@ -332,19 +336,18 @@ function certify() {
     if (event.event === "done" || event.event === "error") { running.delete("certify"); certifyControls(false); }
   });
 }
-const downward = (v) => { if (!v || v < 0) return number(v); const step = 10 ** (Math.floor(Math.log10(v)) - 2); return number(Math.floor(v / step * (1 + 1e-12)) * step, 3); };
 function drawCertified(decided, each) {
   const [one] = each;
   const alone = each.length && state.ball === "token";
   const least = alone ? each.reduce((a, b) => (b.radius < a.radius ? b : a)) : one;
   const parts = [["answer", decided.answer_name, `next: ${decided.runner_up_name}, margin ${number(decided.margin, 3)}`],
-    least ? ["certified radius", downward(least.radius), alone ? `of token “${least.words[0]}”, the smallest; no move within it changes the answer` : "no move within it changes the answer"] : null,
+    least ? ["certified radius", number(least.radius), alone ? `of token “${least.words[0]}”, the smallest; no move within it changes the answer` : "no move within it changes the answer"] : null,
     least ? ["attack", least.attack === null ? "none found" : upward(least.attack), least.attack === null ? "" : `changes it to ${least.rival_name}`] : null,
     least ? ["first order", number(least.first_order, 3), "margin over slope: no bound"] : null];
   fill("certified", ...parts.filter(Boolean).map(([name, value, about]) => make("div", {}, make("dt", {}, name), make("dd", {}, value, make("small", {}, about)))));
-  list("certified-tokens", alone ? each : [], [["token", (c) => c.tokens[0], "row"], ["", (c) => c.words[0]], ["certified radius", (c) => downward(c.radius), "number"],
+  list("certified-tokens", alone ? each : [], [["token", (c) => c.tokens[0], "row"], ["", (c) => c.words[0]], ["certified radius", (c) => number(c.radius), "number"],
     ["attack", (c) => (c.attack === null ? "–" : upward(c.attack)), "number"], ["other words within", (c) => c.words_within ?? "–", "number"]]);
-  $("certify-note").textContent = `Decided by ${decided.by}.${one?.note ? ` ${one.note}.` : ""} Sizes are Frobenius norms of moves of the embeddings.`;
+  $("certify-note").textContent = `Decided by ${decided.by}${decided.words.length < (seen.asked?.length ?? 0) ? `, of the first ${decided.words.length} tokens` : ""}.${one?.note ? ` ${one.note}.` : ""} Sizes are Frobenius norms of moves of the embeddings.`;
 }
 
 // --- keep
@@ -492,7 +495,7 @@ function rove(box, k) {
 
 // Named where it stands for no text, such as [CLS].
 function firstToken() {
-  const word = [...seen.layers.values()][0]?.words?.[0]?.trim() ?? "";
+  const word = layersShown().map(shownOf).find((one) => one?.words)?.words[0]?.trim() ?? "";
   return /^[[<]/.test(word) ? word : "the first token";
 }
 const MAPS = ["attention", "heads", "normed", "residual", "block", "model"];
@@ -538,14 +541,14 @@ function remember() {
 }
 function fragment() {
   const view = new URLSearchParams();
-  for (const [name, value] of Object.entries(state)) if (value !== FIRST[name] && name in FIRST) view.set(name, value ?? "");
+  for (const [name, value] of Object.entries(state)) if (name in FIRST && (value !== FIRST[name] || name === "text")) view.set(name, value ?? "");
   return view.toString();
 }
 function restored() {
   const found = { ...FIRST };
   for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
     if (!Object.hasOwn(FIRST, name)) continue;
-    found[name] = ["model", "layer", "second"].includes(name) ? (value === "" ? null : Number(value)) : name === "heads" ? value === "true" : value;
+    found[name] = ["model", "layer", "second", "along", "size"].includes(name) ? (value === "" ? null : Number(value)) : name === "heads" ? value === "true" : value;
   }
   for (const name of ["model", "second"]) if (!D.models[found[name]]) found[name] = 0;
   Object.assign(state, found);
