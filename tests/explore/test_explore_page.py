@@ -172,7 +172,7 @@ def test_single_heads_are_those_of_measure(opened: Opened) -> None:
     [
         ("Mask", {"causal": {"causal": True}, "none": {"causal": False}}),
         ("Map", {name: {"map": name} for name in ("normed", "residual", "block", "model")}),
-        ("Metric", {name: {"metric": name} for name in ("token-relative", "max-token")}),
+        ("Metric", {"token-relative": {"metric": "token-relative"}}),
     ],
 )
 def test_controls_ask_what_measure_asks(opened: Opened, control: str, options: dict) -> None:

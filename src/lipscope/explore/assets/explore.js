@@ -389,11 +389,14 @@ function drawTokens() {
     const chosen = indices(state[SCOPES[side]], one.words.length);
     const focus = [...box.children].indexOf(document.activeElement);
     const current = Math.max(0, [...box.children].findIndex((e) => e.tabIndex === 0));
-    box.replaceChildren(...spans(one.words, one.row[side], one.row.norm).map((span, k) => {
+    box.replaceChildren(...spans(one.words, one.row[side], one.row.norm).flatMap((span, k) => {
       span.setAttribute("role", "option");
       span.setAttribute("aria-selected", String(chosen.includes(k)));
       span.tabIndex = k === Math.min(current, one.words.length - 1) ? 0 : -1;
-      return span;
+      const [, blank, word] = /^( ?)(.*)$/s.exec(one.words[k]);
+      if (!word) return [span];
+      span.textContent = word;
+      return [blank, span];  // at the end of a line a blank in front would be shaded
     }));
     if (focus >= 0) box.children[Math.min(focus, box.children.length - 1)]?.focus();
   }
