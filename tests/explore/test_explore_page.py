@@ -277,13 +277,14 @@ def test_what_is_too_large_to_certify_is_refused_in_one_line(opened: Opened) -> 
     opened.type(" ".join(["word"] * 60))
     opened.page.click("#panels >> text=Certify")
     opened.page.click("#certify-controls >> text=Certify")
-    opened.page.wait_for_function("$('certify-progress').textContent.includes('4 GB')")
+    until(lambda: "4 GB" in opened.page.inner_text("#certify-progress"))
     assert "\n" not in opened.page.inner_text("#certify-progress")
     assert opened.page.locator("#certify-controls >> text=Certify").is_visible()
 
 
 def test_stop_ends_a_certificate(opened: Opened, server: Server) -> None:
     page = opened.page
+    opened.type("It was late.")
     page.click("#panels >> text=Certify")
     page.click("#certify-controls >> text=Certify")
     page.wait_for_selector("#certified dd")
@@ -336,7 +337,7 @@ def test_a_link_brings_back_every_control(browser: Browser, pair: Server) -> Non
     until(lambda: second.page.inner_text("#push-now") == pushed)
     assert json.loads(second.page.evaluate(state)) == now
     assert second.ends() == shown
-    assert second.page.locator("#heads tbody tr").count() == 3
+    until(lambda: second.page.locator("#heads tbody tr").count() == 3)
     second.close()
 
 
@@ -346,7 +347,7 @@ def test_a_link_brings_back_every_control(browser: Browser, pair: Server) -> Non
 def test_a_broken_link_is_one_line_at_most(browser: Browser, server: Server, what: str) -> None:
     window = Opened(browser, server)
     window.page.goto(window.address + f"#{what}")
-    window.page.wait_for_function("!$('problem').hidden || document.documentElement.dataset.drawn")
+    until(lambda: window.page.evaluate("!$('problem').hidden || seen.done"))
     assert "\n" not in window.page.inner_text("#problem")
     window.page.goto(window.address + "#text=It+goes+on.")
     window.drawn()

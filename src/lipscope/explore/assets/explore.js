@@ -1,7 +1,8 @@
 // The live page: what is chosen is asked at once, and numbers are drawn as they come.
 const LINES = "The hotel was wonderful.\nThe hotel was terrible.\nA story about a war.\nThe weather is cold today.";
+const linesFor = (model) => (D.models[model].encoder ? LINES : "");  // a decoder says its next words by itself
 const FIRST = { theme: null, ...D.asked, layer: null, panel: "", beside: "", second: D.models.length - 1,
-  among: D.models[0].encoder ? LINES : "", along: 0, size: 0, tables: "" };
+  among: linesFor(0), along: 0, size: 0, tables: "" };
 const state = { push: 0, ...FIRST };
 const SELF = crypto.randomUUID();  // this window, so that its newer question takes the place of the older
 const NAMES = ["model", "map", "metric", "move", "read", "mask"];
@@ -509,12 +510,16 @@ function choose(change) {
   controls();
   askAll();
 }
+function chooseModel(model) {
+  if (state.among === linesFor(state.model)) $("among").value = linesFor(model);
+  choose({ model, among: $("among").value });
+}
 function controls() {
   const nameOf = (e) => e.closest("label")?.firstChild.textContent ?? e.textContent;
   const focused = document.activeElement?.closest?.("#controls") ? nameOf(document.activeElement) : null;
   const plain = (some) => some.map((one) => [one, one]);
   fill("controls",
-    D.models.length > 1 ? select("Model", state.model, D.models.map((m, k) => [k, m.name]), (model) => choose({ model })) : null,
+    D.models.length > 1 ? select("Model", state.model, D.models.map((m, k) => [k, m.name]), chooseModel) : null,
     toggle(`Without ${firstToken()}`, state.move === "not-first", (on) => choose({ move: on ? "not-first" : "all" })),
     toggle("Single heads", state.heads, (heads) => { state.heads = heads; controls(); remember(); askHeads(); }),
     select("Mask", state.mask, MASKS, (mask) => choose({ mask })),
