@@ -258,17 +258,28 @@ def test_a_second_text_stands_beside_the_first(opened: Opened) -> None:
 
 
 @pytest.mark.slow
-def test_a_certified_radius_is_that_of_the_model_and_below_its_attack(browser: Browser) -> None:
+def test_certified_radii_are_those_of_the_model_and_below_their_attacks(browser: Browser) -> None:
     name = "random:bert:hidden_size=8,num_attention_heads=2,num_hidden_layers=1,intermediate_size=8"
     server = served([name], "No.")
     server.start()
     window = Opened(browser, server, "#panel=certify&among=Yes.%0AMaybe+so.")
     window.page.click("#certify-controls >> text=Certify")
     window.page.wait_for_selector("#certified div:nth-child(2)", timeout=300_000)
-    found = ls.load_model(name).decision("No.", between=["Yes.", "Maybe so."]).certify("joint")
+    deciding = ls.load_model(name).decision("No.", between=["Yes.", "Maybe so."])
+    found = deciding.certify("joint")
     said = window.page.locator("#certified dd").nth(1).evaluate("(e) => e.firstChild.textContent")
     assert 0.98 * found.radius <= float(said) <= found.radius
     assert found.attack is None or float(said) <= found.attack
+    until(lambda: window.page.locator("#certify-controls >> text=Stop").count() == 0, 300)
+    window.page.get_by_label("What may move").select_option("each token alone")
+    window.page.click("#certify-controls >> text=Certify")
+    each = [deciding.certified("token", (k,)) for k in range(len(deciding.words))]
+    lines = window.page.locator("#certified-tokens tbody tr")
+    until(lambda: lines.count() == len(each), 300)
+    for line, one in zip(lines.all_inner_texts(), each, strict=True):
+        _, word, radius, attack, _ = line.split("\t")
+        assert word == one.words[0].strip() and 0.98 * one.radius <= float(radius) <= one.radius
+        assert attack == "–" or float(radius) <= float(attack)
     window.close()
     server.end()
 
