@@ -20,10 +20,7 @@ import pytest
 
 from command import BERT
 from lipscope import InputError
-from lipscope.explore import Server, served
-from lipscope.explore.answers import Event
-from lipscope.explore.question import Question
-from lipscope.explore.solver import Place
+from lipscope.explore import Place, Question, Server, served
 
 TEXT = "It was late."
 
@@ -179,16 +176,16 @@ def test_a_thousand_connections_and_half_sockets_cost_nobody_an_answer(server: S
 def test_a_newer_question_ends_the_older_one_between_two_products(server: Server) -> None:
     solver, place = server.quick[0], Place("window", "all")
     older, newer = Question("It was early, and it never ended."), Question("It was new.")
-    events: dict[Question, list[Event | None]] = {older: [], newer: []}
+    events: dict[Question, list[dict | None]] = {older: [], newer: []}
     began, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
 
-    def of_older(event: Event | None) -> None:
+    def of_older(event: dict | None) -> None:
         events[older].append(event)
         if event is not None and not began.is_set():
             began.set()
             goes_on.wait(30)
 
-    def of_newer(event: Event | None) -> None:
+    def of_newer(event: dict | None) -> None:
         events[newer].append(event)
         if event is None:
             ended.set()

@@ -11,4 +11,6 @@ if not (find_spec("starlette") and find_spec("uvicorn")):
     )
 
 from lipscope.explore.notebook import Explored as Explored, explore as explore
+from lipscope.explore.question import Question as Question
 from lipscope.explore.server import Server as Server, served as served
+from lipscope.explore.solver import Place as Place
