@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -305,53 +301,6 @@ def test_stop_ends_a_certificate(opened: Opened, server: Server) -> None:
     until(lambda: server._slow[0]._running is None)
 
 
-def test_a_link_brings_back_every_control(browser: Browser, pair: Server) -> None:
-    first = Opened(browser, pair)
-    page = first.page
-    page.click("#theme")
-    first.type("Nobody came. Nobody knew.")
-    page.click("#panels >> text=Compare")
-    page.fill("#beside", "Somebody came.")
-    first.choose("Second model", MODEL)
-    page.click("#panels >> text=Certify")
-    first.choose("What may move", "each token alone")
-    page.fill("#among", "It is early.\nIt is late.")
-    page.click("#controls >> text=Single heads")
-    first.choose("Model", OTHER)
-    first.choose("Mask", "none")
-    first.choose("Map", "residual")
-    first.choose("Metric", "token-relative")
-    for side in ("in", "out"):
-        page.locator(f"#{side} [role=option]").nth(1).click()
-        first.drawn()
-    chosen = page.evaluate("state.layer")
-    page.click(f"#layers tr[data-key='{1 - chosen}'] button")
-    page.click("#panels >> text=Push it")
-    page.wait_for_selector("#push svg")
-    page.get_by_label("Pushed along").select_option(index=1)
-    page.locator("#push-at").focus()
-    page.keyboard.press("End")
-    first.drawn()
-    page.click("#push-more summary")
-    page.click("figure:has(#push) .as-table")
-    until(lambda: page.locator(".astable").count() == 1)
-    state = "JSON.stringify(Object.fromEntries(Object.keys(FIRST).map((k) => [k, state[k]])))"
-    now = json.loads(page.evaluate(state))
-    usual = json.loads(page.evaluate("JSON.stringify(FIRST)"))
-    assert [name for name in usual if now[name] == usual[name]] == ["kind"]
-    shown, pushed = first.ends(), page.inner_text("#push-now")
-    until(lambda: "tables=push" in page.evaluate("location.href"))  # it is written a moment later
-    link = page.evaluate("location.href")
-    first.close()
-    second = Opened(browser, pair, "#" + link.partition("#")[2])
-    second.page.wait_for_selector("#push-now table")
-    until(lambda: second.page.inner_text("#push-now") == pushed)
-    assert json.loads(second.page.evaluate(state)) == now
-    assert second.ends() == shown
-    until(lambda: second.page.locator("#heads tbody tr").count() == 3)
-    second.close()
-
-
 @pytest.mark.parametrize(
     "what", ["map=nonsense", "layer=many", "model=7", "move=9:3", "panel=none"]
 )
@@ -399,15 +348,6 @@ def test_what_is_kept_gives_the_same_rows(opened: Opened) -> None:
     spoken: dict[str, object] = {}
     exec(page.input_value("#python").rpartition("\n")[0], spoken)
     assert said(spoken["rows"]) == rows_there  # pyright: ignore
-    command, at = page.input_value("#command"), str(Path(sys.executable).parent)
-    how = os.environ | {"PATH": f"{at}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["sh", "-c", f"{command} --jsonl"], capture_output=True, text=True, env=how, check=True
-    )
-    written = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [one["id"] for one in written] == ids
-    for one, (_, sigma, upper) in zip(written, rows_there, strict=True):
-        assert (one["sigma"], one["upper"]) == pytest.approx((sigma, upper), rel=1e-6)
     with page.expect_download() as rows:
         page.click("text=Rows (JSON lines)")
     lines = rows.value.path().read_text().splitlines()
@@ -526,22 +466,6 @@ def test_the_keyboard_reaches_everything(opened: Opened) -> None:
     opened.drawn()
     assert page.evaluate("state.move") == "0:2"
     assert page.evaluate("document.activeElement.parentElement.id") == "in"
-
-
-def test_focus_follows_the_page_and_reaches_every_control(opened: Opened) -> None:
-    page = opened.page
-    page.click("#controls >> text=Single heads")
-    page.wait_for_selector("#heads tbody tr:nth-child(3):not(.rough)")
-    page.click("#panels >> text=Keep")
-    every = "[...document.querySelectorAll('a, button, select, textarea, input, [tabindex=\"0\"]')]"
-    seen = f"{every}.filter((e) => e.checkVisibility() && !e.disabled && e.tabIndex >= 0)"
-    wanted = page.evaluate(f"{seen}.length")
-    page.locator("a.skip").focus()
-    order = [0]
-    for _ in range(wanted - 1):
-        page.keyboard.press("Tab")
-        order.append(page.evaluate(f"{seen}.indexOf(document.activeElement)"))
-    assert order == list(range(wanted))
 
 
 def test_the_status_is_said_aloud(opened: Opened) -> None:

@@ -11,6 +11,4 @@ if not (find_spec("starlette") and find_spec("uvicorn")):
     )
 
 from lipscope.explore.notebook import Explored as Explored, explore as explore
-from lipscope.explore.question import Question as Question
 from lipscope.explore.server import Server as Server, served as served
-from lipscope.explore.solver import Place as Place
