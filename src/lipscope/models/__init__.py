@@ -63,6 +63,7 @@ from lipscope.models.network import (
     Feed as Feed,
     Network as Network,
     Norm as Norm,
+    with_plain_sums as with_plain_sums,
 )
 from lipscope.models.network_reader.agreement import check_network as check_network
 from lipscope.models.network_reader.reader import (

@@ -6,6 +6,7 @@ pool of its tokens, branches on the pooled vector, and a linear head.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -137,7 +138,7 @@ class Network:
 def scaled(part: Attention | Feed, after: float | Tensor, before: float = 1.0) -> Attention | Feed:
     """``y -> after part(before y)``, in the part's weights; ``after`` may be a number a channel."""
     if isinstance(part, Feed):
-        column = torch.as_tensor(after).unsqueeze(-1)
+        column = torch.as_tensor(after, dtype=part.outer.dtype).unsqueeze(-1)
         return replace(
             part,
             inner=before * part.inner,
@@ -167,7 +168,7 @@ def with_plain_sums(network: Network) -> Network:
         norm, part, kept = branch.norm, branch.part, float(branch.skip)
         after = 1 / (kept * c) if kept else 1.0
         if isinstance(norm, Norm) and norm.scaled:
-            norm = replace(norm, eps=norm.eps / c**2)
+            norm = replace(norm, weight=math.copysign(1.0, c) * norm.weight, eps=norm.eps / c**2)
         elif isinstance(norm, Norm):
             norm = replace(norm, weight=c * norm.weight)
         if part is not None:
