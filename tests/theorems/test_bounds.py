@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -234,6 +235,22 @@ def test_other_norms_agree_with_brute_force() -> None:
     both = max_token_norm(op)
     assert both.upper is not None and both.lower <= both.upper <= 1.6 * both.lower
     assert max_token_norm(op, dense=0).lower <= both.lower * (1 + ROUNDING)
+
+
+def test_tokens_that_an_output_does_not_read_have_no_direction_in_float32() -> None:
+    layer, x = draw("causal", 3)
+    op = layer.linearise(x)
+    dense = to_dense(op).float()
+
+    def product(matrix: Tensor, shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+        return lambda e: (e.flatten(-2) @ matrix.mT).unflatten(-1, shape)
+
+    maps = product(dense, op.out_shape), product(dense.mT, op.in_shape)
+    single = Operator(*maps, op.in_shape, op.out_shape)
+    for entries in (10**6, 0):
+        found, right = (max_token_norm(one, dense=entries) for one in (single, op))
+        assert found.lower == pytest.approx(right.lower, rel=1e-5)
+        assert found.upper == (right.upper and pytest.approx(right.upper, rel=1e-5))
 
 
 @pytest.mark.parametrize("kind", [torch.nn.LayerNorm, torch.nn.RMSNorm])

@@ -172,12 +172,12 @@ class _Search:
     def to_edge(self, e: Tensor) -> Tensor:
         """A direction scaled to the boundary."""
         norm = e.norm() if self.ball == "frobenius" else e.norm(dim=-1, keepdim=True)
-        return e * (self.radii / norm.clamp_min(1e-300))
+        return self.radii * (e / norm.clamp_min(torch.finfo(e.dtype).tiny))
 
     def inside(self, e: Tensor) -> Tensor:
         """A move put back into the ball."""
         norm = e.norm() if self.ball == "frobenius" else e.norm(dim=-1, keepdim=True)
-        return e * (self.radii / norm.clamp_min(1e-300)).clamp_max(1.0)
+        return e * (self.radii / norm.clamp_min(torch.finfo(e.dtype).tiny)).clamp_max(1.0)
 
     def see(self, e: Tensor) -> None:
         """Note the finite difference along a move."""

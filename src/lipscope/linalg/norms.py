@@ -136,7 +136,7 @@ def _alternate(op: Operator, e: Tensor) -> float:
             break
         best = float(norms[where])
         g = torch.zeros_like(out)
-        g[where] = out[where] / norms[where].clamp_min(1e-300)
+        g[where] = out[where] / norms[where].clamp_min(_tiny(out))
         e = _unit_tokens(op.rmatvec(g))
     return max(best, 0.0)
 
@@ -147,7 +147,7 @@ def _ascend(row: Tensor) -> Tensor:
     for _ in range(_ITERATIONS):
         pulled = row.mT @ g
         out = (row @ _unit_tokens(pulled)[..., None]).sum(0)[:, 0]
-        g = out / out.norm().clamp_min(1e-300)
+        g = out / out.norm().clamp_min(_tiny(out))
     return (row.mT @ g).norm(dim=-1)
 
 
@@ -156,14 +156,19 @@ def _row_upper(row: Tensor) -> float:
     gram, sizes = row @ row.mT, torch.linalg.matrix_norm(row, 2)
     values = [float(sizes.sum())]
     for c in (sizes, _ascend(row)):
-        shares = c.clamp_min(1e-9 * float(sizes.max()) + 1e-300)
+        shares = c.clamp_min(1e-9 * float(sizes.max()) + _tiny(c))
         weighted = torch.linalg.eigvalsh((gram / shares[:, None, None]).sum(0))[-1]
         values.append(float((shares.sum() * weighted.clamp_min(0)).sqrt()))
     return min(values)
 
 
 def _unit_tokens(e: Tensor) -> Tensor:
-    return e / e.norm(dim=-1, keepdim=True).clamp_min(1e-300)
+    return e / e.norm(dim=-1, keepdim=True).clamp_min(_tiny(e))
+
+
+def _tiny(e: Tensor) -> float:
+    """Beside it 0 stays 0: tokens that an output does not read have no direction."""
+    return torch.finfo(e.dtype).tiny
 
 
 def _random_batch(shape: tuple[int, ...], op: Operator, seed: int) -> Tensor:
