@@ -14,6 +14,7 @@ import lipscope as ls
 from command import TEXT
 from lipscope import Bound, Measurement, read_run
 from lipscope.charts.marks import spread
+from lipscope.linalg import max_token_norm
 from lipscope.records.comparison import best_of, by_row, comparisons, given, looseness
 from lipscope.theorems import bounds_at
 from opened import layer_of
@@ -84,11 +85,13 @@ def test_other_families_say_why_there_are_no_bounds(family, words):
     ("family", "words"),
     [("qwen3", "its queries and keys are normalised"), ("gemma2", "its scores are soft-capped")],
 )
-def test_layers_whose_scores_no_theorem_covers_say_so(family, words):
+def test_layers_whose_scores_one_theorem_alone_covers_say_so(family, words):
     layer, x = layer_of(tiny(family).model, IDS, layer=0)
     found = bounds_at(layer, x)
+    (largest,) = (b for b in found if b.applicable)
+    assert largest.theorem == "layer_max_token"
+    assert max_token_norm(layer.in_double().linearise(x.double())).lower <= largest.value
     reasons = {b.reason for b in found if "stated for" not in b.reason and "asks" not in b.reason}
-    assert not any(b.applicable for b in found)
     assert words in reasons
     with pytest.raises(ls.InputError, match=words):
         ls.certify(layer, x, eps=0.1)
