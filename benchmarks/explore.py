@@ -25,14 +25,11 @@ WORDS = (
 def measure(quick: bool = False) -> Raw:
     """Times of single questions, then of a minute of typing."""
     sys.path.append(str(ROOT / "tests"))
-    from playwright.sync_api import sync_playwright
-
-    from browser import ARGUMENTS, find  # pyright: ignore[reportMissingImports]
+    from browser import chromium  # pyright: ignore[reportMissingImports]
     from lipscope.explore import served
 
     raw: Raw = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=find(), args=ARGUMENTS)
+    with chromium() as browser:
         for name, tokens, *_ in CASES[: 1 if quick else None]:
             server = served([name], text_of(name, tokens))
             server.start()
@@ -50,7 +47,6 @@ def measure(quick: bool = False) -> Raw:
                 raw.append({"model": name} | typed(page, 5 if quick else MINUTE))
             page.close()
             server.end()
-        browser.close()
     return raw
 
 

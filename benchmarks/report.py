@@ -63,19 +63,14 @@ def _measured(folder: Path, count: int) -> dict[str, float]:
 
 def _drawn(page: Path) -> float:
     sys.path.append(str(ROOT / "tests"))
-    from playwright.sync_api import sync_playwright
+    from browser import chromium  # pyright: ignore[reportMissingImports]
 
-    from browser import ARGUMENTS, find  # pyright: ignore[reportMissingImports]
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=find(), args=ARGUMENTS)
+    with chromium() as browser:
         opened = browser.new_page()
         began = time.perf_counter()
         opened.goto(page.as_uri())
         opened.wait_for_function("document.documentElement.dataset.drawn === 'yes'", timeout=120e3)
-        seconds = time.perf_counter() - began
-        browser.close()
-    return seconds
+        return time.perf_counter() - began
 
 
 def _write(folder: Path, count: int) -> None:

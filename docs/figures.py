@@ -22,18 +22,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # which find th
 
 def photograph(page: Path, image: Path) -> None:
     """The opening view of a report, at one and a half pixels a point."""
-    from playwright.sync_api import sync_playwright
+    from browser import chromium
 
-    from browser import ARGUMENTS, find
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=find(), args=ARGUMENTS)
+    with chromium() as browser:
         size = {"width": 1240, "height": 760}
         opened = browser.new_page(viewport=size, device_scale_factor=1.5, color_scheme="light")
         opened.goto(page.resolve().as_uri())
         opened.wait_for_function("document.documentElement.dataset.drawn === 'yes'")
         opened.screenshot(path=image)
-        browser.close()
 
 
 def explored() -> None:
@@ -41,15 +37,13 @@ def explored() -> None:
     from io import BytesIO
 
     from PIL import Image
-    from playwright.sync_api import sync_playwright
 
-    from browser import ARGUMENTS, find
+    from browser import chromium
     from lipscope.explore import served
 
     server = served(["minilm"])
     server.start()
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=find(), args=ARGUMENTS)
+    with chromium() as browser:
         size = {"width": 1180, "height": 930}
         page = browser.new_page(viewport=size, device_scale_factor=1.5, color_scheme="light")
         page.goto(server.address)
@@ -82,7 +76,6 @@ def explored() -> None:
             page.locator("#in [role=option]").nth(token).click()
             page.wait_for_selector("html[data-drawn=yes]")
             frame(1400)
-        browser.close()
     server.end()
     first, *others = [image for image, _ in frames]
     first.save(

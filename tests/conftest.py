@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import checked
+from browser import chromium
 from command import TEXT, Command, Result
 
 checked.install()
@@ -35,6 +36,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Threads on matrices of 72 columns cost ten times what they compute.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A browser for the tests of pages."""
+    with chromium() as started:
+        yield started
 
 
 def pytest_collection_finish() -> None:

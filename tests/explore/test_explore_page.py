@@ -10,10 +10,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 import lipscope as ls
-from browser import ARGUMENTS, find
 from lipscope.explore import Server, served
 
 SIZES = "hidden_size=24,num_attention_heads=3,num_hidden_layers=3,intermediate_size=32"
@@ -29,16 +28,6 @@ new PerformanceObserver((some) => some.getEntries().forEach((one) => one.sources
   if (node && !node.closest(".track, .tokens, #axis")) jumps.push(node.outerHTML.slice(0, 60));
 }))).observe({ type: "layout-shift" });
 """
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    path = find()
-    assert path is not None, "make chromium finds or fetches a browser"
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")

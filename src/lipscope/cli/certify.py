@@ -14,6 +14,7 @@ import typer
 from lipscope import engine, pages
 from lipscope.cli.options import INPUT, SOLVER, Model, ask, with_options
 from lipscope.cli.terminal import note, say, show
+from lipscope.display import rounded_down, rounded_up
 from lipscope.errors import InputError
 
 _EPS = 0.01
@@ -128,7 +129,7 @@ def _of_decision(found: Sequence[engine.DecisionCertificate]) -> Iterator[str]:
     if math.isinf(one.radius):
         yield f"{one.ball:<14}certified at any radius: {one.note}"
         return
-    below = pages.number(pages.rounded_down(one.radius))
+    below = pages.number(rounded_down(one.radius))
     yield f"{one.ball:<14}certified radius {below}: the decision stands while {moves} by less"
     attack = "no attack changed it"
     if one.attack is not None:
@@ -167,13 +168,16 @@ def _of_ball(found: engine.CertifiedBall) -> Iterator[str]:
         f"ball          {_MOVES[found.ball]} by at most {found.eps:.4g} "
         f"({found.relative_eps:.2g} of the largest token norm)"
     )
+    value, sigma, upper = (
+        f"{rounded_up(one):.4g}" for one in (found.value, found.sigma_bound, found.upper)
+    )
     yield (
-        f"certificate   ‖f(X') − f(X)‖ ≤ {_rounded_up(found.value)} ‖X' − X‖ from the centre X to "
+        f"certificate   ‖f(X') − f(X)‖ ≤ {value} ‖X' − X‖ from the centre X to "
         f"every X' in the ball ({_FORMS.get(found.form, found.form)})"
     )
     yield (
-        f"sigma         at most {_rounded_up(found.sigma_bound)} anywhere in the ball, hence "
-        f"between any two of its inputs; at X measured in [{found.sigma:.4g}, {found.upper:.4g}]"
+        f"sigma         at most {sigma} anywhere in the ball, hence "
+        f"between any two of its inputs; at X measured in [{found.sigma:.4g}, {upper}]"
     )
     yield (
         f"attack        largest ratio found {found.largest_ratio:.4g}, largest sigma "
@@ -185,8 +189,3 @@ def _of_ball(found: engine.CertifiedBall) -> Iterator[str]:
         yield f"The certificate holds; it is {found.over_attack:.3g} times the best attack."
     if found.note:
         yield f"Note: {found.note}."
-
-
-def _rounded_up(value: float) -> str:
-    """So that what is printed still holds."""
-    return f"{value * (1 + 5e-4):.4g}"

@@ -268,7 +268,7 @@ def cap_singular_values(weight: Tensor, cap: float) -> float:
     return float(cap / size.max())
 
 
-class _Scaling(Restraint):
+class _Scaling(Restraint, ABC):
     """Weights of layers above a cap are multiplied, and the layers are looked at again.
 
     Earlier layers move the inputs of later ones: each pass settles one layer more.
@@ -311,13 +311,13 @@ class _Scaling(Restraint):
             raise
         return {i: float(factor.min()) for i, factor in done.items()}
 
+    @abstractmethod
     def _above(self, data: Batch) -> dict[int, tuple[Attention, Tensor, float]]:
         """Layers above the cap: what would bring each there, and what was found."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _scaled(self, index: int, layer: Attention, factor: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The weights that are multiplied, each with what it is multiplied by."""
-        raise NotImplementedError
 
 
 @restraint("query-key-clip")

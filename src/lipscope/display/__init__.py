@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from functools import singledispatch
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,6 +28,24 @@ WIDTH, HEIGHT = 100, 30
 _WORD = 160  # letters of a value
 _FEW = 8  # numbers that are said one by one
 _NARROW, _WIDEST = 16, 40  # letters of a column whose lines may be broken
+
+
+def rounded_down(value: float, digits: int = 4) -> float:
+    """So many significant digits, not above the value: how a certified radius is said.
+
+    >>> rounded_down(1.7409), rounded_down(0.3), rounded_down(float("inf"))
+    (1.74, 0.3, inf)
+    """
+    return float(Context(digits, ROUND_FLOOR).create_decimal(repr(float(value))))
+
+
+def rounded_up(value: float, digits: int = 4) -> float:
+    """So many significant digits, not below the value: how an upper bound is said.
+
+    >>> rounded_up(3.73149), rounded_up(3.732), rounded_up(0.0)
+    (3.732, 3.732, 0.0)
+    """
+    return float(Context(digits, ROUND_CEILING).create_decimal(repr(float(value))))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from lipscope.certificates import (
     in_double,
     tokens_of,
 )
-from lipscope.display import Card, Piece, Shown, pieces
+from lipscope.display import Card, Piece, Shown, pieces, rounded_down
 from lipscope.engine.answer import finite
 from lipscope.engine.checks import argument, is_whole, items, one_of, whole_number
 from lipscope.engine.classifier import Classifier, nearest_by_angle, read_out_of
@@ -51,7 +51,7 @@ from lipscope.models import (
     whole_text,
     with_own_head,
 )
-from lipscope.pages import empty_table, number, rounded_down
+from lipscope.pages import empty_table, number
 from lipscope.records import Bound, stable_id
 from lipscope.sources import default_text
 from lipscope.theorems import DERIVED

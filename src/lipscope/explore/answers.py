@@ -10,6 +10,7 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from lipscope.charts import as_svg
+from lipscope.display import rounded_down
 from lipscope.engine import DecisionCertificate, OpenModel, directions, push
 from lipscope.errors import InputError
 from lipscope.explore.question import MOST_TOKENS, Question, as_command, as_python
@@ -18,7 +19,6 @@ from lipscope.pages import (
     Rows,
     directions_in_words,
     pushes_in,
-    rounded_down,
     token_shares,
     token_words,
 )

@@ -12,7 +12,7 @@ from .live import (
 from .pushed import Push, pushes_in
 from .reference import SCOPES, catalogue_page, families_page, source_page, variants_page
 from .rows import Rows, report
-from .table import empty_table, number, rounded_down
+from .table import empty_table, number
 
 __all__ = [
     "SCOPES",
@@ -30,7 +30,6 @@ __all__ = [
     "push_charts",
     "pushes_in",
     "report",
-    "rounded_down",
     "source_page",
     "token_shares",
     "token_words",

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lipscope.charts import readable
-from lipscope.display import Sheet, printable
-from lipscope.pages.table import number, percent, rounded_up
+from lipscope.display import Sheet, printable, rounded_up
+from lipscope.pages.table import number, percent
 from lipscope.records import Direction, Measurement
 
 SPACES = {
@@ -44,7 +44,7 @@ def by_rank(parts: Iterable[Direction]) -> dict[str, dict[int, list[Direction]]]
 
 def direction_heading(part: Direction) -> str:
     """What is known of a direction: its interval, and how well its vector is determined."""
-    upper = number(rounded_up(part.upper, 4))
+    upper = number(rounded_up(part.upper))
     said = f"direction {part.rank}: sigma in [{number(part.sigma)}, {upper}]; "
     if part.sine is None:
         return said + "its interval meets a neighbour's: the vector is not determined"

@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 from lipscope.charts import MAPS, curve_points, readable, spread
+from lipscope.display import rounded_down
 from lipscope.pages.points import (
     REAL,
     Item,
@@ -23,7 +24,6 @@ from lipscope.pages.points import (
     mean_of,
     short,
 )
-from lipscope.pages.table import rounded_down
 from lipscope.records import (
     ADVERSARIAL,
     EDITS,

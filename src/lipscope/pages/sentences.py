@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from lipscope import records
 from lipscope.charts import readable
-from lipscope.pages.table import Line, interval, number, percent, rounded_up, without
+from lipscope.display import rounded_up
+from lipscope.pages.table import Line, interval, number, percent, without
 
 # map: what moves, what answers
 ENDS = {

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lipscope.charts import readable
-from lipscope.display import Sheet, printable
+from lipscope.display import Sheet, printable, rounded_up
 from lipscope.records import (
     ADVERSARIAL,
     EVERYWHERE,
@@ -109,24 +109,6 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:.{max(places, 0)}f}"
 
 
-def rounded_up(value: float, digits: int) -> float:
-    """So many significant digits, not below the value, so that what is said still holds."""
-    step = 10.0 ** (math.floor(math.log10(value)) + 1 - digits)
-    return math.ceil(value / step * (1 - 1e-12)) * step
-
-
-def rounded_down(value: float, digits: int = 4) -> float:
-    """So many significant digits, not above the value: how a certified radius is said.
-
-    >>> rounded_down(1.7409), rounded_down(0.0), rounded_down(float("inf"))
-    (1.74, 0.0, inf)
-    """
-    if not value or math.isinf(value):
-        return value
-    step = 10.0 ** (math.floor(math.log10(value)) + 1 - digits)
-    return float(f"{math.floor(value / step) * step:.{digits}g}")
-
-
 def without(delta: float) -> str:
     """One minus a probability, which stays to be read where it is small.
 
@@ -138,9 +120,7 @@ def without(delta: float) -> str:
 
 def interval(row: Measurement) -> str:
     """``[sigma, upper]`` of a row; upper is rounded upwards, so that what is printed holds."""
-    upper = row.upper
-    if upper is not None and math.isfinite(upper) and upper > 0:
-        upper = rounded_up(upper, 4)
+    upper = None if row.upper is None else rounded_up(row.upper)
     return f"[{number(row.sigma)}, {number(upper)}]"
 
 

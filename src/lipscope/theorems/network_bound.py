@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lipscope.attention import Attention, Clip, MultiheadAttention, product_norm, spectral_norm
-from lipscope.display import Piece, Shown, pieces
+from lipscope.display import Piece, Shown, pieces, rounded_up
 from lipscope.errors import InputError, check_count, check_positive, shown
 from lipscope.models import (
     ACTIVATIONS,
@@ -99,7 +99,8 @@ class LipschitzBound(Shown):
 def _bound(found: LipschitzBound) -> Iterator[Piece]:
     inputs = "all inputs" if math.isinf(found.radius) else f"tokens of norm ≤ {found.radius:.4g}"
     tokens = "" if found.num_tokens is None else f", {found.num_tokens} of them"
-    table = Table(title=f"Lipschitz constant ≤ {float(found):.4g} ({found.norm}, {inputs}{tokens})")
+    most = f"{rounded_up(float(found)):.4g}"
+    table = Table(title=f"Lipschitz constant ≤ {most} ({found.norm}, {inputs}{tokens})")
     for name in ("part", "what"):
         table.add_column(name)
     for name in ("constant", "= stream", "+ norm", "× rows", "× weights", "radius"):

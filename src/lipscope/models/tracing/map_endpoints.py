@@ -358,6 +358,13 @@ def _no_heads() -> Tensor:
     raise InputError("Blocks and models have no single heads; leave out `per_head`.")
 
 
+def by_differentiation(
+    function: Callable[[Tensor], Tensor],
+) -> Callable[[Tensor, int, bool], Operator]:
+    """How a map without a closed form is linearised: `LayerMap.build`."""
+    return lambda x, memory, per_head: linearise(function, x)
+
+
 def _rerun_map(
     x: Tensor,
     output: Tensor,
@@ -367,7 +374,7 @@ def _rerun_map(
     note: str | None = None,
 ) -> LayerMap:
     """A map of whole blocks, which are always run again; of which layer is said elsewhere."""
-    build = lambda x, memory, per_head: linearise(function, x)  # noqa: E731
+    build = by_differentiation(function)
     said = ", ".join(moved.names)
     return LayerMap(
         None, "", x, output, function, build, None, None, _no_heads, ends, note, ends.enters, said

@@ -25,6 +25,7 @@ from lipscope.models.tracing.map_endpoints import (
     LayerMap,
     Norms,
     block_map,
+    by_differentiation,
     ends_of_attention,
     from_norm,
     model_map,
@@ -208,7 +209,7 @@ def margin_of(built: LayerMap) -> LayerMap:
         return margin(built.function(x))
 
     ends = None if built.ends is None else replace(built.ends, last=margin)
-    build = lambda x, memory, per_head: linearise(function, x)  # noqa: E731
+    build = by_differentiation(function)
     return replace(built, output=margin(built.output), function=function, build=build, ends=ends)
 
 
