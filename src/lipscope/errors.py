@@ -117,6 +117,13 @@ def out_of_memory(problem: BaseException) -> bool:
 def memory_for(work: str, dtype: str = "float32") -> Iterator[None]:
     """Report out of memory as an `InputError` of one line.
 
+    Args:
+        work: What needed it, as the subject of the sentence.
+        dtype: Floating type of the work: half the memory is enough for what was in float64.
+
+    Raises:
+        InputError: Instead of the error of the allocation.
+
     >>> with memory_for("The model's own forward pass", "float64"):
     ...     raise MemoryError
     Traceback (most recent call last):

@@ -29,7 +29,7 @@ from lipscope.linalg import (
 )
 
 _KRYLOV_STEPS = 2  # from the last iterate's singular vector: enough to follow it
-_HALVINGS, _FEWEST = 4, 4  # after each quarter of the steps the better half goes on, four at least
+_FEWEST = 4  # starts that go on to the end
 _RATE = 0.1  # in units of the radius
 _COPIES = 24  # score-sized tensors that are alive during one gradient, roughly
 _SMALLEST_SCALE = 0.1  # random starts have norms between this share of the radius and all of it
@@ -43,7 +43,7 @@ class Ascent:
     top: TopSingular  # sigma there from a fresh random start, so that its ``upper`` holds
     found: float  # the value that the ascent had seen there: a lower bound of sigma, in float32
     start_values: Float[Tensor, " r"]  # the value at each start, ``(restarts,)``
-    best_values: Float[Tensor, " r"]  # the best value of each restart, ``(restarts,)``
+    best_values: Float[Tensor, " r"]  # the best of each restart until it ended, ``(restarts,)``
 
 
 def ascend(
@@ -63,7 +63,7 @@ def ascend(
     ``max_X sigma(X)``, by ascent along ``grad <u, J(X) v>`` with momentum, whether or not sigma
     falls on the way. Every iterate, the starts too, is projected onto the ball, and the best
     value over all iterates is kept. After each quarter of the steps the better half of a batch goes
-    on, four starts at least. The search is in float32, whatever the layer is.
+    on, four starts at least (successive halving). The search is in float32, whatever the layer is.
 
     Holds for every variant, mask and number of heads, rotary embeddings included: a lower
     bound of the largest sigma, never a proof that nothing is worse. The winner is measured
@@ -75,7 +75,7 @@ def ascend(
         restarts: Number of starts that are drawn, besides those given.
         start: One input ``(n, d)`` or several, for example constructions.
         generator: Source of starts; torch's global one if None.
-        memory: Bytes for one batch of restarts, roughly.
+        memory: Bytes for one batch of restarts, roughly; halving is within a batch.
         progress: Called as ``progress(done, total)`` after every step of every batch.
 
     Source: derived here (``docs/theory/inputs.md``).
@@ -110,7 +110,11 @@ def ascend(
 
 
 def sigma_gradient(
-    layer: Attention, x: Float[Tensor, "b n d"], v: Float[Tensor, "b n d"], *, steps: int
+    f: Callable[[Tensor], Tensor],
+    x: Float[Tensor, "b n d"],
+    v: Float[Tensor, "b n d"],
+    *,
+    steps: int,
 ) -> tuple[Float[Tensor, " b"], Float[Tensor, "b n d"], Float[Tensor, "b n d"]]:
     """Sigma of a batch of inputs, its gradient, and the right singular vectors.
 
@@ -120,11 +124,11 @@ def sigma_gradient(
     Holds where the top singular value is simple; elsewhere the result is a subgradient-like
     direction of one branch. The value is a Ritz value, hence a lower bound.
     """
-    tape = Tape(layer, x)
+    tape = Tape(f, x)
     op = Operator(
         tape.matvec, tape.rmatvec, tuple(x.shape[1:]), tuple(tape.y.shape[1:]), x.dtype, x.device
     )
-    sigma, left, right = top_triplets(op, v, steps)
+    sigma, left, right = _top_triplets(op, v, steps)
     with torch.enable_grad():
         value = stretch(tape.y, tape.point, left, right)
         (gradient,) = torch.autograd.grad(value, tape.point)
@@ -177,9 +181,10 @@ def _ascend_batch(
     """Values at the start, best values, and where they were found."""
     value, gradient, v = sigma_gradient(layer, x, v, steps=4 * _KRYLOV_STEPS)
     first, best, points = value, value.clone(), x.clone()
-    alive, momentum = torch.arange(len(x)), _Momentum(x, radius)
+    alive, momentum = torch.arange(len(x), device=x.device), _Momentum(x, radius)
+    quarters = {steps * k // 4 for k in (1, 2, 3)} - {0}
     for i in range(steps):
-        if i and i % max(1, steps // _HALVINGS) == 0 and len(alive) > _FEWEST:
+        if i in quarters and len(alive) > _FEWEST:
             fewer = max(_FEWEST, (len(alive) + 1) // 2)
             kept = best[alive].nan_to_num(nan=-1.0).topk(fewer).indices
             alive, x, value, gradient, v = (t[kept] for t in (alive, x, value, gradient, v))
@@ -223,7 +228,7 @@ def _shape(flags: Tensor) -> Tensor:
     return flags[:, None, None]
 
 
-def top_triplets(op: Operator, start: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+def _top_triplets(op: Operator, start: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """Top Ritz triplets of a batch of operators."""
     *_, state = golub_kahan(op, start, min(steps, op.in_size))
     assert state.u is not None

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attacks.ascent import top_triplets
+from lipscope.attacks.ascent import sigma_gradient
 from lipscope.attention import Attention, DotProduct, Map
-from lipscope.certificates import check_ball, in_double, jacobian_of, sigma_of, tokens_of
+from lipscope.certificates import check_ball, in_double, sigma_of, tokens_of
 from lipscope.display import Shown
 from lipscope.theorems import BallName, per_token
 
@@ -165,6 +165,10 @@ class _Search:
         layer = self.layer
         return layer.heads(x) if isinstance(layer, DotProduct) and self.map == "heads" else layer(x)
 
+    def _alone(self, x: Float[Tensor, "1 n d"]) -> Tensor:
+        """The map of a batch of one."""
+        return self.f(x[0])[None]
+
     def draw(self) -> Tensor:
         """A random direction."""
         return torch.randn(self.x.shape, generator=self.generator, dtype=self.x.dtype)
@@ -207,14 +211,10 @@ class _Search:
         for i in range(steps // 3):
             # The first from a random start, then each from the last one's singular vector.
             taken = _KRYLOV_STEPS if i else 4 * _KRYLOV_STEPS
-            here = self.x + e
-            operator = jacobian_of(self.layer, here, self.map)
-            sigma, u, v = (one[0] for one in top_triplets(operator, v[None], taken))
+            found = sigma_gradient(self._alone, (self.x + e)[None], v[None], steps=taken)
+            sigma, slope, v = (one[0] for one in found)
             if float(sigma) > best:
                 best, at = float(sigma), e
-            point = here.detach().requires_grad_(True)
-            moved = torch.func.jvp(self.f, (point,), (v,))[1]
-            (slope,) = torch.autograd.grad((u * moved).sum(), point)
             e = self.inside(e + self.to_edge(slope) * 0.5 * 0.9**i)
         if at is not None:
             again = sigma_of(self.layer, self.x + at, self.map, self.seed + 10_000)

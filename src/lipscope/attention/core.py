@@ -90,6 +90,7 @@ class Attention(Layer):
         """The layer's output, differentiable by autograd; the closed form's reference.
 
         Args:
+            context: Tokens of keys and values.
             log_weights: Logarithms of the weights of the keys, added to their scores: for
                 softmax, a key of weight c counts as c copies of it.
         """
@@ -142,6 +143,7 @@ class Attention(Layer):
                 if None.
             side: With a context, which of the two moves while the other stays: ``query``
                 (``x``) or ``key`` (the context).
+            log_weights: As in `forward`.
 
         Raises:
             InputError: Where the scores are so large that their rounding shows in the Jacobian:

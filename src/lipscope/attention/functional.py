@@ -324,6 +324,13 @@ def attention(
             may read nothing gives zero, and has a derivative of zero. What no query may read may
             be anything, NaN too.
         causal: Query i reads keys j <= i only; with a mask, those that both allow.
+        scale: ``1 / sqrt(k)`` if None.
+
+    Returns:
+        ``(..., n, v)``, in the dtype of the inputs.
+
+    Raises:
+        InputError: If shapes or dtypes do not fit together, or there is no key.
 
     Source: derived here (``docs/theory/attention-jacobian.md``).
 

@@ -38,12 +38,16 @@ class MultiheadAttention(nn.MultiheadAttention):
     where torch gives NaN if weights are asked for and zero if not.
 
     Args:
+        num_heads: Number of heads, a divisor of ``embed_dim``.
         variant: Name of a variant: ``dot-product``, ``l2``, ``scaled-cosine``, …, or its class.
         dropout: Share of attention weights that are dropped in training.
         bias: Whether projections have biases; None: where the variant can.
         batch_first: Tensors are ``(batch, tokens, width)``; else ``(tokens, batch, width)``.
         **options: What the variant asks for besides, such as ``temperature`` or ``causal``; a
             ``nn.Parameter`` is trained.
+
+    Raises:
+        InputError: If sizes do not fit, the variant is unknown or misses an option.
 
     >>> layer = MultiheadAttention(8, 2, "l2", batch_first=True)
     >>> y, weights = layer(*[torch.zeros(1, 3, 8)] * 3)
@@ -120,6 +124,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         Returns:
             Output, in the shape of ``query``; weights, ``(batch, n, m)`` or
             ``(batch, num_heads, n, m)``, or None.
+
+        Raises:
+            InputError: If shapes do not fit, or the variant takes no such mask.
         """
         layer, single = self.attention, query.ndim == 2
         self._check(query, key, value, attn_mask, is_causal=is_causal)

@@ -21,15 +21,18 @@ class Weighting(ABC):
     Three methods make a weighting: `weights`, `jvp` and `vjp`. The others fuse steps or save
     memory, and have defaults. Rows that may read no token come with the scores that they
     would have; what they give is set to zero afterwards.
+
+    Attributes:
+        all_rows: Whether a weight depends on scores of other rows. Blocks then hold all rows
+            of some heads, and no row may be empty.
+        normalised: Whether weights of a row add up to 1 and depend on differences of its scores
+            only. Values may then be taken relative to any one vector.
+        kept: How many tensors of the size of the scores `at` keeps.
     """
 
-    # whether a weight depends on scores of other rows. Blocks then hold all rows of some heads, and
-    # no row may be empty
     all_rows: bool = False
-    # whether weights of a row add up to 1 and depend on differences of its scores only. Values may
-    # then be taken relative to any one vector
     normalised: bool = False
-    kept: int = 1  # how many tensors of the size of the scores `at` keeps
+    kept: int = 1
 
     @abstractmethod
     def weights(self, s: Tensor) -> Tensor:

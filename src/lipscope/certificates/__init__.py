@@ -7,7 +7,6 @@ from lipscope.certificates.balls import (
     certify_ball as certify_ball,
     check_ball as check_ball,
     in_double as in_double,
-    jacobian_of as jacobian_of,
     sigma_of as sigma_of,
     tokens_of as tokens_of,
 )

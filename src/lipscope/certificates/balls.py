@@ -19,7 +19,7 @@ from lipscope.attention import Attention, DotProduct, Map
 from lipscope.certificates.expansion import rest
 from lipscope.display import Shown
 from lipscope.errors import InputError
-from lipscope.linalg import Operator, TopSingular, linearise, start_named, top_singular
+from lipscope.linalg import TopSingular, linearise, start_named, top_singular
 from lipscope.theorems import (
     AskedLayer,
     Ball,
@@ -80,15 +80,12 @@ class BallLayer:
 
         Of the layer, infinite without ``sharp``, and ``apart`` of each head.
         """
-        if self.several and not self.sharp and not apart:
-            return math.inf, []
         output = self.layer.attention.output if self.projected else None
-        how = {"together": self.sharp, "apart": apart}
-        together, each = rest(self.bare, output, radii, ball, **how)
-        heads = [
-            local + one + centre.slack
-            for local, one, centre in zip(self.local, each, self.centres, strict=False)
-        ]
+        together, each = rest(self.bare, output, radii, ball, together=self.sharp, apart=apart)
+        heads = []
+        if each:
+            of_heads = zip(self.local, each, self.centres, strict=True)
+            heads = [local + one + centre.slack for local, one, centre in of_heads]
         return (self.joint + together + self.slack if self.several else heads[0]), heads
 
     def at(self, radii: Tensor, ball: BallName) -> BallValue:
@@ -130,12 +127,8 @@ def sigma_of(
 ) -> TopSingular:
     """Sigma of a layer's map at ``x``, or of any function (None), from a start of its own."""
     start = start_named(f"sigma|{map}|{seed}", x)
-    return top_singular(jacobian_of(f, x, map), tol=1e-4, generator=start)
-
-
-def jacobian_of(f: Callable[[Tensor], Tensor], x: Tensor, map: Map | None) -> Operator:
-    """The Jacobian at ``x`` of a layer's map, or of any function (None)."""
-    return linearise(f, x) if map is None else linearise(f, x, map=map)
+    op = linearise(f, x) if map is None else linearise(f, x, map=map)
+    return top_singular(op, tol=1e-4, generator=start)
 
 
 def check_ball(ball: str) -> None:

@@ -37,8 +37,10 @@ def rest(
     """``>= ‖f(X + E) - f(X) - J(X) E‖ / ‖E‖`` for every ``E`` of the ball but zero.
 
     Of all heads ``together``, whose values are not folded with ``output`` (None: side by side), and
-    ``apart`` of each alone; infinite where it overflows.
+    ``apart`` of each alone; infinite where it overflows, and together where that is not asked for.
     """
+    if len(centres) > 1 and not (together or apart):
+        return math.inf, []
     widths = [c.v.shape[1] for c in centres]
     if output is None:
         output = torch.eye(sum(widths), dtype=torch.float64)

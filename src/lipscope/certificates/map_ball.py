@@ -88,12 +88,17 @@ class BallReads(Reads):
 
 @dataclass(frozen=True, eq=False)
 class Reach:
-    """A point on the way through a map: its linear part ``M``, and what that leaves out."""
+    """A point on the way through a map: its linear part ``M``, and what that leaves out.
 
-    point: Point  # the value at the centre, ``M``, and how far every token can be beyond it
-    size: Tensor  # ``>= ‖M‖``
-    # ``>= |v' - v_0 - M E| / |E|`` for every ``E`` of the ball, and ``>= ‖dv / dE - M‖`` all over
-    # it
+    Attributes:
+        point: The value at the centre, ``M``, and how far every token can be beyond it.
+        size: ``>= ‖M‖``.
+        left: ``>= |v' - v_0 - M E| / |E|`` for every ``E`` of the ball, and ``>= ‖dv / dE - M‖``
+            all over it.
+    """
+
+    point: Point
+    size: Tensor
     left: tuple[Tensor, Tensor]
 
     def bent(self, errors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -250,6 +255,9 @@ def certify_map(
         eps: Radius; one per token if wanted (ball ``token``), where tokens with 0 stay.
         ball: ``token``: every token moves by at most ``eps``; ``frobenius``: all together.
         sigma: Sigma at X, from below and from above, if it was measured; measured here if None.
+
+    Raises:
+        InputError: For what does not fit, where 4 GB would not do, or where nothing is proved.
 
     Source: derived here; ``docs/theory/ball-certificate.md``, section 9.
 

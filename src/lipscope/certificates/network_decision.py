@@ -49,39 +49,59 @@ _MATRICES = 16  # of all coordinates that move by all that are held at a time
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class NetworkCertificate(Shown):
-    """A decision and the radius within which it is certified not to change."""
+    """A decision and the radius within which it is certified not to change.
 
-    decision: int  # class with the largest score at the centre
-    decision_name: str  # what it is called
-    rival: int  # the class that limits the radius
-    rival_name: str  # what it is called
-    margin: float  # difference of their scores at the centre
-    slope: float  # norm of that margin's gradient, in the norm dual to the ball's
-    # ``joint``: all moving tokens together; ``token``: one of them; ``each``: every one of them by
-    # at most the radius
+    Attributes:
+        decision: Class with the largest score at the centre.
+        decision_name: What it is called.
+        rival: The class that limits the radius.
+        rival_name: What it is called.
+        margin: Difference of their scores at the centre.
+        slope: Norm of that margin's gradient, in the norm dual to the ball's.
+        ball: ``joint``: all moving tokens together; ``token``: one of them; ``each``: every one of
+            them by at most the radius.
+        tokens: Indices of the tokens that may move.
+        radius: Within it no move changes the decision; 0 where nothing is proved, infinite where
+            the scores do not depend on the input.
+        bound: What proved it: ``expansion``, to second order all over the ball, or ``moments``, of
+            the rows of an attention layer by itself.
+        first_order: ``margin / slope``: where a linear margin would end, not a bound.
+        attack: Size of the smallest move found that changes the decision; None if none was.
+        seconds: How long it took.
+        note: What to know, or None.
+        stopped: Whether it was interrupted: a larger radius may be provable.
+    """
+
+    decision: int
+    decision_name: str
+    rival: int
+    rival_name: str
+    margin: float
+    slope: float
     ball: DecisionBall
-    tokens: tuple[int, ...]  # indices of the tokens that may move
-    # within it no move changes the decision; 0 where nothing is proved, infinite where the scores
-    # do not depend on the input
+    tokens: tuple[int, ...]
     radius: float
-    first_order: float  # ``margin / slope``: where a linear margin would end, not a bound
-    # size of the smallest move found that changes the decision; None if none was
+    first_order: float
     attack: float | None
-    seconds: float  # how long it took
-    # what proved it: ``expansion``, to second order all over the ball, or ``moments``, of the rows
-    # of an attention layer by itself
+    seconds: float
     bound: DecisionBound = "expansion"
-    note: str | None = None  # what to know, or None
-    stopped: bool = False  # whether it was interrupted: a larger radius may be provable
+    note: str | None = None
+    stopped: bool = False
 
 
 class _Question:
     """A network at a centre, its decision, and tokens that move."""
 
     def __init__(
-        self, net: Network, x: Float[Tensor, "n d"], ball: DecisionBall, tokens: Tensor
+        self,
+        net: Network,
+        x: Float[Tensor, "n d"],
+        ball: DecisionBall,
+        tokens: Tensor,
+        progress: Callable[[str], None],
     ) -> None:
         self.ball: DecisionBall = ball
+        self.progress, self.line = progress, ""
         self.net, self.x, self.tokens = net, x, tokens
         scores = net(x)
         self.label = int(scores.argmax())
@@ -97,6 +117,11 @@ class _Question:
         self.others.sort(key=lambda c: float(quotient[c]))
         self.first_order = float(quotient[self.others[0]])
         self.best_anchor, self.searched = _ANCHORS[0], False  # what did best last comes first
+
+    def tell(self, line: str | None = None) -> None:
+        """Progress: a line, or the last one again, so that whoever is told may stop the search."""
+        self.line = self.line if line is None else line
+        self.progress(self.line)
 
     def _gradients(self) -> Float[Tensor, "c s d"]:
         """Of all margins, by tokens that move."""
@@ -145,6 +170,7 @@ class _Question:
             e[-1] = start.view(size[1:])
         e = self.project(e, radius)
         for k in range(_STEPS):
+            self.tell()
             e = e.detach().requires_grad_(True)
             (g,) = torch.autograd.grad(margins(e).sum(), e)
             size_of = g.norm(dim=-1, keepdim=True)
@@ -187,6 +213,7 @@ class _Question:
         balls = self.count if self.ball == "each" else None
 
         def proved(anchor: tuple[float, float]) -> bool:
+            self.tell()
             share, spread = anchor
             tried[anchor] = found = -math.inf
             with contextlib.suppress(OutOfReachError):
@@ -241,10 +268,15 @@ def certify_network(
     Args:
         ball: ``joint``, ``token`` or ``each``.
         tokens: Which tokens may move; all if None.
+        progress: Called with a line now and then.
         before: What was proved of the same question until it was interrupted.
 
     Returns:
         The certificate; interrupted from the keyboard, with what is proved so far.
+
+    Raises:
+        InputError: For tokens that do not fit the ball, one class alone, attention whose scores are
+            no inner products of affine maps of tokens, or where 4 GB would not do.
 
     Source: derived here.
     """
@@ -260,12 +292,12 @@ def certify_network(
         raise InputError("A decision should be between two classes at least. Found one score.")
     check_memory(net, x.shape, int(tokens.sum()), ball)
     with few_threads(x.numel(), _SMALL):
-        asked = _Question(net, x.double(), ball, tokens)
+        asked = _Question(net, x.double(), ball, tokens, progress)
         found = _Found(0.0, None)
         if before is not None:
             found = _Found(before.radius, before.attack, bound=before.bound)
         try:
-            _search(asked, progress, found)
+            _search(asked, found)
         except KeyboardInterrupt:
             found.stopped, found.note = True, "interrupted: a larger radius may be provable"
     rival = asked.others[0] if found.rival is None else found.rival
@@ -334,7 +366,7 @@ def _bytes_needed(net: Network, shape: tuple[int, ...], count: int) -> int:
     return 8 * (moving**2 * (_MATRICES + n) + pairs + len(net.head) * n * d)
 
 
-def _search(asked: _Question, progress: Callable[[str], None], found: _Found) -> None:
+def _search(asked: _Question, found: _Found) -> None:
     """Find the radius, the rival that limits it, the smallest flip, and what proved it."""
     if not float(min(asked.margins[c] for c in asked.others)) > asked.rounding:
         found.radius, found.attack = 0.0, 0.0
@@ -347,7 +379,7 @@ def _search(asked: _Question, progress: Callable[[str], None], found: _Found) ->
         return
     if by_moments > found.radius:
         found.radius, found.bound = by_moments, "moments"
-    progress(f"certified {found.radius:.4g}, looking for an attack")
+    asked.tell(f"certified {found.radius:.4g}, looking for an attack")
     limit = found.rival
     found.flips_at(asked.smallest_flip(limit, found.radius))
     if _bytes_needed(asked.net, tuple(asked.x.shape), asked.count) > _MOST:
@@ -363,7 +395,7 @@ def _search(asked: _Question, progress: Callable[[str], None], found: _Found) ->
     for _ in range(_TRIES):
         if found.radius > 0 and high / found.radius < _CLOSE:
             break
-        progress(f"certified {found.radius:.4g}, trying {size:.4g}")
+        asked.tell(f"certified {found.radius:.4g}, trying {size:.4g}")
         least, rival = _least(asked, size, moves)
         left[size] = least
         if least > 0:

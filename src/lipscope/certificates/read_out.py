@@ -56,6 +56,9 @@ def read_out_radius(net: Network, x: Float[Tensor, "n d"], ball: BallName) -> tu
         The radius, infinite where the scores do not depend on the input, and the rival that limits
         it.
 
+    Raises:
+        NotApplicableError: Where the layer is of another kind, or derivatives overflow.
+
     Source: derived here; ``docs/theory/ball-certificate.md``, "The decision".
     """
     layer = attention_alone(net)

@@ -441,7 +441,11 @@ class Segment:
         self.jacobian = moved + self.t[self.rows] if self.skip else moved
 
     def grow(self, radius: float, pieces: int | None = None) -> None:
-        """Bound everything on the balls up to this radius."""
+        """Bound everything on the balls up to this radius.
+
+        Raises:
+            OutOfReachError: Where the input of a norm could vanish.
+        """
         self.pieces = pieces or PIECES
         self.r = radius
         if self.first is not None and self.mixes and self.first.norm is not None:

@@ -67,6 +67,9 @@ def save_each(chart: Chart, paths: Sequence[Path]) -> list[Path]:
 
     The page carries its scripts and data inside, asks no network for anything, and its
     content policy forbids it to.
+
+    Raises:
+        InputError: If an ending is another one.
     """
     spec, version = _as_vega_lite(chart)
     for path in paths:

@@ -27,6 +27,9 @@ def shaded_text(
     The shade follows the cube root of `share_in`, so that a token with a thousandth of
     what the top one has can still be told from none. Word pieces are joined to their
     predecessors; after ``max_lines`` of ``columns`` characters the text is cut, with a remark.
+
+    Raises:
+        InputError: If there are no tokens, or none has a share.
     """
     ordered = sorted(tokens, key=lambda t: t.index)
     shares = [marks.share_of(t) for t in ordered]

@@ -19,7 +19,6 @@ from lipscope.errors import InputError
 
 _EPS = 0.01
 _MOVES = {"token": "every token moves", "frobenius": "all tokens together move"}
-_BALLS = "token, frobenius; of a decision joint, token, each.  [default: token; joint]"
 _FORMS = {
     "sum": "heads put together by the sum of their bounds",
     "projection": "heads put together by the norm of the output projection",
@@ -176,8 +175,8 @@ def _of_ball(found: engine.CertifiedBall) -> Iterator[str]:
         f"every X' in the ball ({_FORMS.get(found.form, found.form)})"
     )
     yield (
-        f"sigma         at most {sigma} anywhere in the ball, hence "
-        f"between any two of its inputs; at X measured in [{found.sigma:.4g}, {upper}]"
+        f"sigma         at most {sigma} anywhere in the ball, hence between any two of its inputs; "
+        f"at X measured in [{rounded_down(found.sigma):.4g}, {upper}]"
     )
     yield (
         f"attack        largest ratio found {found.largest_ratio:.4g}, largest sigma "

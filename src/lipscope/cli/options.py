@@ -55,8 +55,8 @@ def with_options(
     """Give a command, which takes ``**options``, some of the shared options, and where rows go.
 
     Its help leaves the hidden ones to the documentation. ``words`` are help of its own, or a
-    default and help; what a line of ``jsonl`` is about; of options that no other command has
-    kind, default (``...`` if it must be given) and help, which come first.
+    default and help; what a line of ``jsonl`` is about; and options that no other command has, by
+    kind, default (``...`` if it must be given) and help: these come before the shared ones.
     """
 
     def give(command: Command) -> Command:

@@ -665,6 +665,9 @@ def restrain(
         What has `penalty`, to be added to the loss, and `step`, to be called after a step of the
         optimiser.
 
+    Raises:
+        InputError: If there is no such restraint or layer, or it cannot act on this layer.
+
     >>> import torch
     >>> from lipscope.attention import DotProduct
     >>> weights = [torch.nn.Parameter(2 * torch.eye(3)) for _ in range(3)]

@@ -148,6 +148,9 @@ def answer(
     ``reference``, the model itself between the map's ends, the Jacobian is compared with its finite
     difference along the direction that was found. ``watch`` sees the intervals of sigma
     after every step of the solver, and may end it.
+
+    Raises:
+        InputError: If the two disagree.
     """
     heads: list[int | None] = [None]
     if spec.per_head and layer.num_heads is not None:

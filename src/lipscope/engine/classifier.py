@@ -72,6 +72,9 @@ def classifier_of_texts(
 
     Holds for layers whose weights are read in closed form. A text longer than the model's
     positions is cut.
+
+    Raises:
+        InputError: For fewer than two texts, for empty or equal ones, or as `capture` does.
     """
     check_texts(texts)
     ready = ready_model(model)
@@ -113,7 +116,11 @@ def _pooled_output(
 def read_out_of(
     between: Sequence[str] | None, read_out: str | Path | Classifier | None
 ) -> Classifier | None:
-    """The read-out that was given; None where texts, which are checked, stand for classes."""
+    """The read-out that was given; None where texts, which are checked, stand for classes.
+
+    Raises:
+        InputError: If both or neither were given, or one cannot be read.
+    """
     if between is not None and read_out is not None:
         raise InputError("`between` and `read_out` exclude each other. Found both.")
     if not isinstance(read_out, str | Path | Classifier | None):

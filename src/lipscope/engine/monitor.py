@@ -145,7 +145,11 @@ class Monitor:
 
     @contextlib.contextmanager
     def step(self, loss: Tensor | float | None = None) -> Iterator[None]:
-        """The context of one step of the optimiser: ``with monitor.step(loss): …``."""
+        """The context of one step of the optimiser: ``with monitor.step(loss): …``.
+
+        Args:
+            loss: That of the step, for its z-score.
+        """
         self.before()
         yield
         self.after(loss)
@@ -159,7 +163,11 @@ class Monitor:
             self._before = {i: [p.detach().clone() for p in own] for i, own in kept}
 
     def after(self, loss: Tensor | float | None = None) -> None:
-        """After a step: count it, and read where it is time."""
+        """After a step: count it, and read where it is time.
+
+        Raises:
+            InputError: If the loss is not finite.
+        """
         self._last += 1
         if loss is not None:
             self.see(loss)
@@ -167,7 +175,11 @@ class Monitor:
             self.read()
 
     def see(self, loss: Tensor | float) -> None:
-        """Take a loss in."""
+        """Take a loss in.
+
+        Raises:
+            InputError: If it is not finite.
+        """
         value = float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
         if not math.isfinite(value):
             raise InputError(
@@ -188,6 +200,13 @@ class Monitor:
 
         A layer that float32 cannot measure is measured in float64. One that cannot be measured at
         all has the signals that need no Jacobian, and an alert says why.
+
+        Returns:
+            One reading for each layer, also in `readings`.
+
+        Raises:
+            InputError: If a weight is not finite; at the first reading, for whatever a layer
+                cannot be measured.
         """
         try:
             models.check_finite(self.model)
@@ -229,6 +248,15 @@ class Monitor:
 
         It logs into what the Trainer logs to, unless it has a ``log`` of its own. Losses are those
         of every step; a gradient norm that is logged and not finite stops training, too.
+
+        Args:
+            trainer: The Trainer, before ``train()`` or ``fit()``.
+
+        Returns:
+            The callback that the Trainer was given.
+
+        Raises:
+            InputError: If it is neither.
         """
         if hasattr(trainer, "add_callback"):
             callback = _for_transformers(self, trainer)

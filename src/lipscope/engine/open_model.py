@@ -67,6 +67,7 @@ class OpenModel(Shown, ReadyModel):
         """A layer at an input, which can be asked anything; the model runs once for it.
 
         Args:
+            data: Text, the ``Path`` of a text file, or a batch, as for `measure`.
             layer: Index from 0; of no account for the map ``model``.
             length: Number of tokens of the text window; 64 if None.
             sample: Index of the window, or of the entry of a batch.
@@ -74,6 +75,12 @@ class OpenModel(Shown, ReadyModel):
                 than the first is meant.
             head: A query head alone; all together if None.
             **options: As for `measure`, without inputs that are built and theorems.
+
+        Returns:
+            The layer at its input.
+
+        Raises:
+            InputError: If it cannot be had as asked, or if capture and model disagree.
 
         >>> import lipscope as ls
         >>> at = ls.load_model("minilm").at("It was the best of times.", layer=3, length=7)
@@ -109,6 +116,7 @@ class OpenModel(Shown, ReadyModel):
         """Layers at inputs: for every length and sample, layer by layer, one pass a window.
 
         Args:
+            data: As for `at`.
             layers: Indices from 0, or "all".
             lengths: Numbers of tokens of the text windows; 64 if None.
             samples: Windows per length; 1 if None.
@@ -116,6 +124,9 @@ class OpenModel(Shown, ReadyModel):
 
         Yields:
             Each layer at each input; the model is ready while the iteration lasts.
+
+        Raises:
+            InputError: If a layer or a map does not exist.
         """
         asked: dict[str, Any] = {name: v for name, v in options.items() if v is not None}
         cut = {"layers": layers, "lengths": lengths, "samples": samples}
@@ -143,13 +154,21 @@ class OpenModel(Shown, ReadyModel):
         Holds for models that `read_network` takes apart; what it does not know is refused.
 
         Args:
+            data: Text, the ``Path`` of a text file, or a batch, as for `measure`.
             between: Texts: the one whose mean output is at the smallest angle decides.
             read_out: A matrix of classes in a file, or a `Classifier`, in their place.
             pool: Which tokens are read where the model does not pool them itself: ``mean``,
                 ``first``, ``last`` or the index of one.
             at_layer: The attention layer before which tokens move; 0: the embeddings.
             length: Number of tokens of the text; all of it, at most 64, if None.
+            sample: Index of the window, or of the entry of a batch.
             **options: Those of `measure` about the input.
+
+        Returns:
+            The decision.
+
+        Raises:
+            InputError: If there is no such decision, or the model is not read in closed form.
         """
         return decision(
             self,
@@ -197,6 +216,9 @@ class OpenModel(Shown, ReadyModel):
 
         Args:
             text: What the page begins with; an example if None.
+
+        Returns:
+            The page: its ``address``, and ``end()``.
         """
         (room,) = load_plugins("lipscope.live")
         return room.explore(self, text)
@@ -274,7 +296,11 @@ class LayerAtInput(Shown):
 
     @cached_property
     def attention(self) -> Attention:
-        """The attention layer in closed form, with weights of its own."""
+        """The attention layer in closed form, with weights of its own.
+
+        Raises:
+            InputError: If its weights are not read in closed form.
+        """
         with self._map.window.ready():  # in which no weight has gradients
             return copy.deepcopy(self._map.attention).requires_grad_(False)
 
@@ -286,7 +312,11 @@ class LayerAtInput(Shown):
 
     @property
     def normed(self) -> Normed:
-        """The layer with the norm that feeds it in front, as theorems take it."""
+        """The layer with the norm that feeds it in front, as theorems take it.
+
+        Raises:
+            InputError: If there is no such norm.
+        """
         if self.norm is None:
             raise InputError(f"A norm should feed the layer. Found none before layer {self.layer}.")
         return Normed(self.attention, ExactNorm(self.norm))
@@ -297,7 +327,11 @@ class LayerAtInput(Shown):
         return self._map.radius
 
     def radius_of_norm(self) -> float:
-        """Largest norm that a token can have after the norm that feeds the layer."""
+        """Largest norm that a token can have after the norm that feeds the layer.
+
+        Raises:
+            InputError: If there is no such norm, or it is neither RMSNorm nor LayerNorm.
+        """
         return self._map.radius_of_norm()
 
     # --- measured
@@ -330,7 +364,11 @@ class LayerAtInput(Shown):
 
     @property
     def sigma(self) -> float:
-        """The local Lipschitz constant: top singular value of the Jacobian, from below."""
+        """The local Lipschitz constant: top singular value of the Jacobian, from below.
+
+        Raises:
+            InputError: If there is none, with the reason.
+        """
         return self._measured(self.row.sigma)
 
     @property
@@ -391,6 +429,12 @@ class LayerAtInput(Shown):
             read_out: A matrix of classes in a file, or a `Classifier`, in their place.
             pool: ``mean`` over tokens, or the ``first`` token.
             special_tokens: Whether those texts have the model's own special tokens.
+
+        Returns:
+            The decision, of the layer by itself: `ModelDecision.certify` says how far it holds.
+
+        Raises:
+            InputError: If neither or both were given, or the layer is not read in closed form.
         """
         given = read_out_of(between, read_out)
         if given is None:
@@ -478,6 +522,9 @@ def load_model(
 
     Returns:
         The open model, in the dtype of its checkpoint.
+
+    Raises:
+        InputError: If there is no such model, or its weights cannot be used.
     """
     if isinstance(model, OpenModel) and tokenizer is None:
         return model

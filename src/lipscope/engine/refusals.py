@@ -18,6 +18,9 @@ def refuse_early(model: str, options: Mapping[str, Any]) -> None:
     """Refuse what is certain without a look at the model itself; a verb looks at the rest.
 
     ``options`` are those of a verb, without those that are left to it.
+
+    Raises:
+        InputError: As the verb itself would.
     """
     for name, value in options.items():
         key = AXES.get(name, name)

@@ -158,18 +158,21 @@ def _one_layer(model: OpenModel, asked: Question) -> dict[str, Any]:
 
 
 def _certified(model: OpenModel, asked: Question, check: Check, tell: Tell) -> Iterator[Event]:
+    line = ""
+
     def told(text: str) -> None:
+        nonlocal line
         check()
-        tell({"event": "progress", "text": text})
+        if text != line:
+            line = text
+            tell({"event": "progress", "text": text})
 
     with _Interruptible(check):
         found = model.decision(asked.text, between=asked.texts or None)
     yield {"event": "decision", **{name: getattr(found, name) for name in _DECIDED}}
     ball: Any = asked.ball
     for tokens in found.groups(ball, None):
-        with _Interruptible(check):
-            one = found.certified(ball, tokens, told)
-        yield {"event": "certificate", **_plain(one)}
+        yield {"event": "certificate", **_plain(found.certified(ball, tokens, told))}
 
 
 _DECIDED = ("answer_name", "runner_up_name", "by", "margin", "words")

@@ -21,7 +21,11 @@ _OPTIONS = {"map": "attention", "metric": "frobenius", "move": "all", "read": "a
 
 @dataclass(frozen=True)
 class Question:
-    """What a window of the page asks. Frozen, so that answers are kept by it."""
+    """What a window of the page asks. Frozen, so that answers are kept by it.
+
+    Raises:
+        InputError: If an entry is none that the page has.
+    """
 
     text: str
     kind: str = "measure"  # or what else is wanted, such as ``push``

@@ -167,7 +167,7 @@ def _unit_tokens(e: Tensor) -> Tensor:
 
 
 def _tiny(e: Tensor) -> float:
-    """Beside it 0 stays 0: tokens that an output does not read have no direction."""
+    """The least normal number of its type: divided by it, 0 stays 0."""
     return torch.finfo(e.dtype).tiny
 
 

@@ -278,20 +278,31 @@ _USUAL_STEPS = 64
 
 @dataclass(frozen=True, repr=False)
 class TopSingular(Shown):
-    """The top singular triplet of an operator and what is known about it."""
+    """The top singular triplet of an operator and what is known about it.
 
-    sigma: float  # largest Ritz value: a lower bound on the top singular value
-    upper: float  # upper bound, valid with probability ``1 - delta`` over the start
-    delta: float  # failure probability of ``upper``
-    u: Tensor  # left singular vector, ``out_shape``, unit norm
-    v: Tensor  # right singular vector, ``in_shape``, unit norm
-    # ``r / (sqrt(2) sigma)``: some singular value lies within this relative distance of ``sigma``
+    Attributes:
+        sigma: Largest Ritz value: a lower bound on the top singular value.
+        upper: Upper bound, valid with probability ``1 - delta`` over the start.
+        delta: Failure probability of ``upper``.
+        u: Left singular vector, ``out_shape``, unit norm.
+        v: Right singular vector, ``in_shape``, unit norm.
+        solver_residual: ``r / (sqrt(2) sigma)``: some singular value lies within this
+            relative distance of ``sigma``.
+        products: Products with the operator or its transpose.
+        status: ``converged`` (``upper`` is at most ``(1 + tol) sigma``), ``max_steps`` (it is
+            not, and still valid), ``non_finite``.
+        note: Advice in words, or None.
+    """
+
+    sigma: float
+    upper: float
+    delta: float
+    u: Tensor
+    v: Tensor
     solver_residual: float
-    products: int  # products with the operator or its transpose
-    # ``converged`` (``upper`` is at most ``(1 + tol) sigma``), ``max_steps`` (it is not, and still
-    # valid), ``non_finite``
+    products: int
     status: SolverStatus
-    note: str | None = None  # advice in words, or None
+    note: str | None = None
 
 
 def top_singular(

@@ -30,12 +30,13 @@ def few_threads(entries: int | None, small: int = _SMALL) -> Iterator[None]:
     True
     """
     before = torch.get_num_threads()
-    outside = _OUTSIDE.get() or before
+    previous = _OUTSIDE.get()
+    outside = previous or before
     wanted = before if entries is None else 1 if entries <= small else outside
-    token = _OUTSIDE.set(outside)
+    _OUTSIDE.set(outside)
     torch.set_num_threads(wanted)
     try:
         yield
     finally:
-        _OUTSIDE.reset(token)
         torch.set_num_threads(before)
+        _OUTSIDE.set(previous)

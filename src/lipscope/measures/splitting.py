@@ -72,6 +72,10 @@ def split_at(
         log_weights: Logarithms of the tokens' weights, for `Attention`; norms are weighted by
             them. Uniform if None.
 
+    Raises:
+        InputError: If the input is not finite, or a function tells copies or permuted tokens
+            apart, or has weights.
+
     Source: derived here (``docs/theory/splitting.md``).
 
     >>> from lipscope.attention import DotProduct

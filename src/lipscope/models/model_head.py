@@ -31,6 +31,10 @@ def with_scores(model: nn.Module) -> tuple[nn.Module, str]:
     A decoder that was loaded without its read-out gets the one of its own class in transformers,
     whose weights must be its own: those of the table of token vectors (tied weights). Scales and
     caps of the scores are those of that class. The path is "" if it is not known.
+
+    Raises:
+        InputError: If transformers has no such class, or its read-out has weights of its own that
+            were not loaded.
     """
     name = str(getattr(model, "base_model_prefix", ""))
     own = getattr(model, "get_output_embeddings", lambda: None)

@@ -65,6 +65,9 @@ def with_mask(loaded: LoadedModel, causal: bool | None) -> LoadedModel:
     decoders (`as_decoder`), and decoders with learnt positions. A rotary embedding, or a bias of
     positions, says something else of a token that comes later than of one that came before, and in
     training said it of earlier ones alone. A copy's ``weights`` say what was done.
+
+    Raises:
+        InputError: If the model has no such mask that could be put on or taken off.
     """
     if causal is None or _reads_later(loaded) != causal:
         return loaded
@@ -210,6 +213,9 @@ def scrambled(
     ``U`` and ``V`` drawn uniformly (Haar measure). Biases, norms and embeddings stay. Of a model of
     transformers whose blocks are numbered; of one ``layer`` only, whose input stays the trained
     one, or of all.
+
+    Raises:
+        InputError: If no such matrix is there, as in a model with one matrix for Q, K and V.
     """
     model = copied(loaded.in_memory("A change of all weights").model)
     place = re.compile(r"\.\d+\." if layer is None else rf"\.{layer}\.")

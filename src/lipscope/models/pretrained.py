@@ -42,6 +42,10 @@ def from_pretrained(
 
     Prefixes that wrappers leave (``_orig_mod.``, ``module.``) are taken off. ``known`` are names
     that the source could have been meant to be.
+
+    Raises:
+        InputError: If there is no such model, its weights cannot be used, or a layer would keep
+            weights that are not from the checkpoint.
     """
     from transformers import AutoModel
 

@@ -94,7 +94,11 @@ _CURVE = ("source", "layer", "head", "n")  # of a mean, besides its setting
 
 @dataclass(frozen=True)
 class Content:
-    """The subject of a report."""
+    """The subject of a report.
+
+    Raises:
+        InputError: If they hold no row with a finite, positive sigma, or nothing to compare.
+    """
 
     runs: Sequence[Run]
     compare: bool = False

@@ -231,6 +231,9 @@ def contrast_of(runs: Sequence[Run]) -> Contrast:
     of tokens, ratios are taken window by window (`paired_shift` of logarithms); else the windows
     are two independent samples (`welch_shift`). Both hold for nearly normal logarithms of windows
     that share no text. What the solver leaves open is inside the interval.
+
+    Raises:
+        InputError: If there are not two, or they share nothing that can be compared.
     """
     if len(runs) != 2 or len({run.path.resolve() for run in runs}) != 2:
         found = ", ".join(f"`{run.path}`" for run in runs)

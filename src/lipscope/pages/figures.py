@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,9 @@ def sandwich_figure(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> cha
 
     A chart for each layer, on one logarithmic pair of axes; only rows of one map and metric, those
     of the first one. Bounds that would flatten the others are named under the title instead.
+
+    Raises:
+        InputError: If there is no measured, positive value with bounds.
     """
     found = [one for one in comparisons(rows, bounds) if any(usable(row.sigma) for row in one.real)]
     if not found:
@@ -232,15 +236,13 @@ class _View:
         fits = of(content.points.fits)
         if some := [f for f in fits if f["kind"] in (REAL, "rest", *built[:1])]:
             yield "exponents", charts.exponents_chart(self.frame(), some, *built[:1])
-        if (
-            slopes := [
-                {**fit, "slope": slope, "from": a, "span": f"{a}–{b}"}
-                for fit in fits  # between neighbouring lengths
-                for slope, a, b in zip(
-                    fit["local"], fit["lengths"], fit["lengths"][1:], strict=False
-                )
-            ]
-        ):
+        # between neighbouring lengths
+        slopes = [
+            {**fit, "slope": slope, "from": a, "span": f"{a}–{b}"}
+            for fit in fits
+            for slope, (a, b) in zip(fit["local"], pairwise(fit["lengths"]), strict=True)
+        ]
+        if slopes:
             yield "slopes", charts.slopes_chart(self.frame(), slopes)
         heads = [m for m in content.means if self.here(m) and m["kind"] == REAL]
         heads = [m for m in heads if m["head"] is not None]

@@ -101,7 +101,11 @@ class Rows(Sequence[Measurement], Shown):
         return typed_frame(Measurement, (vars(row) for row in self._rows))
 
     def to_pandas(self) -> pandas.DataFrame:
-        """The same for pandas."""
+        """The same for pandas.
+
+        Raises:
+            InputError: If pandas is not installed.
+        """
         try:
             import pandas
         except ImportError:
@@ -124,7 +128,11 @@ class Rows(Sequence[Measurement], Shown):
         return typed_frame(Direction, (vars(part) for part in self.directions))
 
     def plot(self, **size: int) -> Chart:
-        """Sigma against the number of tokens; ``width`` and ``height`` of a panel in pixels."""
+        """Sigma against the number of tokens; ``width`` and ``height`` of a panel in pixels.
+
+        Raises:
+            InputError: If no row has a finite, positive sigma.
+        """
         from lipscope.pages.figures import growth_figure
 
         if not any(usable(row.sigma) for row in self._rows):
@@ -135,7 +143,11 @@ class Rows(Sequence[Measurement], Shown):
         return growth_figure(self._content(), **size)
 
     def plot_layers(self) -> Chart:
-        """Sigma layer by layer, all heads together, see `lipscope.charts.depth_chart`."""
+        """Sigma layer by layer, all heads together, see `lipscope.charts.depth_chart`.
+
+        Raises:
+            InputError: If these are not rows of several layers.
+        """
         from lipscope.pages.figures import depth_charts
 
         for _, chart in depth_charts(self._content()):
@@ -143,7 +155,11 @@ class Rows(Sequence[Measurement], Shown):
         raise InputError("A figure of layers should have several of them. Found one at most.")
 
     def plot_bounds(self) -> Chart:
-        """Sigma between its bounds, a chart for each layer."""
+        """Sigma between its bounds, a chart for each layer.
+
+        Raises:
+            InputError: If no row with bounds has a finite, positive sigma.
+        """
         from lipscope.pages.figures import sandwich_figure
 
         return sandwich_figure(self._rows, self.bounds)
@@ -163,6 +179,9 @@ class Rows(Sequence[Measurement], Shown):
 
         Args:
             row_id: `id` of the measurement; by default the one that the summary speaks of.
+
+        Raises:
+            InputError: If the row is not here, or its tokens were not kept.
         """
         from lipscope.charts import shaded_text
 
@@ -224,6 +243,9 @@ class Rows(Sequence[Measurement], Shown):
         """The page on these rows, which a notebook opens inline as the last line of a cell.
 
         It is whole in itself; elsewhere ``show().save("page.html")`` writes it.
+
+        Raises:
+            InputError: If no row has a finite, positive sigma.
         """
         from lipscope.pages.html_page import page
 
@@ -231,7 +253,11 @@ class Rows(Sequence[Measurement], Shown):
         return Page(page(content), content.title)
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Write the figures as SVG, PNG and HTML: ``growth``, or ``sandwich`` where bounds are."""
+        """Write the figures as SVG, PNG and HTML: ``growth``, or ``sandwich`` where bounds are.
+
+        Raises:
+            InputError: If they cannot be written.
+        """
         from lipscope.charts import save_each
 
         if not any(usable(row.sigma) for row in self._rows):
@@ -282,7 +308,11 @@ class Page:
         return f"<Page on {self.title}: a notebook opens it; `.save('page.html')` writes it>"
 
     def save(self, path: str | Path) -> Path:
-        """Write the page, and give its path back."""
+        """Write the page, and give its path back.
+
+        Raises:
+            InputError: If it cannot be written.
+        """
         path = Path(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -326,6 +356,10 @@ def report(
 
     Returns:
         Every file written, the page first.
+
+    Raises:
+        InputError: If a folder cannot be read, nothing can be drawn or written, or two folders
+            share nothing to compare.
     """
     from lipscope.pages.content import Content
     from lipscope.pages.figures import write_figures

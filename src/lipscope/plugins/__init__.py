@@ -19,7 +19,17 @@ from lipscope.errors import InputError
 
 @functools.cache
 def load_plugins(group: str) -> tuple[ModuleType, ...]:
-    """Import every entry point of a group, once."""
+    """Import every entry point of a group, once.
+
+    Args:
+        group: Such as ``lipscope.theorems``.
+
+    Returns:
+        The modules.
+
+    Raises:
+        InputError: If one cannot be imported.
+    """
     found = []
     for entry in sorted(entry_points(group=group), key=lambda one: one.name):
         try:
@@ -36,7 +46,14 @@ def load_plugins(group: str) -> tuple[ModuleType, ...]:
 
 
 def check_name(kind: str, name: str, new: Any, taken: Any) -> None:
-    """Refuse a name of a register that something of another module has."""
+    """Refuse a name of a register that something of another module has.
+
+    Args:
+        kind: What is entered, such as ``theorem``.
+        name: Its name.
+        new: The function or class.
+        taken: What has the name already, or None.
+    """
     if taken is not None and taken.__module__ != new.__module__:
         raise InputError(
             f"The name of a {kind} should be its own. Found `{name}` in `{taken.__module__}` and "

@@ -95,6 +95,10 @@ class RunFolder:
     Attributes:
         done: Rows that need no measuring, by their ids: whole, and not failed for want of a
             worker, memory or disk.
+
+    Raises:
+        InputError: If the folder cannot be read or written, holds another specification, or
+            is in use by another process.
     """
 
     def __init__(
@@ -554,6 +558,9 @@ def read_run(path: str | Path) -> Run:
     Holds also while a run goes on: then the rows that are finished at this moment are read. Lines
     are believed, and the Parquet copies as far as they are theirs; a damaged line is left out,
     and said.
+
+    Raises:
+        InputError: If it is no run folder, cannot be read, or is of another schema.
     """
     if not isinstance(path, str | Path) or not os.path.isdir(path):
         raise InputError(f"`{shown(path)}` should be a run folder. Found no such folder.")

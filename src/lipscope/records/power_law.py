@@ -205,6 +205,9 @@ def growth(
     Returns:
         The growth, or None below three lengths with a finite, positive sigma; of the longer
         inputs where only they have so many.
+
+    Raises:
+        InputError: If the rows are not of one group, or hold a sample and length twice.
     """
     if len(groups(rows)) > 1:
         raise InputError(

@@ -44,64 +44,108 @@ Status = Literal["converged", "max_steps", "non_finite", "failed"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Measurement(Shown):
-    """One measured local Lipschitz constant: what, where, how, and the answer."""
+    """One measured local Lipschitz constant: what, where, how, and the answer.
 
-    id: str  # digest of everything that determines the row; stable across restarts
-    model: str  # name of the model as the user gave it
-    revision: str | None = None  # commit, package version, or null
-    weights: str  # what the weights were stored as, for example "float32"
-    layer: int | None  # index of the layer from 0; null for maps of the whole model
-    head: int | None = None  # query head; null for all heads together
-    map: str  # function whose Jacobian was taken (see the vocabulary)
-    metric: str  # how a perturbation is measured
-    move: str  # tokens that may move
-    read: str  # output tokens that are read
-    # kind of input: "text", "batch", or what built it, such as "two_cluster" or "ascent"
+    Attributes:
+        id: Digest of everything that determines the row; stable across restarts.
+        model: Name of the model as the user gave it.
+        revision: Commit, package version, or null.
+        weights: What the weights were stored as, for example "float32".
+        layer: Index of the layer from 0; null for maps of the whole model.
+        head: Query head; null for all heads together.
+        map: Function whose Jacobian was taken (see the vocabulary).
+        metric: How a perturbation is measured.
+        move: Tokens that may move.
+        read: Output tokens that are read.
+        input: Kind of input: "text", "batch", or what built it, such as "two_cluster" or
+            "ascent".
+        num_tokens: Number of tokens n.
+        sample: Index of the text window or batch entry.
+        start: First text token of the window; null for a batch.
+        sigma: Top singular value (a Ritz value, hence a lower bound); null if none.
+        upper: Upper end of the interval, valid with probability ``1 - delta``.
+        delta: Failure probability of the interval.
+        status: How the solver ended.
+        solver_residual: ``r / (sqrt(2) sigma)``: relative distance to a singular value.
+        products: JVPs plus VJPs that the measurement took.
+        relative: ``sigma ||X|| / ||f(X)||``.
+        top_token: Token with the largest share of the top right singular vector.
+        top_share: That share (squared norm, between 0 and 1).
+        sigma_rest: Sigma with the top token held fixed; null unless asked for.
+        frobenius: Estimate of ``||J||_F``; null unless asked for.
+        radius_max: Largest token norm of the map's input.
+        radius_rms: Root mean square token norm of the map's input.
+        input_norm: ``||X||_F``.
+        output_norm: ``||f(X)||_F``.
+        seconds: Solving time, without capture.
+        dtype: Floating type of the computation.
+        device: Where it ran.
+        seed: Seed of the random starts.
+        tokens_sha256: Digest of the token ids (or of the input tensor).
+        version: Version of lipscope.
+        note: Advice and remarks; null if none.
+        error: What went wrong; null unless the status is "failed".
+        text: Name of the text in a sweep; null elsewhere.
+        step: Training step of a checkpoint in a sweep; null elsewhere.
+        side: What the moving tokens make: all of self-attention (``self``), or the queries
+            (``query``), or the keys and values (``key``) of cross-attention.
+        position_offset: How much later than usual the position ids start.
+        module: Path of the module in the model: the attention, the block of the map ``block``, the
+            first block of the map ``model``; null where the model is a layer by itself.
+        argument: What moves: names of the module's arguments, or those of the norm before it.
+        projection: Whether the output projection is part of the map: true, false (``heads``, or the
+            model applies none), or null where none was seen as a module of its own.
+        derivative_error: ``||J v - D|| / ||D||`` with D the finite difference of the model itself
+            along the direction found; null except for the first sample of a length.
+        trained_length: Number of tokens to which the model was trained; null where its files do
+            not say.
+    """
+
+    id: str
+    model: str
+    revision: str | None = None
+    weights: str
+    layer: int | None
+    head: int | None = None
+    map: str
+    metric: str
+    move: str
+    read: str
     input: str
-    num_tokens: int  # number of tokens n
-    sample: int  # index of the text window or batch entry
-    start: int | None = None  # first text token of the window; null for a batch
-    sigma: float | None  # top singular value (a Ritz value, hence a lower bound); null if none
-    upper: float | None  # upper end of the interval, valid with probability ``1 - delta``
-    delta: float  # failure probability of the interval
-    status: Status  # how the solver ended
-    solver_residual: float | None  # ``r / (sqrt(2) sigma)``: relative distance to a singular value
-    products: int  # JVPs plus VJPs that the measurement took
-    relative: float | None  # ``sigma ||X|| / ||f(X)||``
-    top_token: int | None  # token with the largest share of the top right singular vector
-    top_share: float | None  # that share (squared norm, between 0 and 1)
-    sigma_rest: float | None = None  # sigma with the top token held fixed; null unless asked for
-    frobenius: float | None = None  # estimate of ``||J||_F``; null unless asked for
-    radius_max: float | None  # largest token norm of the map's input
-    radius_rms: float | None  # root mean square token norm of the map's input
-    input_norm: float | None  # ``||X||_F``
-    output_norm: float | None  # ``||f(X)||_F``
-    seconds: float  # solving time, without capture
-    dtype: str  # floating type of the computation
-    device: str  # where it ran
-    seed: int  # seed of the random starts
-    tokens_sha256: str  # digest of the token ids (or of the input tensor)
-    version: str  # version of lipscope
-    note: str | None = None  # advice and remarks; null if none
-    error: str | None = None  # what went wrong; null unless the status is "failed"
-    text: str | None = None  # name of the text in a sweep; null elsewhere
-    step: int | None = None  # training step of a checkpoint in a sweep; null elsewhere
-    # what the moving tokens make: all of self-attention (``self``), or the queries (``query``), or
-    # the keys and values (``key``) of cross-attention
+    num_tokens: int
+    sample: int
+    start: int | None = None
+    sigma: float | None
+    upper: float | None
+    delta: float
+    status: Status
+    solver_residual: float | None
+    products: int
+    relative: float | None
+    top_token: int | None
+    top_share: float | None
+    sigma_rest: float | None = None
+    frobenius: float | None = None
+    radius_max: float | None
+    radius_rms: float | None
+    input_norm: float | None
+    output_norm: float | None
+    seconds: float
+    dtype: str
+    device: str
+    seed: int
+    tokens_sha256: str
+    version: str
+    note: str | None = None
+    error: str | None = None
+    text: str | None = None
+    step: int | None = None
     side: str = "self"
-    position_offset: int = 0  # how much later than usual the position ids start
-    # path of the module in the model: the attention, the block of the map ``block``, the first
-    # block of the map ``model``; null where the model is a layer by itself
+    position_offset: int = 0
     module: str | None = None
-    # what moves: names of the module's arguments, or those of the norm before it
     argument: str | None = None
-    # whether the output projection is part of the map: true, false (``heads``, or the model applies
-    # none), or null where none was seen as a module of its own
     projection: bool | None = None
-    # ``||J v - D|| / ||D||`` with D the finite difference of the model itself along the direction
-    # found; null except for the first sample of a length
     derivative_error: float | None = None
-    # number of tokens to which the model was trained; null where its files do not say
     trained_length: int | None = None
 
     @property
@@ -120,39 +164,62 @@ class Measurement(Shown):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenShare(Shown):
-    """One token of a measured window: its part in the most sensitive direction."""
+    """One token of a measured window: its part in the most sensitive direction.
 
-    id: str  # row that it belongs to
-    index: int  # position in the window, from 0
-    text: str  # the token's text, or its id where there is no tokenizer
-    share_in: float | None  # its share of the top right singular vector: moving it moves the output
-    share_out: float | None  # its share of the top left singular vector: its output moves
-    norm: float | None  # norm of the map's input at this token
+    Attributes:
+        id: Row that it belongs to.
+        index: Position in the window, from 0.
+        text: The token's text, or its id where there is no tokenizer.
+        share_in: Its share of the top right singular vector: moving it moves the output.
+        share_out: Its share of the top left singular vector: its output moves.
+        norm: Norm of the map's input at this token.
+    """
+
+    id: str
+    index: int
+    text: str
+    share_in: float | None
+    share_out: float | None
+    norm: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bound(Shown):
-    """One theorem, or one certificate, asked about a layer."""
+    """One theorem, or one certificate, asked about a layer.
 
-    # row that it belongs to; model, layer, head, map and sigma stand there. "" for a layer that was
-    # not measured
+    Attributes:
+        id: Row that it belongs to; model, layer, head, map and sigma stand there. "" for a layer
+            that was not measured.
+        theorem: Name in the catalogue.
+        statement: Where it is stated.
+        cite: Key of the bibliography, or "derived here".
+        kind: ``upper`` or ``lower``.
+        scope: For which inputs: ``local``, ``ball``, ``global``, ``mean-field`` or ``limit``.
+        metric: How input and output are measured.
+        value: The bound; null if there is none.
+        radius: Largest token norm that global bounds allow; null for the map ``normed``.
+        floor: Smallest token norm (mean taken away if the norm does so) that global bounds for
+            the map ``normed`` allow, else null.
+        eps: Radius of the ball that a ``ball`` bound speaks of, else null.
+        reason: Why there is no value, or "".
+        note: What a reader must know, or "".
+        sound: False for a statement that is shown as found although it fails.
+    """
+
     id: str = ""
-    theorem: str  # name in the catalogue
-    statement: str  # where it is stated
-    cite: str  # key of the bibliography, or "derived here"
-    kind: str  # ``upper`` or ``lower``
-    scope: str  # for which inputs: ``local``, ``ball``, ``global``, ``mean-field`` or ``limit``
-    metric: str  # how input and output are measured
-    value: float | None  # the bound; null if there is none
-    # largest token norm that global bounds allow; null for the map ``normed``
+    theorem: str
+    statement: str
+    cite: str
+    kind: str
+    scope: str
+    metric: str
+    value: float | None
     radius: float | None = None
-    # smallest token norm (mean taken away if the norm does so) that global bounds for the map
-    # ``normed`` allow, else null
     floor: float | None = None
-    eps: float | None = None  # radius of the ball that a ``ball`` bound speaks of, else null
-    reason: str = ""  # why there is no value, or ""
-    note: str = ""  # what a reader must know, or ""
-    sound: bool = True  # false for a statement that is shown as found although it fails
+    eps: float | None = None
+    reason: str = ""
+    note: str = ""
+    sound: bool = True
 
     @property
     def applicable(self) -> bool:
@@ -168,36 +235,49 @@ class Direction:
     changed it is the same one. A part is a token of v (``side`` is ``right``), a token of u
     (``left``), a head's part in u (``head``), or a text (``text``) towards which the move v
     turns the output of the model, or away from which.
+
+    Attributes:
+        id: Row that it belongs to.
+        rank: 1 for the top direction, then the next ones.
+        side: ``right``, ``left``, ``head`` or ``text``.
+        index: Position of the token, or index of the head or text.
+        text: The token's text, the place of a patch, or ``head 3``.
+        share: ``|v_i|^2`` or ``|u_i|^2`` of unit vectors; of a head ``<u, J_h v> / sigma``, which
+            sums to 1 over the heads and may be negative; of a text the derivative, for each unit
+            of a move along v, of the cosine of the model's mean output with that of the text.
+        sigma: At most the singular value of this rank.
+        upper: At least it, with probability ``1 - delta`` of the row.
+        residual: ``‖J^T J v - theta^2 v‖ / (sqrt(2) theta^2)``, ``theta = ‖J v‖``.
+        sine: Upper bound of the sine of the angle between v and the singular vector; null where
+            the intervals do not tell this singular value from its neighbours'.
+        space: In what a token was read: ``vocabulary`` (tokens in its place), ``read-out``
+            (gradients of logits), ``window`` (the other tokens here); null where in nothing.
+        plus: Readings along the vector as JSON, ``[[word, cosine], …]``, nearest first.
+        minus: Readings against it.
+        cosine: Largest absolute cosine with a reading; of a text that of v with the gradient.
+        spanned: Share of the squared norm that the ten nearest readings span.
+        chance_cosine: The largest such cosine of 99 random directions of this dimension; what does
+            not exceed it reads as nothing.
+        chance_spanned: The largest such share of these.
     """
 
-    id: str  # row that it belongs to
-    rank: int  # 1 for the top direction, then the next ones
-    side: str  # ``right``, ``left``, ``head`` or ``text``
-    index: int  # position of the token, or index of the head or text
-    text: str  # the token's text, the place of a patch, or ``head 3``
-    # ``|v_i|^2`` or ``|u_i|^2`` of unit vectors; of a head ``<u, J_h v> / sigma``, which sums to 1
-    # over the heads and may be negative; of a text the derivative, for each unit of a move along v,
-    # of the cosine of the model's mean output with that of the text
+    id: str
+    rank: int
+    side: str
+    index: int
+    text: str
     share: float
-    sigma: float  # at most the singular value of this rank
-    upper: float  # at least it, with probability ``1 - delta`` of the row
-    residual: float  # ``‖J^T J v - theta^2 v‖ / (sqrt(2) theta^2)``, ``theta = ‖J v‖``
-    # upper bound of the sine of the angle between v and the singular vector; null where the
-    # intervals do not tell this singular value from its neighbours'
+    sigma: float
+    upper: float
+    residual: float
     sine: float | None
-    # in what a token was read: ``vocabulary`` (tokens in its place), ``read-out`` (gradients of
-    # logits), ``window`` (the other tokens here); null where in nothing
     space: str | None = None
-    # readings along the vector as JSON, ``[[word, cosine], …]``, nearest first
     plus: str | None = None
-    minus: str | None = None  # readings against it
-    # largest absolute cosine with a reading; of a text that of v with the gradient
+    minus: str | None = None
     cosine: float | None = None
-    spanned: float | None = None  # share of the squared norm that the ten nearest readings span
-    # the largest such cosine of 99 random directions of this dimension; what does not exceed it
-    # reads as nothing
+    spanned: float | None = None
     chance_cosine: float | None = None
-    chance_spanned: float | None = None  # the largest such share of these
+    chance_spanned: float | None = None
 
     @property
     def determined(self) -> bool:

@@ -332,6 +332,9 @@ class Stored:
         Args:
             mark: What the copy is said to be one of.
             own: Whether this process wrote or checked every line.
+
+        Raises:
+            InputError: If a line cannot be read as a record.
         """
         import polars as pl
 

@@ -57,6 +57,9 @@ def check_model(
 
     Only what is certain: what they do not say is found out when the model has been loaded. A hub
     id, and weights that are read from one file of another kind, are not looked at.
+
+    Raises:
+        InputError: As when the model has been loaded.
     """
     plain, _ = split_revision(name)
     config = _configuration(plain, allow_pickle)

@@ -211,7 +211,12 @@ def head_from(one: DotProduct, *, fold: bool, turn: bool = True) -> Head:
 
 
 def check_scores(layer: DotProduct) -> None:
-    """Raise where logits are more than inner products of affine maps plus a fixed bias."""
+    """Raise where logits are more than inner products of affine maps plus a fixed bias.
+
+    Raises:
+        NotApplicableError: For other weights than softmax, soft-capped scores and normalised
+            queries, keys or values.
+    """
     if not isinstance(layer.weighting, Softmax):
         raise NotApplicableError("its weights are no softmax of the scores")
     if layer.softcap is not None:
@@ -232,6 +237,11 @@ class AtInput:
     """Heads at ``X``, in float64 on the CPU; every quantity is computed when first asked for.
 
     ``HeadsAt`` puts an axis of heads in front of every tensor, ``HeadAt`` does not: ``*h``.
+
+    Raises:
+        InputError: If ``x`` does not fit the heads or is not finite.
+        NotApplicableError: Where a quantity is asked for whose mask, bias or rotary embedding
+            is for another number of tokens, or whose row reads nothing.
     """
 
     # What a theorem about such an object must be told.

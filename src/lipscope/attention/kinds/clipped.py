@@ -24,6 +24,10 @@ class ClippedAttention(Biased):
 
     Holds for encoders and decoders, biases of queries, keys and values, and any 0/-inf mask.
 
+    Args:
+        radius: ``R``, positive.
+        into: How tokens come into the ball.
+
     Source: dot products of [vaswani2017]; the constant is derived here
     (``docs/theory/global-bounds.md``).
 

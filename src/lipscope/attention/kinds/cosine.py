@@ -28,6 +28,10 @@ class ScaledCosineAttention(InnerProduct):
         gain: ``ν``, positive.
         eps: ``ε``, positive.
 
+    Raises:
+        InputError: If the shapes do not fit together or a number is not positive; a tensor need
+            only be finite, as training leaves it.
+
     Source: scaled cosine similarity attention of [lipsformer2023].
 
     >>> eye = torch.eye(1)

@@ -31,6 +31,10 @@ class DividedAttention(Biased):
         num_tokens: ``n``; longer inputs are refused.
         radius: ``R``, positive.
 
+    Raises:
+        InputError: If the shapes do not fit together, a number is not positive, or the bound
+            does not hold under the mask.
+
     Source: proposed in [castin2024]; G2 and the mean-field bound are derived here
     (``docs/theory/global-bounds.md``).
 

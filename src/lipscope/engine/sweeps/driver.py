@@ -66,6 +66,10 @@ def sweep(
 
     Returns:
         The rows in the order of the specification, those of earlier runs included.
+
+    Raises:
+        InputError: For every entry that cannot be, a folder that cannot be used, or a disk
+            that is full.
     """
     request = read_spec(spec)
     count = number_of_workers(workers, cluster)

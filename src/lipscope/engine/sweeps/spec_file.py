@@ -38,6 +38,9 @@ _MOST = 100_000  # characters, and values, of a specification
 def read_spec(spec: str | Path | Mapping[str, Any]) -> Request:
     """Read and check a specification, of a YAML file or given by key, with its texts.
 
+    Raises:
+        InputError: For every entry that cannot be, with its key and line.
+
     >>> made = read_spec({"models": "minilm", "lengths": "16:64:16", "layers": [0, 1]}).spec
     >>> made.lengths, made.layers, made.models[0].name
     ((16, 32, 48, 64), (0, 1), 'minilm')

@@ -74,6 +74,7 @@ def attack(
     ``model``, ``data`` and ``progress`` are as for `measure`.
 
     Args:
+        data: Text or a batch of one, as for `measure`; the default text if None.
         length: Number of tokens of the text window; 64 if None.
         radius: Largest token norm; ``norm`` for the largest one after the norm that feeds the
             layer; that of the input if None.
@@ -82,6 +83,10 @@ def attack(
             attack is refused.
         **options: Those of `measure` about the input and the solver; the map is ``attention``, and
             ``dtype`` float64.
+
+    Raises:
+        InputError: For every request that cannot be answered as asked, or if no input is
+            available for this layer.
     """
     steps = argument(whole_number(0, 100_000), "steps", steps)
     asked = {**options, **runs.of_one_input(data, options, length), "layers": [layer]}
@@ -190,6 +195,7 @@ def attack_text(
     ``model`` and ``progress`` are as for `measure`.
 
     Args:
+        data: The text, or its path; the default text if None.
         budget: Tokens that may be substituted, or copies that may be put in.
         length: Number of tokens of the windows; 64 if None.
         samples: Number of windows; 10 if None.
@@ -203,6 +209,9 @@ def attack_text(
             * ``between``: texts; what is decided is which of them has the mean output of the
               smallest angle with that of the window; ``read_out``: a file as for ``lipscope
               certify --read-out``, or a `Classifier`, on the mean output of the model.
+
+    Raises:
+        InputError: For every request that cannot be answered as asked.
     """
     no_several(options)
     asked: dict[str, Any] = dict(options)

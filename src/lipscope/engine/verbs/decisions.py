@@ -16,6 +16,7 @@ from lipscope.engine.ready_model import AnyModel, ready_model
 from lipscope.engine.spec import OF_QUESTION, Options, Verb
 from lipscope.errors import InputError, shown
 from lipscope.models import Pooled
+from lipscope.pages import Rows
 from lipscope.records import RADII, Finished
 
 _VERB = Verb("certify_decision", OF_QUESTION, "float64")
@@ -67,6 +68,9 @@ def certify_decision(
         **options: Those of `measure` about the input and the solver; ``dtype`` float64. The map is
             ``model``, all that comes after the moves, or ``attention``, that layer by itself.
 
+    Raises:
+        InputError: For every request that cannot be answered as asked.
+
     Source: derived here.
     """
     ball = argument(one_of(*model_decision.BALLS), "ball", ball)
@@ -91,8 +95,12 @@ def certify_decision(
         model, data, asked, _VERB, more={"maps": (maps,)}, out=out, asked=said
     ) as run:
         check_one_input(run.jobs)
-        about: dict[str, Any] = {"between": between, "pool": pool, "at_layer": at_layer}
-        about |= {"read_out": given and given.digests}
+        about: dict[str, Any] = {
+            "between": between,
+            "pool": pool,
+            "at_layer": at_layer,
+            "read_out": given and given.digests,
+        }
 
         def decide() -> model_decision.ModelDecision:
             if map == "attention":
@@ -114,20 +122,20 @@ def certify_decision(
             rows = run.rows(keep=False) if run.folder is not None else None
             id, keys = None if rows is None else rows[0].id, []
             found: model_decision.DecisionCertificate | None = None
-            for done, group in enumerate(groups, 1):
-                keys.append(model_decision.radius_key(id, ball, group, **about))
-                before = run.values(RADII).get(keys[-1])
-                found = None if before is None else _read(before)
-                if found is None or found.stopped:
-                    found = decision.certified(ball, group, runs.as_voice(tell), found)
-                    run.keep_value(RADII, keys[-1], replace(found, id=id))
-                if found.stopped:
-                    break
-                tell(done, len(groups), None)
-            if rows is not None:
-                mine = tuple(one for one in rows.tokens if one.id == id)
-                bounds = tuple(_read(run.values(RADII)[key]).as_bound() for key in keys)
-                run.keep([Finished(rows[0], mine, bounds)])
+            try:
+                for done, group in enumerate(groups, 1):
+                    keys.append(model_decision.radius_key(id, ball, group, **about))
+                    before = run.values(RADII).get(keys[-1])
+                    found = None if before is None else _read(before)
+                    if found is None or found.stopped:
+                        found = decision.certified(ball, group, runs.as_voice(tell), found)
+                        run.keep_value(RADII, keys[-1], replace(found, id=id))
+                    if found.stopped:
+                        break
+                    tell(done, len(groups), None)
+            finally:  # what was measured stays, whatever a later token comes to
+                if rows is not None:
+                    _keep_row(run, rows, keys)
             if found is not None and found.stopped:
                 raise _StoppedError(keys)
             return {"keys": keys}
@@ -138,6 +146,15 @@ def certify_decision(
         except _StoppedError as stopped:
             (keys,) = stopped.args
         return tuple(_read(run.values(RADII)[key]) for key in keys)
+
+
+def _keep_row(run: runs.LocalRun, rows: Rows, keys: Sequence[str]) -> None:
+    """Keep the row of a decision's sigma with the radii that are known at `keys`."""
+    row = rows[0]
+    mine = tuple(one for one in rows.tokens if one.id == row.id)
+    known = (run.values(RADII).get(key) for key in keys)
+    bounds = tuple(_read(one).as_bound() for one in known if one is not None)
+    run.keep([Finished(row, mine, bounds)])
 
 
 class _StoppedError(Exception):

@@ -42,20 +42,30 @@ class SmoothOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, repr=False)
 class Smoothed(Shown):
-    """The result of smoothing a model."""
+    """The result of smoothing a model.
 
-    before: Rows  # rows of the layers on the text, as the model was
-    after: Rows  # the same rows as it is saved
-    # ``perplexity`` of a decoder with a language head, else ``agreement``: the mean cosine between
-    # pooled outputs before and after
+    Attributes:
+        before: Rows of the layers on the text, as the model was.
+        after: The same rows as it is saved.
+        quality: ``perplexity`` of a decoder with a language head, else ``agreement``: the mean
+            cosine between pooled outputs before and after.
+        quality_before: On the same windows of the text; 1 for the agreement.
+        quality_after: Likewise.
+        change_before: How much a move of the embeddings by 1 % of their norm changes the last
+            hidden states, ``‖ΔH‖ / ‖H‖``: the largest that gradient ascent found, a lower value;
+            mean over the windows.
+        change_after: Likewise.
+        path: Folder of the saved model.
+    """
+
+    before: Rows
+    after: Rows
     quality: Literal["perplexity", "agreement"]
-    quality_before: float  # on the same windows of the text; 1 for the agreement
-    quality_after: float  # likewise
-    # how much a move of the embeddings by 1 % of their norm changes the last hidden states, ``‖ΔH‖
-    # / ‖H‖``: the largest that gradient ascent found, a lower value; mean over the windows
+    quality_before: float
+    quality_after: float
     change_before: float
-    change_after: float  # likewise
-    path: Path  # folder of the saved model
+    change_after: float
+    path: Path
 
 
 def smooth(
@@ -83,6 +93,8 @@ def smooth(
     alone.
 
     Args:
+        model: A name for `load_model`, or a loaded model, which is left as it is.
+        data: Text, or the ``Path`` of a text file; the default text if None.
         target: Largest sigma, positive.
         out: Folder for the model, in the format of Hugging Face; with the language head, where
             the model is a decoder that has one.
@@ -90,8 +102,13 @@ def smooth(
         length: Tokens of a window.
         samples: Windows.
         steps: Steps of training.
+        progress: Told what is being done.
         **options: ``force``: write into a folder that holds something; ``seed=0``: of random
             starts, and of the weights of a random model; ``allow_pickle`` as for `measure`.
+
+    Raises:
+        InputError: If the target cannot be reached, the folder is taken, or the model cannot be
+            measured on text.
     """
     if progress is not None and not callable(progress):
         raise InputError(f"`progress` should be a function. Found `{type(progress).__name__}`.")

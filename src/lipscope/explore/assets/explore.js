@@ -339,16 +339,17 @@ function certify() {
 }
 function drawCertified(decided, each) {
   const [one] = each;
-  const alone = each.length && state.ball === "token";
-  const least = alone ? each.reduce((a, b) => (b.radius < a.radius ? b : a)) : one;
+  const alone = one?.ball === "token";
+  const size = (c) => c.radius ?? Infinity;
+  const least = alone ? each.reduce((a, b) => (size(b) < size(a) ? b : a)) : one;
   const parts = [["answer", decided.answer_name, `next: ${decided.runner_up_name}, margin ${number(decided.margin, 3)}`],
-    least ? ["certified radius", number(least.radius), alone ? `of token “${least.words[0]}”, the smallest; no move within it changes the answer` : "no move within it changes the answer"] : null,
+    least ? ["certified radius", certifiedRadius(least), alone ? `of token “${least.words[0]}”, the smallest; no move within it changes the answer` : "no move within it changes the answer"] : null,
     least ? ["attack", least.attack === null ? "none found" : upward(least.attack), least.attack === null ? "" : `changes it to ${least.rival_name}`] : null,
     least ? ["first order", number(least.first_order, 3), "margin over slope: no bound"] : null];
   fill("certified", ...parts.filter(Boolean).map(([name, value, about]) => make("div", {}, make("dt", {}, name), make("dd", {}, value, make("small", {}, about)))));
-  list("certified-tokens", alone ? each : [], [["token", (c) => c.tokens[0], "row"], ["", (c) => c.words[0]], ["certified radius", (c) => number(c.radius), "number"],
+  list("certified-tokens", alone ? each : [], [["token", (c) => c.tokens[0], "row"], ["", (c) => c.words[0]], ["certified radius", certifiedRadius, "number"],
     ["attack", (c) => (c.attack === null ? "–" : upward(c.attack)), "number"], ["other words within", (c) => c.words_within ?? "–", "number"]]);
-  $("certify-note").textContent = `Decided by ${decided.by}${decided.words.length < (seen.asked?.length ?? 0) ? `, of the first ${decided.words.length} tokens` : ""}.${one?.note ? ` ${one.note}.` : ""} Sizes are Frobenius norms of moves of the embeddings.`;
+  $("certify-note").textContent = `Decided by ${decided.by}${decided.words.length < (seen.asked?.length ?? 0) ? `, of the first ${decided.words.length} tokens` : ""}.${least?.note ? ` ${least.note}.` : ""} Sizes are Frobenius norms of moves of the embeddings.`;
 }
 
 // --- keep

@@ -79,6 +79,9 @@ def windows_of_text(
     on, with one window of each length after the other, so that no two windows share text.
     Special tokens are added around each window and counted in its length. Windows are distinct:
     of equal ones the first is kept, so that a short or repetitive text gives fewer than asked for.
+
+    Raises:
+        InputError: If the text is too short, or a length leaves no room for text.
     """
     before, ids, after = _token_ids(text, tokenizer, special_tokens)
     extra = len(before) + len(after)

@@ -30,6 +30,9 @@ def check_network(network: Scores, scores: Scores, x: Float[Tensor, "n d"]) -> N
         network: The description, a `Network` or another function.
         scores: The module itself from the same stream, ``(n, d) -> (c,)``.
         x: The stream.
+
+    Raises:
+        InputError: If they differ: in what, where, and by how much.
     """
     generator = start_named("network and module")
     size = float(x.square().mean().sqrt()) or 1.0

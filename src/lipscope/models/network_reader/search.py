@@ -119,7 +119,11 @@ class Search:
         self.real = _real_tokens(self.record.inputs, len(function.x))
 
     def found(self) -> Found:
-        """The network."""
+        """The network.
+
+        Raises:
+            InputError: If there is none.
+        """
         unknown = ", ".join(self.view.unknown)
         if unknown:
             raise InputError(

@@ -228,6 +228,10 @@ def attention_sites(
     By default the innermost modules whose class name ends in ``Attention`` (``Attn``, ``XCA``); for
     self-attention without those that are named cross-attention. ``modules`` is a regular expression
     searched in the dotted paths instead, or one whole path; what lies inside a match is no match.
+
+    Raises:
+        InputError: If nothing matches, a match only holds attention, or the expression is
+            malformed.
     """
     named = {name: m for name, m in model.named_modules() if name}
     if modules is not None and modules in named:

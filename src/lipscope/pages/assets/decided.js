@@ -2,7 +2,6 @@
 $("decided").hidden = !D.decided.length;
 const certified = () => D.decided[state.decided] ?? D.decided[0];
 const certifiedName = (c) => `${D.settings[c.s].model}, window ${c.sample}, “${c.decision}”`;
-const certifiedRadius = (one) => (one.radius === null ? "any" : number(one.radius));
 // The smaller the radius beside the least one, the darker.
 function radiusSpans(tokens) {
   const least = Math.min(...tokens.map((t) => t.radius ?? Infinity).filter((r) => r > 0));

@@ -12,6 +12,7 @@ const upward = (v) => {  // an upper end is rounded upwards, so that what is sho
   const step = 10 ** (Math.floor(Math.log10(v)) - 3);
   return number(Math.ceil(v / step * (1 - 1e-12)) * step);
 };
+const certifiedRadius = (one) => (one.radius === null ? "any" : number(one.radius));
 const percent = (v) => (v === null || v === undefined ? "–"
   : `${(100 * v).toFixed(Math.abs(v) >= 0.0995 ? 0 : Math.abs(v) >= 0.01 ? 1 : 2)} %`);
 const ends = (p) => `[${number(p.sigma)}, ${upward(p.upper)}]`;
