@@ -337,10 +337,10 @@ def _draw_shares(study: Study, cases: Sequence[SinkCase]) -> None:
         series = []
         for case in mine:
             held = _mean_by_layer(case, lambda w: w.on(FIRST, w.held))
-            series.append(Series(f"most sensitive direction, {case.control}", held))
-            if case.control in (_AS_IS, _RANDOM):
+            series.append(Series(f"held, {case.control}", held))
+            if case.control == _AS_IS:
                 got = _mean_by_layer(case, lambda w: w.on(FIRST, w.received))
-                series.append(Series(f"attention received, {case.control}", got))
+                series.append(Series("attention received", got))
         panels.append(
             Panel(where, tuple(series), "layer", "share of the first token", False, False)
         )
