@@ -14,7 +14,7 @@ from lipscope.certificates import NetworkBall, certify_network
 from lipscope.certificates.attention_at import AttentionAt, bend_of
 from lipscope.certificates.attention_ball import AttentionBall
 from lipscope.certificates.forms import least_in_ball, least_in_balls
-from lipscope.certificates.norm_ball import NormAt
+from lipscope.certificates.norm_ball import NormBall
 from lipscope.models import ActivationName, Branch, Feed, Network, Norm
 
 F64 = torch.float64
@@ -117,7 +117,7 @@ def test_norms_bend_less_than_their_parabolas(centred: bool) -> None:
     norm = Norm(gaussian(0, D), gaussian(1, D), 0.3, centred=centred)
     v, w, g = gaussian(2, 1, D), gaussian(3, 1, D), torch.Generator().manual_seed(4)
     for radius in (1e-3, 0.3, 0.6):
-        at = NormAt(norm, v)
+        at = NormBall(norm, v)
         assert at.within(radius * at.radial.norm(dim=-1))
         e = torch.randn(2, 300, D, generator=g, dtype=F64)
         anchor, far = v + radius * e / e.norm(dim=-1, keepdim=True)
@@ -138,7 +138,7 @@ def test_norms_bend_less_than_their_parabolas(centred: bool) -> None:
         left = norm(far) - norm(v) - (far - v) @ at.slope[0].T
         assert bool(((left @ w[0]).abs() <= at.read(w) * at.remainder(out)).all())
     plain = Norm(torch.ones(D).double(), torch.zeros(D).double(), 0.0, centred=False)
-    at = NormAt(plain, torch.eye(D, dtype=F64)[:1])
+    at = NormBall(plain, torch.eye(D, dtype=F64)[:1])
     assert at.within(torch.zeros(1).double())
     tiny = 1e-4 * torch.tensor([[3**-0.5, (2 / 3) ** 0.5, 0, 0]], dtype=F64)
     left = plain(at.v + tiny) - at.value - tiny @ at.slope[0].T

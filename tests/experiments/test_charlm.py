@@ -17,13 +17,13 @@ from lipscope_experiments import reproduce
 from lipscope_experiments.kim2021 import charlm
 from lipscope_experiments.kim2021.charlm import (
     VARIANTS,
-    TrainingRun,
+    CharacterRun,
     UntiedL2,
     train,
 )
 from lipscope_experiments.texts import Corpus, Text, corpus
 
-TINY = TrainingRun("dot product", 1, "warm-up", 0, 4, 2, width=8, heads=2, length=6, batch=2)
+TINY = CharacterRun("dot product", 1, "warm-up", 0, 4, 2, width=8, heads=2, length=6, batch=2)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def data() -> Corpus:
 
 
 def run_of(
-    path: Path, data: Corpus, run: TrainingRun = TINY
+    path: Path, data: Corpus, run: CharacterRun = TINY
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """What a run returns, and its sigmas by model, layer and step."""
     with RunFolder(path, {"a": 1}) as folder:
@@ -48,17 +48,17 @@ def run_of(
 def test_a_killed_run_begins_anew_to_the_same_curve(tmp_path, monkeypatch, data, variant) -> None:
     run = replace(TINY, variant=variant)
     undisturbed, sigmas = run_of(tmp_path / "whole", data, run)
-    rate_at = TrainingRun.rate_at
+    rate_at = CharacterRun.rate_at
 
-    def killed(run: TrainingRun, step: int) -> float:
+    def killed(run: CharacterRun, step: int) -> float:
         if step == 3:  # after the first readings
             raise KeyboardInterrupt
         return rate_at(run, step)
 
-    monkeypatch.setattr(TrainingRun, "rate_at", killed)
+    monkeypatch.setattr(CharacterRun, "rate_at", killed)
     with pytest.raises(KeyboardInterrupt):
         run_of(tmp_path / "killed", data, run)
-    monkeypatch.setattr(TrainingRun, "rate_at", rate_at)
+    monkeypatch.setattr(CharacterRun, "rate_at", rate_at)
     again, anew = run_of(tmp_path / "killed", data, run)
     assert again == undisturbed and anew == sigmas
     assert {int(name.split("@")[1].split()[0]) for name in sigmas} == {0, 2, 4}
@@ -67,7 +67,7 @@ def test_a_killed_run_begins_anew_to_the_same_curve(tmp_path, monkeypatch, data,
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch, data) -> None:
-    monkeypatch.setattr(TrainingRun, "rate_at", lambda run, step: 1e-3 if step <= 2 else 1e30)
+    monkeypatch.setattr(CharacterRun, "rate_at", lambda run, step: 1e-3 if step <= 2 else 1e30)
     found, _ = run_of(tmp_path / "run", data)
     assert found["bits"] is None and [point[0] for point in found["curve"]] == [2]
     assert "sigma of layer" in found["stopped"] and "blocks." in found["stopped"]
@@ -107,7 +107,7 @@ def test_untied_attention_has_the_derivative_of_autograd() -> None:
 def test_the_page_says_how_deep_each_trains_and_what_ended_early(tmp_path, monkeypatch) -> None:
     """Runs made up: dot products fail at four blocks, and one run of them has no finite loss."""
 
-    def made_up(run: TrainingRun, data: Corpus, folder: RunFolder) -> dict[str, Any]:
+    def made_up(run: CharacterRun, data: Corpus, folder: RunFolder) -> dict[str, Any]:
         bad = run.variant == VARIANTS[0] and run.depth == 4
         early = bad and run.schedule == "warm-up"
         bits = None if early else data.chance - (0.1 if bad else 1.0)

@@ -26,7 +26,6 @@ from lipscope.theorems import (
     evaluate,
     heads_of,
     norm_of,
-    radius_of_norm,
 )
 from lipscope.theorems.directions import eigen_directions, star_direction
 from lipscope.theorems.papers.yudin2025 import norm_of_rows
@@ -261,12 +260,12 @@ def test_absorbed_norms(kind: type) -> None:
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter).requires_grad_(False)
         norm = norm_of(module, width)
-        assert torch.allclose(norm.gain, module.weight)
+        assert torch.allclose(norm.weight, module.weight)
         x = torch.randn(7, width, dtype=torch.float64)
         layer = DotProduct(*torch.randn(3, 4, width, dtype=torch.float64))
         absorbed = absorb(layer, norm)
         assert torch.allclose(absorbed(norm.direction(x)), layer(module(x)))
-        assert float(module(x).norm(dim=1).max()) <= radius_of_norm(norm)
+        assert float(module(x).norm(dim=1).max()) <= norm.radius
         jac = torch.func.jacrev(lambda z, f=layer, m=module: f(m(z)))(x).reshape(-1, x.numel())
         bound = value("global_rows_capped", absorbed, num_tokens=7, radius=1.0) * float(
             norm.slope(x).max()

@@ -61,10 +61,10 @@ def test_a_norm_is_read_off_its_outputs(kind: type, eps: float) -> None:
         module = norm(kind, width, eps, width, dtype)
         found = norm_of(module, width)
         exact = {"rtol": 1e-9 if dtype == torch.float64 else 1e-5, "atol": 1e-6}
-        assert torch.allclose(found.gain, module.weight.double(), **exact)
+        assert torch.allclose(found.weight, module.weight.double(), **exact)
         shift = getattr(module, "bias", None)
         shift = torch.zeros(width) if shift is None else shift
-        assert torch.allclose(found.shift, shift.double())
+        assert torch.allclose(found.bias, shift.double())
         assert found.centred == (kind is nn.LayerNorm)
         assert found.eps == pytest.approx(eps, rel=1e-5)
 
@@ -76,10 +76,10 @@ def test_direction_and_slope_are_those_of_the_module(kind: type) -> None:
         found = norm_of(module, 6)
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).double()
         u, slope = found.direction(x), found.slope(x)
-        assert torch.allclose(6**0.5 * found.gain * u + found.shift, module(x))
+        assert torch.allclose(6**0.5 * found.weight * u + found.bias, module(x))
         assert bool((u.norm(dim=1) <= 1 + 1e-15).all())
         for i in range(4):
-            jac = torch.func.jacrev(module)(x[i]) / (6**0.5 * found.gain)[:, None]
+            jac = torch.func.jacrev(module)(x[i]) / (6**0.5 * found.weight)[:, None]
             expected = slope[i] * (torch.eye(6) - torch.outer(u[i], u[i]))
             if found.centred:
                 expected = expected - slope[i] / 6

@@ -175,10 +175,10 @@ def plain_exponent(points: Sequence[tuple[float | int, float]]) -> str:
     return f"{slope_of(points):.2f}, off by {percent_off(off_line(points))} %"
 
 
-def mean_of(what: Value) -> Callable[..., str]:
+def column_mean(what: Value) -> Callable[..., str]:
     """The mean of a value over the records of a group, as a column of a table.
 
-    >>> mean_of("x")("key", [{"x": 1.0}, {"x": 3.0}])
+    >>> column_mean("x")("key", [{"x": 1.0}, {"x": 3.0}])
     '2.00'
     """
     return lambda _, records: average([value_of(r, what) for r in records])

@@ -87,7 +87,7 @@ class BallReads(Reads):
 
 
 @dataclass(frozen=True, eq=False)
-class Reach:
+class MapReach:
     """A point on the way through a map: its linear part ``M``, and what that leaves out.
 
     Attributes:
@@ -111,7 +111,7 @@ class Reach:
         return near, anywhere
 
 
-def _tokenwise(branch: Branch, at: Reach, reads: BallReads) -> Reach:
+def _tokenwise(branch: Branch, at: MapReach, reads: BallReads) -> MapReach:
     """Behind a norm, a token-wise network, or both."""
     one = TokenBranch(branch, at.point, reads)
     errors, wide, hidden = _norm_errors(one), one.slope, norm_above(one.slope)
@@ -139,7 +139,7 @@ def _tokenwise(branch: Branch, at: Reach, reads: BallReads) -> Reach:
     )
     beyond = kept * at.point.rest + errors[0] * one.radius
     point = replace(one.point, rest=torch.minimum(one.point.rest, beyond))
-    return Reach(point, norm_above(point.jacobian.flatten(0, 1)), (near, anywhere))
+    return MapReach(point, norm_above(point.jacobian.flatten(0, 1)), (near, anywhere))
 
 
 def _norm_errors(one: TokenBranch) -> list[Tensor]:
@@ -150,7 +150,7 @@ def _norm_errors(one: TokenBranch) -> list[Tensor]:
     return [change, one.norm.largest_slope_change(one.radius)]
 
 
-def _mixed(branch: Branch, at: Reach, reads: BallReads) -> Reach:
+def _mixed(branch: Branch, at: MapReach, reads: BallReads) -> MapReach:
     """Behind attention, with the norm in front of it and the sum, if there are any."""
     part = branch.part
     assert isinstance(part, DotProduct)
@@ -191,7 +191,7 @@ def _mixed(branch: Branch, at: Reach, reads: BallReads) -> Reach:
     value = layer(y) + (v if branch.skip else 0.0)
     lin = value.new_zeros(n, value.shape[1], 0)
     point = Point(value, jacobian, lin, (near * reads.r).expand(n))
-    return Reach(point, norm_above(jacobian.flatten(0, 1)), (near, anywhere))
+    return MapReach(point, norm_above(jacobian.flatten(0, 1)), (near, anywhere))
 
 
 def _dense(layer: DotProduct, y: Float[Tensor, "n d"]) -> Float[Tensor, "nd nd"]:
@@ -282,7 +282,7 @@ def certify_map(
     reads = BallReads(radii[moves], ball)
     eye = torch.eye(x.numel(), dtype=x.dtype)[:, moves.repeat_interleave(x.shape[1])]
     start = Point(x, eye.unflatten(0, x.shape), x.new_zeros(*x.shape, 0), x.new_zeros(len(x)))
-    at = Reach(start, x.new_ones(()), (x.new_zeros(()), x.new_zeros(())))
+    at = MapReach(start, x.new_ones(()), (x.new_zeros(()), x.new_zeros(())))
     try:
         for branch in chain.branches:
             step = _mixed if isinstance(branch.part, DotProduct) else _tokenwise

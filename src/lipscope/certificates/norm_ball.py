@@ -14,7 +14,7 @@ _SECOND, _THIRD = 2 / 3**0.5, 3.0
 _CELLS = 32  # of the integrals along a way, each taken at its larger end
 
 
-class NormAt:
+class NormBall:
     """A norm around one centre; ``|D^k <w, N>| <= C_k sqrt(d) |C w gamma| / |c^|^k``.
 
     ``c^ = (c, sqrt(d eps))`` with ``c = C v``: a scaled norm is ``c^ / |c^|`` on an affine

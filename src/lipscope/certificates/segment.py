@@ -30,7 +30,7 @@ from lipscope.certificates.forms import (
     top_value,
     young,
 )
-from lipscope.certificates.norm_ball import NormAt
+from lipscope.certificates.norm_ball import NormBall
 from lipscope.models import Branch, Feed, Norm
 
 _ENTRIES = 2_000_000  # of tensors of weights by read-outs
@@ -116,7 +116,7 @@ class TokenBranch:
         self.center, self.branch, self.reaches, self.at = at.value, branch, reach, at
         n, d = at.value.shape
         eye = torch.eye(d, dtype=at.value.dtype)
-        self.norm = None if branch.norm is None else NormAt(branch.norm, at.value)
+        self.norm = None if branch.norm is None else NormBall(branch.norm, at.value)
         slope, beyond = eye.expand(n, d, d), at.rest.new_zeros(n)
         y = at.value
         if self.norm is not None and self.norm.norm.scaled:
@@ -162,7 +162,7 @@ class TokenBranch:
         return self.reaches.radius(self.at)
 
     def _slope_change(self, v: Tensor) -> Tensor:
-        """`NormAt.slope_change`; 0 where the norm is linear."""
+        """`NormBall.slope_change`; 0 where the norm is linear."""
         if self.norm is None or not self.norm.norm.scaled:
             return v.new_zeros(len(v))
         return self.norm.slope_change(v, self.radius)
@@ -337,7 +337,7 @@ class Entry:
     """
 
     def __init__(self, part: DotProduct, norm: Norm, x: Tensor, t: Tensor, r: float) -> None:
-        self.norm, self.r = NormAt(norm, x), r
+        self.norm, self.r = NormBall(norm, x), r
         self.own, self.whole = norm_above(t), norm_above(t.flatten(0, 1))
         radial = torch.minimum((self.norm.radial[:, None] @ t)[:, 0].norm(dim=-1), self.own)
         if not self.norm.within(radial * r):

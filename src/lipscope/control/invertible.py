@@ -227,7 +227,7 @@ def log_determinant(
             "which exact traces would take as many products for."
         )
     if method == "exact":
-        return LogDeterminant(_dense(g, x), 0.0, 0, 0)
+        return LogDeterminant(_log_determinant(g, x), 0.0, 0, 0)
     if method == "series":
         count = _terms(size, g.c, tol) if terms is None else terms
         weights = [1.0] * count
@@ -245,7 +245,7 @@ def log_determinant(
     return LogDeterminant(value, error, len(weights), probes or 0)
 
 
-def _dense(g: Contraction, x: Tensor) -> Tensor:
+def _log_determinant(g: Contraction, x: Tensor) -> Tensor:
     size = x.shape[-2] * x.shape[-1]
 
     def jacobian(one: Tensor) -> Tensor:

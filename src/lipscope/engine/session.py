@@ -52,7 +52,7 @@ from lipscope.models import (
     with_own_head,
 )
 from lipscope.records import Direction, Finished, Measurement
-from lipscope.theorems import Normed, Residual, norm_of, radius_of_norm
+from lipscope.theorems import Normed, Residual, norm_of
 
 _MASKS = {
     True: "run with a causal mask in every layer",
@@ -209,7 +209,7 @@ class MapAtInput:
                 "`radius = norm` needs a norm that feeds the layer. Found none before layer "
                 f"{self.job.layer}; give a number."
             )
-        return radius_of_norm(norm_of(self.norm, self.given.x.shape[1]))
+        return norm_of(self.norm, self.given.x.shape[1]).radius
 
     @cached_property
     def allowed(self) -> tuple[float | None, float | None]:

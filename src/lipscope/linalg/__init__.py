@@ -1,7 +1,7 @@
 """Linear algebra of Jacobians: operators, the top singular value, its interval and its gradient."""
 
 from lipscope.linalg.finite_difference import (
-    Segment as Segment,
+    MeanValueCheck as MeanValueCheck,
     difference as difference,
     segment as segment,
 )

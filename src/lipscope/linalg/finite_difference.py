@@ -129,7 +129,7 @@ def _relative_distance(a: Tensor, b: Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class Segment:
+class MeanValueCheck:
     """A finite difference and sigma between its two ends."""
 
     slope: float  # ``‖f(Y) - f(X)‖ / ‖Y - X‖``
@@ -138,7 +138,7 @@ class Segment:
     holds: bool  # whether ``slope ≤ largest``, up to 1e-6
 
 
-def segment(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Segment:
+def segment(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> MeanValueCheck:
     """Compare a finite difference with sigma along the segment.
 
     ``‖f(Y) - f(X)‖ ≤ ∫_0^1 ‖J(X + t (Y - X)) (Y - X)‖ dt ≤ max_t sigma · ‖Y - X‖``.
@@ -161,4 +161,4 @@ def segment(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Segment:
     with torch.no_grad():
         slope = float((f(y) - f(x)).norm() / (y - x).norm())
     mean = float(np.dot(weights, sigmas) / 2)
-    return Segment(slope, mean, max(sigmas), slope <= max(sigmas) * (1 + 1e-6))
+    return MeanValueCheck(slope, mean, max(sigmas), slope <= max(sigmas) * (1 + 1e-6))

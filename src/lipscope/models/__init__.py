@@ -66,6 +66,7 @@ from lipscope.models.network import (
     with_plain_sums as with_plain_sums,
 )
 from lipscope.models.network_reader.agreement import check_network as check_network
+from lipscope.models.network_reader.parts import read_norm as read_norm
 from lipscope.models.network_reader.reader import (
     layer_network as layer_network,
     read_map as read_map,

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.attention import Attention, Clip, DotProduct
+from lipscope.errors import InputError
 
 ActivationName = Literal["relu", "gelu", "gelu_tanh", "silu", "tanh", "identity"]
 ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
@@ -35,18 +36,65 @@ class Norm:
     LayerNorm is centred and scaled, RMSNorm scaled alone, a norm without variance centred alone.
     """
 
-    weight: Float[Tensor, " d"]
-    bias: Float[Tensor, " d"]
-    eps: float = 1e-5
+    weight: Float[Tensor, " d"]  # ``γ``
+    bias: Float[Tensor, " d"]  # ``β``; zeros for RMSNorm
+    eps: float = 1e-5  # ``ε``
     centred: bool = True
     scaled: bool = True
 
     def __call__(self, v: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
         """The norm of every token."""
-        c = v - v.mean(-1, keepdim=True) if self.centred else v
+        c = self._centre(v)
         if self.scaled:
             c = c / (c.square().mean(-1, keepdim=True) + self.eps).sqrt()
         return self.weight * c + self.bias
+
+    def direction(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+        """``u(x) = c / √(|c|² + d ε)``, in the unit ball: ``N(x) = √d γ ∘ u(x) + β``.
+
+        Of a norm that is scaled, as all below. The derivative of ``u`` is ``s (I - u u^T)``, after
+        the mean is taken away where the norm is centred, with the `slope` ``s``.
+
+        Raises:
+            InputError: If the norm divides a token by zero.
+        """
+        slope = self.slope(x)
+        if not bool(slope.isfinite().all()):
+            bad = int((~slope.isfinite()).nonzero()[0])
+            raise InputError(
+                "`x` should have no token that the norm divides by zero. Found token "
+                f"{bad}, {'constant' if self.centred else 'zero'}, and a norm with ε = 0."
+            )
+        return self._centre(_plain(x)) * slope[:, None]
+
+    def slope(self, x: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
+        """``s = 1 / √(|c|² + d ε)``: at every token the derivative of `direction` is at most it."""
+        return 1 / (self.size(x).square() + len(self.weight) * self.eps).sqrt()
+
+    def size(self, x: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
+        """``|c(x_i)|`` of every token."""
+        return self._centre(_plain(x)).norm(dim=1)
+
+    def steepest(self, floor: float) -> float:
+        """The largest slope where ``|c(x_i)|`` is at least ``floor``; infinite for 0 and ε = 0."""
+        square = floor**2 + len(self.weight) * self.eps
+        return 1 / math.sqrt(square) if square else math.inf
+
+    @property
+    def radius(self) -> float:
+        """``√d |γ|_∞ + |β|``: no token has a larger norm after it, for every input and ``ε ≥ 0``.
+
+        >>> Norm(torch.ones(9), torch.zeros(9), centred=False).radius
+        3.0
+        """
+        return float(len(self.weight) ** 0.5 * self.weight.abs().max() + self.bias.norm())
+
+    def _centre(self, v: Tensor) -> Tensor:
+        return v - v.mean(-1, keepdim=True) if self.centred else v
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.detach().to("cpu", torch.float64)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from typing import Any
 
 from lipscope.errors import InputError, remark
 from lipscope.records.rows import SCHEMA
-from lipscope.records.tables import is_whole, opened, replaced, tables
+from lipscope.records.tables import is_intact, opened, replaced, tables
 
 MANIFEST = "manifest.json"
 _VERSIONS = ("lipscope", "torch", "transformers")
@@ -116,7 +116,7 @@ def holds_rows(folder: Path) -> bool:
         return False
     try:
         with opened(path) as file:
-            return any(is_whole(line.strip(b"\xef\xbb\xbf\r\n")) for line in file)
+            return any(is_intact(line.strip(b"\xef\xbb\xbf\r\n")) for line in file)
     except (InputError, OSError):
         return False
 

@@ -117,11 +117,11 @@ def with_checksum(line: str) -> bytes:
     return body + f', "{SEAL}": "{zlib.crc32(body):08x}"}}\n'.encode()
 
 
-def is_whole(line: bytes) -> bool:
+def is_intact(line: bytes) -> bool:
     """Whether a line says what was written.
 
     >>> line = with_checksum('{"sigma": 0.0108}').strip()
-    >>> is_whole(line), is_whole(line.replace(b"0.0108", b"0.0908"))
+    >>> is_intact(line), is_intact(line.replace(b"0.0108", b"0.0908"))
     (True, False)
     """
     body = line[:-_SEALED]
@@ -134,11 +134,11 @@ def sorted_out(data: bytes) -> tuple[bytes, list[bytes]]:
     A byte order mark and foreign line ends do no harm.
     """
     lines = data.split(b"\n")[:-1]
-    if all(map(is_whole, lines)):
+    if all(map(is_intact, lines)):
         return data, []
     lines = [line.strip(_FOREIGN) for line in lines]
-    good = [line for line in lines if is_whole(line)]
-    bad = [line for line in lines if line and not is_whole(line)]
+    good = [line for line in lines if is_intact(line)]
+    bad = [line for line in lines if line and not is_intact(line)]
     return b"".join(line + b"\n" for line in good), bad
 
 

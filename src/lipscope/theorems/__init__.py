@@ -70,11 +70,9 @@ from lipscope.theorems.register import (
     theorem_named as theorem_named,
 )
 from lipscope.theorems.residual import (
-    Norm as Norm,
     Normed as Normed,
     Residual as Residual,
     absorb as absorb,
     norm_of as norm_of,
-    radius_of_norm as radius_of_norm,
 )
 from lipscope.theorems.spectrum import eigenvalue as eigenvalue

@@ -331,7 +331,7 @@ def how_long(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class _Question:
+class _BoundsAt:
     """The subject of theorems: a layer, an input, what all inputs have in common.
 
     For the map ``normed`` the layer has taken up the norm, its ``x`` is on the unit sphere, and the
@@ -387,7 +387,7 @@ class _Told:
     head: int | None
 
 
-def _question(layer: Attention | Normed | Residual, told: _Told) -> _Question:
+def _question(layer: Attention | Normed | Residual, told: _Told) -> _BoundsAt:
     if isinstance(layer, Normed):
         return _normed_question(layer, told)
     if isinstance(layer, Residual):
@@ -398,10 +398,10 @@ def _question(layer: Attention | Normed | Residual, told: _Told) -> _Question:
             f"`floor = {told.floor}`."
         )
     told = _completed(told, layer)
-    return _Question(AskedLayer(layer, told.map, told.head, told.x), told.num_tokens, told.radius)
+    return _BoundsAt(AskedLayer(layer, told.map, told.head, told.x), told.num_tokens, told.radius)
 
 
-def _residual_question(layer: Residual, told: _Told) -> _Question:
+def _residual_question(layer: Residual, told: _Told) -> _BoundsAt:
     """The question about attention, or about it and the norm in front, with what is around it."""
     if told.head is not None or told.map != "attention":
         raise InputError(
@@ -413,7 +413,7 @@ def _residual_question(layer: Residual, told: _Told) -> _Question:
     return replace(_question(layer.branch, told), residual=layer, x=x)
 
 
-def _normed_question(layer: Normed, told: _Told) -> _Question:
+def _normed_question(layer: Normed, told: _Told) -> _BoundsAt:
     """The question about the absorbed layer that answers the one about a layer and its norm."""
     if told.radius is not None:
         raise InputError(
@@ -441,7 +441,7 @@ def _normed_question(layer: Normed, told: _Told) -> _Question:
     floor = floor if x is None else min(floor, smallest)
     steepest = torch.tensor([norm.steepest(floor)], dtype=torch.float64)
     asked = AskedLayer(layer.absorbed, "attention", told.head, sphere)
-    return _Question(asked, told.num_tokens, 1.0, slope, steepest, floor)
+    return _BoundsAt(asked, told.num_tokens, 1.0, slope, steepest, floor)
 
 
 def _completed(told: _Told, layer: Attention) -> _Told:

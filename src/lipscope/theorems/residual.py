@@ -14,7 +14,6 @@ Proofs: ``docs/theory/local-certificates.md`` and ``global-bounds.md``, on these
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,55 +24,9 @@ from torch import Tensor, nn
 from lipscope.attention import Attention, DotProduct
 from lipscope.errors import InputError
 from lipscope.linalg import Operator, compose, linearise, plus_identity
+from lipscope.models import Norm, read_norm
 from lipscope.theorems.head import UNIT, HeadsAt
 from lipscope.theorems.register import NotApplicableError
-
-_LARGE = 1e4  # size of a token beside which ε is nothing
-_SIZES = tuple(10.0**-k for k in range(13))  # of a token that feels ε
-_AGREEMENT = 1e-5  # of a norm with what was read off it; some compute in float32
-
-
-@dataclass(frozen=True)
-class Norm:
-    """``N(x) = g ∘ c(x) / √(|c(x)|² / d + ε) + β`` for one token, float64.
-
-    With ``u(x) = c(x) / √(|c(x)|² + d ε)``, in the unit ball, ``N(x) = √d g ∘ u(x) + β``. The
-    derivative of ``u`` is ``s (I - u u^T)``, for LayerNorm after the mean is taken away, with
-    the slope ``s = 1 / √(|c(x)|² + d ε)``.
-    """
-
-    gain: Float[Tensor, " d"]  # ``g``, ``(d,)``
-    shift: Float[Tensor, " d"]  # ``β``, ``(d,)``; zeros for RMSNorm
-    centred: bool  # whether ``c`` takes the mean away (LayerNorm) or does nothing (RMSNorm)
-    eps: float = 0.0  # ``ε``
-
-    def direction(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-        """``u``: where tokens end up in the unit ball, before gain and shift."""
-        slope = self.slope(x)
-        if not bool(slope.isfinite().all()):
-            bad = int((~slope.isfinite()).nonzero()[0])
-            raise InputError(
-                "`x` should have no token that the norm divides by zero. Found token "
-                f"{bad}, {'constant' if self.centred else 'zero'}, and a norm with ε = 0."
-            )
-        return self._centre(x) * slope[:, None]
-
-    def slope(self, x: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
-        """``s``: the norm of the derivative of `direction` at every token is at most this."""
-        return 1 / (self.size(x).square() + len(self.gain) * self.eps).sqrt()
-
-    def size(self, x: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
-        """``|c(x_i)|`` of every token."""
-        return self._centre(x).norm(dim=1)
-
-    def steepest(self, floor: float) -> float:
-        """The largest slope where ``|c(x_i)|`` is at least ``floor``; infinite for 0 and ε = 0."""
-        square = floor**2 + len(self.gain) * self.eps
-        return 1 / math.sqrt(square) if square else math.inf
-
-    def _centre(self, x: Tensor) -> Tensor:
-        x = x.detach().to("cpu", torch.float64)
-        return x - x.mean(1, keepdim=True) if self.centred else x
 
 
 @dataclass(frozen=True)
@@ -129,110 +82,23 @@ class Normed:
 
 
 def norm_of(module: nn.Module, width: int) -> Norm:
-    """Gain, shift and ε of a normalisation module, found by asking it.
-
-    What a module calls its weights does not matter (some store ``g - 1``): gain, shift and
-    ε are read off its outputs, and random inputs confirm them.
+    """The LayerNorm or RMSNorm that a module is, found by asking it: see `read_norm`.
 
     >>> norm_of(nn.LayerNorm(4), 4).centred, norm_of(nn.RMSNorm(4), 4).centred
     (True, False)
-    >>> f"{norm_of(nn.LayerNorm(4, eps=1e-3), 4).eps:.2g}"
-    '0.001'
+
+    Raises:
+        InputError: If it is neither.
     """
-    try:
-        norm = _read_norm(module, width)
-        same = _agrees(module, norm)
-    except RuntimeError:  # not over the last axis
-        same, norm = False, None
-    if norm is None or not same:
+    own = copy.deepcopy(module).to("cpu", torch.float64)
+    with torch.no_grad():
+        found = read_norm(own, width)
+    if found is None or not found.scaled:
         raise InputError(
             f"`norm` should be an RMSNorm or a LayerNorm. Found `{type(module).__name__}`, "
             "which does something else."
         )
-    return norm
-
-
-def _read_norm(module: nn.Module, width: int) -> Norm:
-    """The norm that a module is if it is one."""
-    token = _alternating(width)
-    turned = token.roll(1)  # no entry is zero in both
-    large = torch.stack([token, -token, turned, -turned, 2 + token])
-    plus, minus, plus_turned, minus_turned, raised = _ask(module, _LARGE * large)
-    shift = (plus + minus) / 2
-    gain = torch.where(
-        token == 0, (plus_turned - minus_turned) / (2 * turned), (plus - minus) / (2 * token)
-    )
-    # The mean is seen in every entry, or in none.
-    centred = bool((raised - shift - gain * token).abs().max() <= 0.1 * gain.abs().max())
-    eps = _epsilon(module, token, shift, gain * token)
-    return Norm(gain * math.sqrt(1 + eps / _LARGE**2), shift, centred, eps)
-
-
-def _agrees(module: nn.Module, norm: Norm) -> bool:
-    """Whether random tokens, large ones and some that feel ε, come out as they should."""
-    tolerance = max(_AGREEMENT, 4 * torch.finfo(_tensor_of(module).dtype).eps)
-    gen = torch.Generator().manual_seed(0)
-    probe = torch.randn(3, len(norm.gain), generator=gen, dtype=torch.float64)
-    for x in (100 * probe, (math.sqrt(norm.eps) or 1.0) * probe):
-        expected = norm.direction(x) * probe.shape[1] ** 0.5 * norm.gain + norm.shift
-        error = (_ask(module, x) - expected).abs().max()
-        if not error <= tolerance * expected.abs().max():
-            return False
-    return True
-
-
-def _ask(module: nn.Module, x: Tensor) -> Tensor:
-    tensor = _tensor_of(module)
-    with torch.no_grad():
-        y = module(x[None].to(tensor.device, tensor.dtype))[0]
-    return y.to("cpu", torch.float64)
-
-
-def _tensor_of(module: nn.Module) -> Tensor:
-    return next(iter([*module.parameters(), *module.buffers()]), torch.zeros(1))
-
-
-def _alternating(width: int) -> Tensor:
-    """A token of mean 0 and mean square 1 with entries of one size; the last is 0 if odd."""
-    signs = torch.ones(width, dtype=torch.float64)
-    signs[1::2] = -1
-    if width % 2:
-        signs[-1] = 0
-    return signs / signs.square().mean().sqrt()
-
-
-def _epsilon(module: nn.Module, token: Tensor, shift: Tensor, full: Tensor) -> float:
-    """ε from the first token that is small enough to feel it: it shrinks by ``r < 1``.
-
-    A token of mean square ``t²`` comes out as ``t / √(t² + ε) · √(1 + ε / L²)`` of what one of
-    mean square ``L²`` does.
-    """
-    smallest = 16 * torch.finfo(_tensor_of(module).dtype).tiny  # half precision ends early
-    for size in _SIZES:
-        if size < smallest:
-            break
-        seen = _ask(module, size * token[None])[0] - shift
-        r = float(seen @ full / full.square().sum().clamp_min(1e-300))
-        if 0 < r <= 0.9:
-            rest = r**2 - (size / _LARGE) ** 2  # 0 for what does not normalise
-            return size**2 * (1 - r**2) / rest if rest > 0 else 0.0
-    return 0.0
-
-
-def radius_of_norm(norm: Norm) -> float:
-    """The largest norm that a token can have after a normalisation.
-
-    ``√d |g|_∞ (+ |β|)``.
-
-    Holds for every input and every ``ε ≥ 0``.
-
-    A module in float32 is read to its own rounding:
-
-    >>> round(radius_of_norm(norm_of(nn.RMSNorm(9, eps=0.0), 9)), 5)
-    3.0
-    """
-    width = len(norm.gain)
-    return float(width**0.5 * norm.gain.abs().max() + norm.shift.norm())
+    return found
 
 
 def absorb(layer: DotProduct, norm: Norm) -> DotProduct:
@@ -249,11 +115,11 @@ def absorb(layer: DotProduct, norm: Norm) -> DotProduct:
     own = layer.in_double()
 
     def weight(w: Tensor) -> Tensor:
-        scaled = w * norm.gain * len(norm.gain) ** 0.5
+        scaled = w * norm.weight * len(norm.weight) ** 0.5
         return scaled - scaled.mean(1, keepdim=True) if norm.centred else scaled
 
     def bias(w: Tensor, b: Tensor | None) -> Tensor:
-        return w @ norm.shift if b is None else w @ norm.shift + b
+        return w @ norm.bias if b is None else w @ norm.bias + b
 
     return own.replace(
         query=weight(own.query),
@@ -450,7 +316,7 @@ class Residual:
         off, after = heads.written_off + UNIT * _biases(attention), None
         if second is not None:
             after = _behind_at(second, y, off)
-            y = len(second.gain) ** 0.5 * second.gain * second.direction(y) + second.shift
+            y = second(y)
             off = off * after.sizes
         off = off + UNIT * (x.norm(dim=1) + y.norm(dim=1))
         last = None if outer is None else _behind_at(outer, x + y, off)
@@ -460,7 +326,7 @@ class Residual:
 def _behind(
     norm: Norm, slope: Tensor, u: Tensor | None = None, error: Tensor | None = None
 ) -> Behind:
-    return Behind(len(norm.gain) ** 0.5 * norm.gain, norm.centred, slope, u, error)
+    return Behind(len(norm.weight) ** 0.5 * norm.weight, norm.centred, slope, u, error)
 
 
 def _behind_at(norm: Norm, y: Tensor, off: Tensor) -> Behind:
@@ -469,7 +335,7 @@ def _behind_at(norm: Norm, y: Tensor, off: Tensor) -> Behind:
     ``u`` moves by at most ``s off``, and ``s`` by the share ``s off``: the derivative by three.
     """
     size = (norm.size(y) - off).clamp_min(0.0)
-    slope = 1 / (size.square() + len(norm.gain) * norm.eps).sqrt()
+    slope = 1 / (size.square() + len(norm.weight) * norm.eps).sqrt()
     share = slope * off
     if not bool((share < _KNOWN).all()):
         raise NotApplicableError("a norm after it takes what cancels beyond float64")

@@ -38,10 +38,10 @@ from lipscope_experiments.findings import (
     Record,
     average,
     chosen,
+    column_mean,
     geometric,
     grouped,
     line,
-    mean_of,
     share,
 )
 from lipscope_experiments.simple_layers import dots, eye, multiple, normal
@@ -203,9 +203,9 @@ def _kinds_table(study: Study, found: Sequence[Record]) -> None:
         grouped(found, "kind"),
         {
             "layer": "kind",
-            "clusters at 0": mean_of(lambda r: r["counts"][0]),
-            "at the end": mean_of(lambda r: r["counts"][-1]),
-            "diameter / that at 0": mean_of("spread"),
+            "clusters at 0": column_mean(lambda r: r["counts"][0]),
+            "at the end": column_mean(lambda r: r["counts"][-1]),
+            "diameter / that at 0": column_mean("spread"),
             "ended early": early,
         },
     )
@@ -257,8 +257,8 @@ def _of_spheres(study: Study, found: Sequence[Record]) -> None:
             "β": lambda at, _: f"{at[0]:g}",
             "d": "d",
             "clusters": lambda _, own: ", ".join(map(str, sorted({r["phase"][0] for r in own}))),
-            "from t": mean_of(lambda r: r["phase"][1]),
-            "lasts until t times": mean_of(lambda r: r["phase"][2] / r["phase"][1]),
+            "from t": column_mean(lambda r: r["phase"][1]),
+            "lasts until t times": column_mean(lambda r: r["phase"][2] / r["phase"][1]),
         },
     )
 
@@ -393,7 +393,7 @@ def _of_depth(study: Study, flows: Sequence[Record], models: Sequence[Record]) -
         grouped(flows, "kind"),
         {
             "layer": "kind",
-            "sigma of the flow": mean_of(lambda r: r["sigma"][-1]),
+            "sigma of the flow": column_mean(lambda r: r["sigma"][-1]),
             "product / sigma": lambda _, mine: average(_over_sigma(mine)),
             "exp ∫ ‖J‖ / sigma": lambda _, mine: average(_over_sigma(mine, "norms")),
         },

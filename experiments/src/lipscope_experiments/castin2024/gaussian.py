@@ -21,10 +21,10 @@ from lipscope_experiments.findings import (
     Record,
     average,
     chosen,
+    column_mean,
     curve,
     grouped,
     line,
-    mean_of,
     share,
 )
 from lipscope_experiments.simple_layers import eye, normal
@@ -68,8 +68,8 @@ def gaussian(study: Study) -> None:
         {
             "layer": "kind",
             "particles": lambda at, _: f"{at[1]:,}",
-            "mean": mean_of("mean"),
-            "covariance": mean_of("cov"),
+            "mean": column_mean("mean"),
+            "covariance": column_mean("cov"),
         },
     )
     study.remark(
@@ -147,7 +147,7 @@ def _of_blow_up(study: Study, found: Sequence[Record]) -> None:
         grouped(found, "d"),
         {
             "d": "d",
-            "time": mean_of("exact"),
+            "time": column_mean("exact"),
             "largest error, adaptive": lambda _, mine: f"{max(map(abs, known(mine, 'told'))):.0e}",
             "mean error, Euler": lambda _, mine: average(known(mine, "euler")),
         },

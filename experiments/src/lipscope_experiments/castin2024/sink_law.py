@@ -61,7 +61,7 @@ PLAN = (
 
 
 @dataclass(frozen=True)
-class Point:
+class ColumnAt:
     """One layer, or one head of it, at one length of one passage: sigma and the frozen column."""
 
     n: int
@@ -73,13 +73,13 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Curve:
+class ColumnCurve:
     """One layer of a model, or one head of it, on one passage at every length."""
 
     text: str
-    points: tuple[Point, ...]
+    points: tuple[ColumnAt, ...]
 
-    def slope(self, of: Callable[[Point], float]) -> float:
+    def slope(self, of: Callable[[ColumnAt], float]) -> float:
         """Of a positive quantity in n."""
         return records.slope_of((one.n, of(one)) for one in self.points)
 
@@ -91,7 +91,7 @@ class Curve:
 
 
 MEASURED, PREDICTED, COLUMN, PLAIN = "measured", "predicted", "column", "plain attention"
-_SLOPES: dict[str, Callable[[Curve], float]] = {
+_SLOPES: dict[str, Callable[[ColumnCurve], float]] = {
     MEASURED: lambda c: c.slope(lambda p: p.sigma),
     PREDICTED: lambda c: 0.5 + c.slope(lambda p: p.mass),
     COLUMN: lambda c: c.slope(lambda p: p.norm),
@@ -106,10 +106,10 @@ class LayerLaw:
     model: str
     layer: int
     stated: bool  # whether the law was stated on it
-    curves: tuple[Curve, ...]
+    curves: tuple[ColumnCurve, ...]
     head: int | None = None
 
-    def over_texts(self, of: Callable[[Curve], float]) -> list[float]:
+    def over_texts(self, of: Callable[[ColumnCurve], float]) -> list[float]:
         """The mean over its passages, of every text."""
         return [
             fmean(map(of, mine)) for mine in records.grouped(self.curves, lambda c: c.text).values()
@@ -175,9 +175,9 @@ def sink_law(study: Study) -> None:
 
 def _all_curves(
     study: Study, sources: Sequence[Source]
-) -> dict[tuple[str, int, int | None], list[Curve]]:
+) -> dict[tuple[str, int, int | None], list[ColumnCurve]]:
     """By model, layer and head: trained models, then random weights, heads last."""
-    found: dict[tuple[str, int, int | None], list[Curve]] = {}
+    found: dict[tuple[str, int, int | None], list[ColumnCurve]] = {}
     trained = {source.model.name: source.model for source in sources}
     fresh = {
         name: replace(reinitialised(model), name=f"{name}{_RANDOM}")
@@ -231,20 +231,20 @@ def _readings(study: Study, source: Source, loaded: LoadedModel, heads: bool) ->
 
 def _curves(
     study: Study, source: Source, loaded: LoadedModel, reading: Reading
-) -> Iterator[tuple[tuple[int, int | None], Curve]]:
+) -> Iterator[tuple[tuple[int, int | None], ColumnCurve]]:
     """Every layer, or head, on one passage or all pictures."""
-    points: dict[tuple[int, int, int | None], list[Point]] = {}
+    points: dict[tuple[int, int, int | None], list[ColumnAt]] = {}
     for length in reading.lengths:
         for each, point in _points(study, loaded, reading, length):
             points.setdefault(each, []).append(point)
     for (sample, layer, head), mine in points.items():
         text = f"picture {sample}" if source.sees else source.name
-        yield (layer, head), Curve(text, tuple(mine))
+        yield (layer, head), ColumnCurve(text, tuple(mine))
 
 
 def _points(
     study: Study, loaded: LoadedModel, reading: Reading, length: int
-) -> Iterator[tuple[tuple[int, int, int | None], Point]]:
+) -> Iterator[tuple[tuple[int, int, int | None], ColumnAt]]:
     """At one length: every sample, layer and, if asked for, head."""
     key = {
         "text": reading.text,
@@ -257,7 +257,7 @@ def _points(
         f"columns, {reading.name}", [key], lambda **_: _measured(loaded, reading, key)
     )
     for one in found["points"]:
-        yield (one["sample"], one["layer"], one["head"]), Point(**one["point"])
+        yield (one["sample"], one["layer"], one["head"]), ColumnAt(**one["point"])
 
 
 def _measured(loaded: LoadedModel, reading: Reading, key: Record) -> Record:
@@ -270,12 +270,12 @@ def _measured(loaded: LoadedModel, reading: Reading, key: Record) -> Record:
         if key["heads"]:
             for h, (_, mass, norm) in enumerate(column.heads):
                 sigma = _top(one.attention.head(h).linearise(one.x)).sigma
-                point = Point(n, sigma, norm, mass, mass)
+                point = ColumnAt(n, sigma, norm, mass, mass)
                 points.append({**where, "head": h, "point": asdict(point)})
             continue
         top = _top(one.linearise())
         rest = _carried(one, column.token, top) if key["rest"] else None
-        point = Point(n, top.sigma, column.norm, column.mass, column.received, rest)
+        point = ColumnAt(n, top.sigma, column.norm, column.mass, column.received, rest)
         points.append({**where, "head": None, "point": asdict(point)})
     return {"points": points}
 

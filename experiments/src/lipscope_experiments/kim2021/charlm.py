@@ -29,7 +29,7 @@ CONSTANT = 0.9  # of the contractive blocks
 
 
 @dataclass(frozen=True)
-class TrainingRun:
+class CharacterRun:
     """Everything that decides on a run besides its text."""
 
     variant: str  # one of `VARIANTS`
@@ -79,7 +79,7 @@ class UntiedL2(Distance):
 class CharBlock(nn.Module):
     """``LN(X + F(X))`` for the attention, then for two linear maps: the original Transformer's."""
 
-    def __init__(self, run: TrainingRun) -> None:
+    def __init__(self, run: CharacterRun) -> None:
         super().__init__()
         self.attention = _attention_of(run)
         self.first, self.second = nn.LayerNorm(run.width), nn.LayerNorm(run.width)
@@ -99,7 +99,7 @@ class CharBlock(nn.Module):
 class CharDecoder(nn.Module):
     """A causal decoder on characters."""
 
-    def __init__(self, run: TrainingRun, characters: int) -> None:
+    def __init__(self, run: CharacterRun, characters: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(characters, run.width)
         self.positions = nn.Parameter(torch.randn(run.length, run.width))
@@ -114,7 +114,7 @@ class CharDecoder(nn.Module):
         return self.head(x)
 
 
-def _attention_of(run: TrainingRun) -> nn.Module:
+def _attention_of(run: CharacterRun) -> nn.Module:
     kind = ("dot-product", UntiedL2, "l2", "l2")[VARIANTS.index(run.variant)]
     module = MultiheadAttention(
         run.width, run.heads, kind, bias=False, batch_first=True, causal=True
@@ -124,7 +124,7 @@ def _attention_of(run: TrainingRun) -> nn.Module:
     return module
 
 
-def train(run: TrainingRun, data: Corpus, folder: RunFolder) -> dict[str, Any]:
+def train(run: CharacterRun, data: Corpus, folder: RunFolder) -> dict[str, Any]:
     """Train one decoder; rows of its attention layers go to the folder at every reading.
 
     Returns ``curve``: steps, bits per character of training (mean since the last) and held out;
@@ -182,12 +182,12 @@ _BETTER = 0.25  # bits below what knows how often each character occurs: the mod
 )
 def charlm(study: Study) -> None:
     """Decoders of 2 to 18 blocks at a fixed rate and with warm-up, bits per held-out character."""
-    texts = [corpus(text, TrainingRun.length) for text in study.texts]
+    texts = [corpus(text, CharacterRun.length) for text in study.texts]
     steps, every = study.pick((100, 50), (1000, 250))
     depths = study.pick((2, 4), (2, 6, 10, 14, 18))
     every_run = grid(seed=range(_SEEDS), depth=depths, schedule=_SCHEDULES, variant=VARIANTS)
     keys = [
-        asdict(TrainingRun(**one, steps=steps, every=every))
+        asdict(CharacterRun(**one, steps=steps, every=every))
         | {"text": data.text.name, "sha256": data.text.sha256}
         for data in texts
         for one in every_run
@@ -195,7 +195,7 @@ def charlm(study: Study) -> None:
     by = {data.text.sha256: data for data in texts}
 
     def trained(text: str, sha256: str, **run: Any) -> Record:
-        return train(TrainingRun(**run), by[sha256], study.folder)
+        return train(CharacterRun(**run), by[sha256], study.folder)
 
     runs = study.values("runs", keys, trained)
     rows = [row for row in study.folder.done.values() if row.step is not None]

@@ -187,7 +187,7 @@ class StreamRun:
         with torch.enable_grad():
             first, second = scores(move).topk(2).values
             (slope,) = torch.autograd.grad(first - second, move)
-        margin, flip = smallest_flip(scores, x)
+        margin, flip = deepfool(scores, x)
         answer, patch = answer_at(scores, 0 * x), other - x
         moved = answer_at(scores, patch) != answer
         return {
@@ -199,7 +199,7 @@ class StreamRun:
         }
 
 
-def smallest_flip(scores: Scores, x: Tensor) -> tuple[float, Tensor | None]:
+def deepfool(scores: Scores, x: Tensor) -> tuple[float, Tensor | None]:
     """A small move that changes the largest score, and the margin without it.
 
     Each step is the least one that closes the gap to first order, for the nearest of a few

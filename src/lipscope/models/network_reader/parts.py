@@ -24,6 +24,8 @@ WRITTEN: dict[ActivationName, set[str]] = {
     "tanh": {"Tanh"},
 }
 _EPS = ("eps", "variance_epsilon", "epsilon", "norm_eps")
+_SMALL, _LARGE = 1e-3, 1e3  # sizes of tokens that feel ε, and that do not
+_NO_EPS = 1e-19  # beside the square of a small token, what float64 rounds away
 
 
 class Inner(NamedTuple):
@@ -63,16 +65,24 @@ def feed_of(name: ActivationName, inner: Affine, outer: Affine, gate: Affine | N
 
 
 def read_norm(module: nn.Module, width: int) -> Norm | None:
-    """The norm that a module is: gain and shift from random tokens, confirmed at three sizes."""
-    eps = next((getattr(module, name) for name in _EPS if hasattr(module, name)), 0.0)
-    if eps is None:  # of torch's RMSNorm: that of the dtype
-        eps = torch.finfo(torch.float64).eps
+    """The norm that a module is: gain, shift and ε from random tokens, confirmed at three sizes.
+
+    What a module calls its weights does not matter: some store ``γ - 1``.
+
+    >>> kinds = (nn.LayerNorm(4), nn.RMSNorm(4), nn.Tanh())
+    >>> [found and found.centred for found in (read_norm(kind.double(), 4) for kind in kinds)]
+    [True, False, None]
+    """
     generator, ask = start_named("norm"), ExactNorm(module)
     probe = torch.randn(8, width, generator=generator, dtype=torch.float64)
     one, zero = probe.new_ones(width), probe.new_zeros(width)
     try:
-        answers = {size: ask(size * probe[None])[0] for size in (1.0, 1e-3, 1e3)}
+        answers = {size: ask(size * probe[None])[0] for size in (1.0, _SMALL, _LARGE)}
+        odd = [
+            ask(size * probe[None])[0] - ask(-size * probe[None])[0] for size in (_SMALL, _LARGE)
+        ]
         for centred, scaled in ((True, True), (False, True), (True, False)):
+            eps = _epsilon(module, Norm(one, zero, centred=centred).size(probe), *odd)
             unit, y = Norm(one, zero, eps, centred, scaled)(probe), answers[1.0]
             spread = unit - unit.mean(0)
             gain = (spread * y).sum(0) / spread.square().sum(0)
@@ -84,6 +94,23 @@ def read_norm(module: nn.Module, width: int) -> Norm | None:
     except (RuntimeError, ValueError, TypeError, IndexError):  # no norm of tokens
         pass
     return None
+
+
+def _epsilon(module: nn.Module, sizes: Tensor, small: Tensor, large: Tensor) -> float:
+    """ε by its name, else from what a norm makes of small tokens and of large ones.
+
+    A token of mean square ``m`` comes out ``q = s √(L² m + ε) / (L √(s² m + ε))`` times as large,
+    ``s`` times as small as it is, as it does ``L`` times as large.
+    """
+    for name in _EPS:
+        if hasattr(module, name):  # of torch's RMSNorm None is that of the dtype
+            named = getattr(module, name)
+            return torch.finfo(torch.float64).eps if named is None else named
+    square = sizes.square() / small.shape[1]
+    ratio = small.detach().square().sum(1) / large.detach().square().sum(1)
+    found = (_SMALL * _LARGE) ** 2 * square * (1 - ratio) / (ratio * _LARGE**2 - _SMALL**2)
+    eps = float(found.median())
+    return eps if _NO_EPS < eps < _LARGE else 0.0  # what does not normalise seems to have more
 
 
 def _stored(module: nn.Module, name: str, found: Tensor) -> Tensor:

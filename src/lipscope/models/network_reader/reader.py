@@ -24,7 +24,7 @@ from lipscope.models.network_reader.search import (
     Pooled,
     Search,
     layer_of,
-    share_of,
+    pool_weights,
 )
 from lipscope.models.tracing.calls import Trace
 from lipscope.models.tracing.map_endpoints import LayerMap
@@ -284,7 +284,7 @@ def layer_network(
     [0.0, 0.0]
     """
     head, bias = _head(head, bias)
-    share = share_of(pool, torch.ones(num_tokens, dtype=torch.bool))
+    share = pool_weights(pool, torch.ones(num_tokens, dtype=torch.bool))
     return Network((Branch(layer.in_double(), skip=False),), share, head, bias, names=names)
 
 

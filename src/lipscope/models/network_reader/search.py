@@ -116,7 +116,7 @@ class Search:
         self.layers: dict[int, Attention] = {}
         self.read_norms: dict[nn.Module, Norm | None] = {}
         self.furthest = _State(self.function.x)
-        self.real = _real_tokens(self.record.inputs, len(function.x))
+        self.real = _unpadded(self.record.inputs, len(function.x))
 
     def found(self) -> Found:
         """The network.
@@ -314,7 +314,7 @@ class Search:
                 "`pool` should say which token's scores decide: the model has scores for every "
                 "token. Found none; give first, last, mean or an index."
             )
-        return share_of(pool, self.real)
+        return pool_weights(pool, self.real)
 
     def _network(
         self, state: _State, share: Tensor, weight: Tensor, bias: Tensor, *, of_tokens: bool = False
@@ -464,7 +464,7 @@ def _is_leaf(module: nn.Module) -> bool:
     return not list(module.children()) and not isinstance(module, nn.Dropout | nn.Identity)
 
 
-def share_of(pool: str | int, real: Tensor) -> Float[Tensor, " n"]:
+def pool_weights(pool: str | int, real: Tensor) -> Float[Tensor, " n"]:
     """Of each token in a pool of the real ones."""
     n = len(real)
     if pool == "mean":
@@ -480,7 +480,7 @@ def share_of(pool: str | int, real: Tensor) -> Float[Tensor, " n"]:
     return (torch.arange(n) == pool % n).double()
 
 
-def _real_tokens(inputs: Inputs, n: int) -> Tensor:
+def _unpadded(inputs: Inputs, n: int) -> Tensor:
     """Which tokens are no padding, by the model's attention mask."""
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
     if isinstance(mask, Tensor) and mask.numel() == n and bool(mask.any()):
