@@ -180,6 +180,7 @@ def test_they_are_registered() -> None:
         "questions/sink",
         "questions/sink-training",
         "questions/margin-gain",
+        "questions/kept-tokens",
         "questions/precision",
         "questions/long-context",
     }

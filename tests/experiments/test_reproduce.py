@@ -268,6 +268,7 @@ def test_a_finished_run_is_drawn_again_from_its_values(figure3, monkeypatch) -> 
         "castin2024/worst-input",
         "questions/long-context",
         "questions/margin-gain",
+        "questions/kept-tokens",
         "questions/precision",
         "questions/sink",
     ],

@@ -35,12 +35,10 @@ def frozen_column(layer: Attention, x: Float[Tensor, "n d"]) -> FrozenColumn:
     """
     value, output, p = _parts(layer, x)
     n = p.shape[-1]
-    received = torch.einsum("his,gis->shg", p, p)
-    values, outputs = value.flatten(0, 1), output.flatten(1)
-    inner = (outputs.T @ outputs).view(*value.shape[:2], *value.shape[:2])
-    sizes = (inner * (values @ values.T).view_as(inner)).sum((1, 3))
-    token = int((received * sizes).sum((1, 2)).argmax())
+    received, inner, squares = _column_squares(value, output, p)
+    token = int(squares.argmax())
     weighted = (received[token][:, None, :, None] * inner).flatten(2).flatten(0, 1)
+    values = value.flatten(0, 1)
     gram = (values.T @ weighted @ values).numpy()
     (square,), vector = eigh(gram, subset_by_index=[len(gram) - 1] * 2)
     along = value @ torch.from_numpy(vector[:, 0])
@@ -56,6 +54,11 @@ def frozen_column(layer: Attention, x: Float[Tensor, "n d"]) -> FrozenColumn:
     ]
     top = math.sqrt(max(float(square), 0.0))
     return FrozenColumn(token, top, math.sqrt(mass), float(p[..., token].mean()), tuple(heads))
+
+
+def column_sizes(layer: Attention, x: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
+    """``‖C_s‖_F`` of every token, in float64: what it moves while attention weights stay."""
+    return _column_squares(*_parts(layer, x))[2].sqrt()
 
 
 def frozen_norm(layer: Attention, x: Float[Tensor, "n d"]) -> float:
@@ -90,6 +93,15 @@ def column_norm(op: Operator, token: int) -> float:
 
 def _sigma(op: Operator) -> float:
     return top_singular(op, tol=1e-2, generator=torch.Generator().manual_seed(0)).sigma
+
+
+def _column_squares(value: Tensor, output: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``Σ_i P_h,is P_g,is`` ``(s, h, g)``, inner products of outputs, and ``‖C_s‖_F²``."""
+    received = torch.einsum("his,gis->shg", p, p)
+    values, outputs = value.flatten(0, 1), output.flatten(1)
+    inner = (outputs.T @ outputs).view(*value.shape[:2], *value.shape[:2])
+    sizes = (inner * (values @ values.T).view_as(inner)).sum((1, 3))
+    return received, inner, (received * sizes).sum((1, 2))
 
 
 def _parts(layer: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

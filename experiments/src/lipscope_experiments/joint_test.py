@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
 from scipy import stats
 from torch import Generator, Tensor
 
+Key = TypeVar("Key")
 Ranks = Sequence[Tensor]  # one ``(units, columns)`` for each stratum
 _DRAWS = 2000
 
@@ -65,6 +67,23 @@ def better(
     tops = (every @ (2 * signs - 1).to(every)).amax(0).tolist()
     gaps = every.sum(1).tolist()
     return {pair: (gap, _level(tops, gap)) for pair, gap in zip(pairs, gaps, strict=True)}
+
+
+def flips(values: Mapping[Key, Sequence[float]]) -> dict[Key, tuple[float, float]]:
+    """For each key the mean over units and its joint level: that any is so far from 0 by chance.
+
+    Units change sign, each in all values alike, in all ``2^units`` ways: right where a unit's
+    values are as likely with the other sign. Means are over the root mean square of their values,
+    which no sign changes, so that values of any size are compared; the largest of all counts.
+    """
+    every = torch.tensor([*values.values()], dtype=torch.float64)
+    scaled = every / every.square().mean(1, keepdim=True).sqrt().clamp_min(1e-300)
+    units = every.shape[1]
+    signs = 1 - 2 * ((torch.arange(2**units)[:, None] >> torch.arange(units)) & 1)
+    tops = (signs.to(every) @ scaled.T).abs().amax(1) / units
+    levels = [float((tops >= float(one) - 1e-9).double().mean()) for one in scaled.mean(1).abs()]
+    means = every.mean(1).tolist()
+    return dict(zip(values, zip(means, levels, strict=True), strict=True))
 
 
 def _level(tops: Sequence[float], found: float) -> float:

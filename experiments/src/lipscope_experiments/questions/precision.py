@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from lipscope import InputError, Rows
 from lipscope.charts import Panel, Series
-from lipscope.models import Rounds, inputs_of, reinitialised, rounded, rounding, rounding_error
+from lipscope.models import (
+    LoadedModel,
+    Rounds,
+    inputs_of,
+    reinitialised,
+    rounded,
+    rounding,
+    rounding_error,
+)
 from lipscope.pages import number
 from lipscope.records import mean_interval, rank_correlation
 from lipscope_experiments.experiment import Source, Study, experiment, grid, layers_of
@@ -134,11 +142,11 @@ def _rounded_model(study: Study, source: Source) -> RoundedCase:
         for (bits, what), local in every["local"].items()
     }
     return RoundedCase(
-        source.where, _WORDS[first], layers, known, every[first], _WORDS[second], every[second]
+        source.where, WORDS[first], layers, known, every[first], WORDS[second], every[second]
     )
 
 
-_WORDS = {
+WORDS = {
     "hidden": "relative change of the last hidden state",
     "cosine": "1 − cosine of the mean tokens",
     "divergence": "KL divergence of the next token, nats",
@@ -366,18 +374,13 @@ class RoundedModel:
         self.ids = self.arguments.get("input_ids") if decides(source.model.config) else None
         self.blocks: dict[str, Tensor] = {}
         self.before = self._hidden()
-        self.log_p = None if self.ids is None else self._log_p(self.before)
+        self.log_p = None if self.ids is None else next_token(self.loaded, self.before)
 
     @torch.no_grad()
     def _hidden(self) -> Tensor:
         """The last hidden state."""
         model: Any = self.loaded.model
         return model(**self.arguments).last_hidden_state
-
-    @torch.no_grad()
-    def _log_p(self, hidden: Tensor) -> Tensor:
-        model: Any = self.loaded.model
-        return (hidden @ model.get_input_embeddings().weight.T).log_softmax(-1)
 
     def _block(self, path: str) -> tuple[Tensor, Tensor]:
         """The last hidden state, and the output of one block on the way."""
@@ -406,24 +409,36 @@ class RoundedModel:
         with rounding(self.loaded.model.get_submodule(path), what, bits):
             hidden, block = self._block(path)
         found = {
-            "local": _relative_change(block, own),
-            "hidden": _relative_change(hidden, self.before),
+            "local": relative_change(block, own),
+            "hidden": relative_change(hidden, self.before),
         }
         if self.log_p is None or self.ids is None:
             means = self.before.double().mean(1), hidden.double().mean(1)
             cosine = torch.cosine_similarity(*means)
             return found | {"cosine": (1 - cosine).tolist()}
-        log_q = self._log_p(hidden)
-        divergence = (self.log_p.exp() * (self.log_p - log_q)).sum(-1).mean(1)
-        lost = _loss(log_q, self.ids) - _loss(self.log_p, self.ids)
-        return found | {"divergence": divergence.tolist(), "loss": lost.tolist()}
+        return found | next_token_changes(self.log_p, next_token(self.loaded, hidden), self.ids)
 
 
-def _relative_change(after: Tensor, before: Tensor) -> list[float]:
+def next_token(loaded: LoadedModel, hidden: Tensor) -> Tensor:
+    """Logarithms of a decoder's probabilities by its own embedding table, from hidden states."""
+    model: Any = loaded.model
+    return (hidden @ model.get_input_embeddings().weight.detach().T).log_softmax(-1)
+
+
+def next_token_changes(log_p: Tensor, log_q: Tensor, ids: Tensor) -> Record:
+    """By window: KL divergence of the next token, mean over places, and change of the loss."""
+    divergence = (log_p.exp() * (log_p - log_q)).sum(-1).mean(1)
+    lost = _loss(log_q, ids) - _loss(log_p, ids)
+    return {"divergence": divergence.tolist(), "loss": lost.tolist()}
+
+
+def relative_change(after: Tensor, before: Tensor) -> list[float]:
+    """``‖after − before‖_F / ‖before‖_F``, by window."""
     change = (after - before).flatten(1).norm(dim=1) / before.flatten(1).norm(dim=1)
     return change.tolist()
 
 
 def _loss(log_p: Tensor, ids: Tensor) -> Tensor:
     """Mean surprise of every window's next tokens."""
-    return -log_p[:, :-1].gather(-1, ids[:, 1:, None]).mean((1, 2))
+    after = ids[:, 1:, None].expand(len(log_p), -1, -1)
+    return -log_p[:, :-1].gather(-1, after).mean((1, 2))

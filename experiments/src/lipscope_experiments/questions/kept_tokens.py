@@ -1,0 +1,389 @@
+"""Which keys and values must stay: does sigma's share of a token say what losing it costs?"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipscope.charts import Panel
+from lipscope.models import LoadedModel, inputs_of
+from lipscope_experiments.experiment import Study, experiment, layers_of
+from lipscope_experiments.findings import Record, average, line, middle
+from lipscope_experiments.frozen import column_sizes
+from lipscope_experiments.joint_test import flips, ranks
+from lipscope_experiments.questions.precision import (
+    WORDS,
+    decides,
+    next_token,
+    next_token_changes,
+    relative_change,
+)
+from lipscope_experiments.simple_layers import embedding
+from lipscope_experiments.texts import Text
+
+_CONTEXT, _LATER = 64, 32  # tokens whose keys and values are changed, and those that read them
+_BUDGETS = (4, 8, 16, 32)
+_SINKS, _ROWS = 4, 8
+_GIVEN = "given the baselines"
+_BATCH = 32
+_TREATMENTS = {"evicted": 0, "2 bits": 2, "4 bits": 4}
+_ALONE = ("evicted", "2 bits")  # treatments of one token at a time
+PLACE, NORM, RECEIVED = "position", "norm of the stream", "attention received"
+LATE = f"attention of the last {_ROWS} rows"
+SHARE, COLUMN = "sigma's share", "frozen column"
+BASELINES = (PLACE, NORM, RECEIVED, LATE)
+TESTED = (SHARE, COLUMN)
+FIRST, LAST, RANDOM = "first k", "last k", "random"
+STREAM = f"first {_SINKS}, then last"
+_POLICIES = (FIRST, LAST, STREAM, RANDOM, *BASELINES[1:], *TESTED)
+PLAN = (
+    "Question: does what sigma says of a token predict what is lost when its key and value go, "
+    "or are rounded, beside the attention that it receives and its position? And is it a better "
+    "guide to which tokens to keep?",
+    f"Windows that share no text. Decoders read {_CONTEXT} tokens; the {_LATER} after them read "
+    "the keys and values of those, at all layers, without the evicted ones, or rounded: an even "
+    "grid for each token and head from its smallest to its largest entry. Encoders read "
+    f"{_CONTEXT} tokens, whose every row does without them. Cost: of decoders the change of the "
+    "loss of the later tokens, and the KL divergence of the next token; of encoders 1 − cosine of "
+    "the mean token, and the relative change of the last hidden state.",
+    "Scores, known before the later tokens, each a mean over layers of a share of all tokens. "
+    f"Baselines: {', '.join(BASELINES)} (later positions are expected to cost more, and what has "
+    f"a larger norm or receives more). Tested: {SHARE} of |v|², v the top right singular vector "
+    f"of a layer's attention; {COLUMN}, ‖C_s‖_F² of the token's column at frozen attention.",
+    "First statistic: Spearman's correlation over the tokens of a window of a score with the cost "
+    f"of the token alone, {' or '.join(_ALONE)}; mean over the windows of a text, then over texts. "
+    "Also given the four baselines: between what is left of ranks after their linear fit. Units "
+    "are texts: their signs are flipped in all ways, for all scores, costs and treatments of a "
+    "model at once (the largest mean over root mean square counts). A correlation of the other "
+    "sign counts as found, and is printed negative.",
+    f"{SHARE.capitalize()} is refuted as a predictor where its correlation, its gap to any "
+    "baseline, or its correlation given the baselines is not above 0 at joint p < 0.05.",
+    f"Second statistic: mean cost over budgets of {', '.join(map(str, _BUDGETS))} tokens kept. "
+    f"Policies: {FIRST}; {LAST}; {STREAM} (StreamingLLM); at random; and by each score. In "
+    "decoders half of the budget of scores and of random is the last tokens, as heavy hitters are "
+    "kept. Gaps of each tested score to every other policy, tested in the same way over all "
+    f"treatments: {SHARE} is refuted as a guide where one of them is not above 0.",
+)
+
+
+@experiment(
+    "questions/kept-tokens",
+    title="Which tokens must stay? Keys and values evicted, or rounded",
+    cite="derived here",
+    models=("minilm", "smollm2"),
+)
+def kept_tokens(study: Study) -> None:
+    """Costs of evicting and rounding tokens, one by one and by policy, beside baselines."""
+    study.plan(*PLAN)
+    cases = [_case_of(study, *place) for place in study.places()]
+    panels: list[Panel] = []
+    for name in dict.fromkeys(case.model for case in cases):
+        mine = [case for case in cases if case.model == name]
+        _of_tokens(study, name, mine)
+        panels += _of_budgets(study, name, mine)
+    study.draw("kept-tokens", "What keeping some tokens costs, mean over texts", panels)
+    study.remark(
+        "Sigma to 1 %. A token goes at all layers and heads at once; keys are rounded as they are "
+        "cached, after rotation. Tokens kept have all bits; the grid's two ends, which take room "
+        "too, are not counted.",
+        "Intervals: 95 %, Student's over texts.",
+    )
+
+
+@dataclass(frozen=True)
+class KeptCase:
+    """A model on a text; by window its scores, and costs by treatment, policy and outcome."""
+
+    model: str
+    text: str
+    outcomes: tuple[str, str]
+    windows: list[Record]
+
+    def correlations(self, outcome: str, treatment: str) -> dict[str, float]:
+        """What is said of each score against the costs of single tokens: means over windows."""
+        names = (*BASELINES, *TESTED)
+        found: dict[str, list[float]] = {}
+        for w in self.windows:
+            known = ranks([*zip(*(w["scores"][name] for name in names), strict=True)])
+            cost = ranks([[c] for c in w["costs"][treatment]["alone"][outcome]])
+            given = known[:, : len(BASELINES)]
+            left = _left(known, given).T @ _left(cost, given)
+            rho = dict(zip(names, (known.T @ cost).flatten().tolist(), strict=True))
+            said = dict(rho)
+            for name, rest in zip(names, left.flatten().tolist(), strict=True):
+                if name in TESTED:
+                    said[f"{name}, {_GIVEN}"] = rest
+                    said |= {f"{name}, less {b}": rho[name] - rho[b] for b in BASELINES}
+            for words, value in said.items():
+                found.setdefault(words, []).append(value)
+        return {words: fmean(some) for words, some in found.items()}
+
+
+def _left(columns: Tensor, given: Tensor) -> Tensor:
+    """What a linear fit on given columns leaves, of unit length."""
+    left = columns - given @ torch.linalg.lstsq(given, columns, driver="gelsd").solution
+    return left / left.norm(dim=0).clamp_min(1e-12)
+
+
+def _case_of(study: Study, loaded: LoadedModel, text: Text) -> KeptCase:
+    count = int(loaded.config.num_hidden_layers)
+    layers = [*range(0, count, study.pick(max(count // 2, 1), max(count // 6, 1)))]
+    later = _LATER if decides(loaded.config) else 0
+    samples = inputs_of(
+        loaded,
+        text.content,
+        lengths=[_CONTEXT + later],
+        samples=study.pick(1, 2),
+        windows="spread",
+        special_tokens=True,
+    )
+    ids = torch.cat([dict(one.arguments)["input_ids"] for one in samples])
+    where = f"{loaded.name}, {text.name}"
+    rows = study.measure(f"sigma, {where}", loaded, ids[:, :_CONTEXT], layers=layers, tol=1e-2)
+    layer_of = {row.id: row.sample for row in rows}
+    shares = torch.zeros(len(ids), _CONTEXT, dtype=torch.float64)
+    for token in rows.tokens:
+        shares[layer_of[token.id], token.index] += (token.share_in or 0.0) / len(layers)
+    found = study.values(
+        f"kept, {where}",
+        [{"model": loaded.name, "text": text.sha256, "window": w} for w in range(len(ids))],
+        lambda window, **_: _window(loaded, ids[window], layers, shares[window]),
+    )
+    outcomes = ("loss", "divergence") if later else ("cosine", "hidden")
+    return KeptCase(loaded.name, text.name, outcomes, found)
+
+
+def _of_tokens(study: Study, name: str, cases: Sequence[KeptCase]) -> None:
+    """The costs of single tokens, and what goes with them."""
+    found = {
+        (outcome, treatment): [case.correlations(outcome, treatment) for case in cases]
+        for outcome, treatment in itertools.product(cases[0].outcomes, _ALONE)
+    }
+    words = [*found[cases[0].outcomes[0], _ALONE[0]][0]]
+    levels = flips(
+        {
+            (*key, one): [text[one] for text in texts]
+            for key, texts in found.items()
+            for one in words
+        }
+    )
+    for outcome, treatment in found:
+        asked = [one for one in words if one.startswith(SHARE)]
+        lost = [
+            f"{one} {rho:+.2f} (p {p:.3f})"
+            for one in asked
+            for rho, p in [levels[outcome, treatment, one]]
+            if rho <= 0 or p >= 0.05
+        ]
+        costs = [w["costs"][treatment]["alone"][outcome] for case in cases for w in case.windows]
+        study.claim(
+            f"{name}: {SHARE} with the {WORDS[outcome]}, one token {treatment}",
+            "above 0, also given the baselines, and above each of them, joint p < 0.05",
+            "{:+.2f} (p {:.3f}). ".format(*levels[outcome, treatment, SHARE])
+            + (f"Refuted: {'; '.join(lost)}" if lost else "Not refuted"),
+        )
+        study.claim(
+            f"{name}: {WORDS[outcome]}, the first token {treatment}, and the costliest other",
+            "the first one, if it is a sink",
+            f"{middle((one[0] for one in costs), 4)}; {middle((max(one[1:]) for one in costs), 4)}",
+        )
+    for outcome in cases[0].outcomes:
+        lines = [
+            (one, *("{:+.2f} (p {:.3f})".format(*levels[outcome, t, one]) for t in _ALONE))
+            for one in words
+        ]
+        columns = ("rank correlation over tokens", *(f"{t} alone" for t in _ALONE))
+        study.table(f"{name}: {WORDS[outcome]}, one token changed", lines, columns)
+
+
+def _of_budgets(study: Study, name: str, cases: Sequence[KeptCase]) -> list[Panel]:
+    """What keeping some tokens costs, policy by policy."""
+    outcome, panels = cases[0].outcomes[0], []
+    costs = {  # [text][budget]
+        (t, policy): [
+            [
+                fmean(some)
+                for some in zip(*(w["costs"][t][policy][outcome] for w in c.windows), strict=True)
+            ]
+            for c in cases
+        ]
+        for t, policy in itertools.product(_TREATMENTS, _POLICIES)
+    }
+    pairs = [(one, other) for one in TESTED for other in _POLICIES if one != other]
+    levels = flips(
+        {
+            (t, *pair): [
+                fmean(b) - fmean(a) for a, b in zip(*(costs[t, p] for p in pair), strict=True)
+            ]
+            for t, pair in itertools.product(_TREATMENTS, pairs)
+        }
+    )
+    for t, bits in _TREATMENTS.items():
+        for one in TESTED:
+            gaps = {pair[1]: levels[t, *pair] for pair in pairs if pair[0] == one}
+            lost = [other for other, (gap, p) in gaps.items() if gap <= 0 or p >= 0.05]
+            study.claim(
+                f"{name}: tokens kept by {one}, the others {t}: {WORDS[outcome]}, saved against",
+                "above 0 against each, joint p < 0.05",
+                "; ".join(f"{other} {gap:+.4f} (p {p:.3f})" for other, (gap, p) in gaps.items())
+                + (f". Refuted by {', '.join(lost)}" if lost else ". Not refuted"),
+            )
+        size = " kept" if not bits else " kept, {:.3g} bits"
+        kept = (f"{k}{size}".format(bits + (16 - bits) * k / _CONTEXT) for k in _BUDGETS)
+        means = {p: [*zip(*costs[t, p], strict=True)] for p in _POLICIES}
+        lines = [(p, *map(average, texts)) for p, texts in means.items()]
+        study.table(f"{name}: {WORDS[outcome]}, others {t}", lines, ("policy", *kept))
+        curves = [line(p, _BUDGETS, map(fmean, texts)) for p, texts in means.items()]
+        axes = f"tokens kept of {_CONTEXT}", WORDS[outcome]
+        panels.append(Panel(f"{name}, others {t}", curves, *axes, log_y=False))
+    return panels
+
+
+def _window(loaded: LoadedModel, ids: Tensor, layers: Sequence[int], share: Tensor) -> Record:
+    """Scores of the tokens of one window, and what losing them costs."""
+    with CachedRun(loaded, ids).reading() as run:
+        scores = _scores(loaded, ids[None, :_CONTEXT], layers, run) | {SHARE: share}
+        kept = {
+            policy: torch.stack([tokens_kept(policy, scores, k, run.later > 0) for k in _BUDGETS])
+            for policy in _POLICIES
+        }
+        costs = {
+            name: {p: run.costs(one, bits) for p, one in kept.items()}
+            for name, bits in _TREATMENTS.items()
+        }
+        for name in _ALONE:
+            alone = ~torch.eye(_CONTEXT, dtype=torch.bool)
+            costs[name]["alone"] = run.costs(alone, _TREATMENTS[name])
+    return {"scores": {name: one.tolist() for name, one in scores.items()}, "costs": costs}
+
+
+def _scores(
+    loaded: LoadedModel, ids: Tensor, layers: Sequence[int], run: CachedRun
+) -> dict[str, Tensor]:
+    gen = torch.Generator().manual_seed(int(ids.sum()))
+    norms = torch.stack([run.streams[layer].norm(dim=-1) for layer in layers])
+    held: dict[str, list[Tensor]] = {NORM: [*norms]}
+    for one in layers_of(loaded, ids, layers=layers, dtype="float32"):
+        q, k, _ = one.attention.project(one.x)
+        p = one.attention.weights(q, k).mean(0)
+        held.setdefault(RECEIVED, []).append(p.mean(0))
+        held.setdefault(LATE, []).append(p[-_ROWS:].mean(0))
+        held.setdefault(COLUMN, []).append(column_sizes(one.attention, one.x).square())
+    means = {name: torch.stack([v / v.sum() for v in some]).mean(0) for name, some in held.items()}
+    place = torch.arange(_CONTEXT, dtype=torch.float64)
+    return {PLACE: place, RANDOM: torch.rand(_CONTEXT, generator=gen)} | means
+
+
+def tokens_kept(policy: str, scores: Mapping[str, Tensor], k: int, causal: bool) -> Tensor:
+    """The tokens that a policy keeps, as a mask."""
+    place = scores[PLACE]
+    score = {FIRST: -place, LAST: place, STREAM: place}.get(policy)
+    if score is None:
+        score = scores[policy].masked_fill(place >= len(place) - causal * (k // 2), torch.inf)
+    if policy == STREAM:
+        score = score.masked_fill(place < _SINKS, torch.inf)
+    return torch.zeros(len(place), dtype=torch.bool).scatter(0, score.topk(k).indices, True)
+
+
+def on_grid(x: Tensor, bits: int) -> Tensor:
+    """Every row on ``2^bits`` evenly spaced values from its smallest to its largest entry.
+
+    Errors: at most half a step, ``(max − min) / (2^bits − 1) / 2``.
+    """
+    low, high = x.aminmax(dim=-1, keepdim=True)
+    step = ((high - low) / (2**bits - 1)).clamp_min(torch.finfo(x.dtype).tiny)
+    return low + ((x - low) / step).round() * step
+
+
+class CachedRun:
+    """A model at one window: what it reads later, when keys and values of the context change."""
+
+    def __init__(self, loaded: LoadedModel, ids: Tensor) -> None:
+        self.loaded, self.ids = loaded, ids
+        self.later = len(ids) - _CONTEXT
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[CachedRun]:
+        """The model with attention of its own, which reads the context first."""
+        from transformers import AttentionInterface
+
+        model: Any = self.loaded.model
+        usual = model.config._attn_implementation
+        AttentionInterface.register("kept_tokens", _attend)
+        model.set_attn_implementation("kept_tokens")
+        try:
+            with torch.no_grad():
+                context = self.ids[None, :_CONTEXT]
+                found = model(context, held=self.held, output_hidden_states=True, use_cache=False)
+                self.streams = [one[0] for one in found.hidden_states]
+                self.before = self._hidden(torch.ones(1, _CONTEXT, dtype=torch.bool), 0)
+                yield self
+        finally:
+            model.set_attn_implementation(usual)
+
+    def _hidden(self, kept: Tensor, bits: int) -> Tensor:
+        model: Any = self.loaded.model
+        at = torch.arange(len(self.ids))[None, -self.later :].expand(len(kept), -1)
+        return model(
+            self.ids[at], position_ids=at, held=self.held, kept=kept, bits=bits, use_cache=False
+        ).last_hidden_state
+
+    def costs(self, kept: Tensor, bits: int) -> Record:
+        """By outcome, for each mask ``(masks, context)`` of tokens that stay as they are.
+
+        The others are rounded, or evicted where ``bits`` is 0.
+        """
+        found: dict[str, list[float]] = {}
+        for some in kept.split(_BATCH):
+            hidden = self._hidden(some, bits)
+            if self.later:
+                p, q = (next_token(self.loaded, h) for h in (self.before, hidden))
+                changes = next_token_changes(p, q, self.ids[None, -self.later :])
+            else:
+                before = embedding(self.before[0].double())
+                cosine = [1 - float(embedding(h.double()) @ before) for h in hidden]
+                changes = {"cosine": cosine, "hidden": relative_change(hidden, self.before)}
+            for name, values in changes.items():
+                found.setdefault(name, []).extend(values)
+        return found
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: object,
+    scaling: float,
+    held: dict[int, tuple[Tensor, Tensor]],
+    kept: Tensor | None = None,
+    bits: int = 0,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attention that holds keys and values of a decoder's context, and reads them changed."""
+    if kept is None:
+        held[module.layer_idx] = key, value
+        kept = torch.ones(1, key.shape[2], dtype=torch.bool)
+    elif module.is_causal:
+        context = (one.expand(len(query), -1, -1, -1) for one in held[module.layer_idx])
+        key, value = (torch.cat([one, x], 2) for one, x in zip(context, (key, value), strict=True))
+    rows, columns = query.shape[2], key.shape[2]
+    kept = torch.nn.functional.pad(kept, (0, columns - kept.shape[1]), value=True)[:, None]
+    seen = torch.ones(rows, columns, dtype=torch.bool)
+    seen = seen.tril(columns - rows) if module.is_causal else seen
+    if bits:
+        key, value = (torch.where(kept[..., None], x, on_grid(x, bits)) for x in (key, value))
+    else:
+        seen = seen & kept[:, :, None]
+    read = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True
+    )
+    return read.transpose(1, 2), None
