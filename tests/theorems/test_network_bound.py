@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -210,6 +211,36 @@ def test_a_trained_module_is_read_bounded_and_attacked(trained: Classifier) -> N
     assert {n for n, _ in trained.named_parameters() if n.endswith("weight")} <= reached
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("norm", ["max-token", "frobenius"])
+def test_a_rotation_that_scales_does_so_to_queries_and_to_keys(softcap: Any, norm: Any) -> None:
+    """As YaRN's: twice the factor of scores that are scaled by its square."""
+    four, turn = [weight(D, D, seed, 0.5) for seed in range(4)], turned(N, D // 2)
+    steep = Rotary(1.5 * turn.cos, 1.5 * turn.sin)
+    own: Any = {"heads": 2, "query_bias": drawn(D, seed=9), "softcap": softcap}
+    bounds = [
+        ls.lipschitz_bound(
+            ls.DotProduct(*four, rotary=one, scale=scale, **own),
+            norm=norm,
+            radius=1.0,
+            num_tokens=N,
+        )
+        for one, scale in ((steep, 1.0), (turn, 2.25))
+    ]
+    assert float(bounds[0]) == pytest.approx(float(bounds[1]))
+
+
+def test_a_norm_of_all_keys_reads_those_of_groups_once() -> None:
+    q, key, v, o = (weight(D, D, seed, 2.0) for seed in range(4))
+    gain = TokenNorm(0.5 + drawn(D // 2, seed=5).abs(), 0.1)
+    layer = ls.DotProduct(
+        q, key[: D // 2], v[: D // 2], o, heads=4, groups=2, key_norm=gain, scale=2.0
+    )
+    for norm in ("max-token", "frobenius"):
+        bound = ls.lipschitz_bound(layer, norm=norm, radius=1.0, num_tokens=N)
+        assert attacked(layer, 1.0, norm, starts=6, steps=10) <= float(bound)
+
+
 # --- what is reached
 
 
@@ -390,6 +421,19 @@ def test_a_number_is_rounded_up() -> None:
     assert float(bound) > float(bound.value)
     assert float(bound) == pytest.approx(float(bound.value), rel=1e-11)
     assert "attention 0" in repr(bound) and "max-token" in bound._repr_html_()
+
+
+def test_what_rounding_hides_where_products_cancel_is_in_the_number() -> None:
+    """Two large products that differ by their last digits, beside their exact difference."""
+    eye, none = torch.eye(2, dtype=DOUBLE), torch.zeros(2, dtype=DOUBLE)
+    for a, b in (1e8 * drawn(20, 2, seed=1)).tolist():
+        inner = torch.tensor([[a, 0.0], [b, 0.0]], dtype=DOUBLE)
+        outer = torch.tensor([[b / a, -1.0]], dtype=DOUBLE)
+        exact = float(abs(Fraction(b / a) * Fraction(a) - Fraction(b)))
+        feed = Feed(inner, none, outer, none[:1], "identity")
+        assert exact <= float(ls.lipschitz_bound(Chain((Branch(feed, skip=False),))))
+        layer = ls.DotProduct(0 * eye, inner, eye, query_bias=outer[0], scale=1e9)
+        assert math.hypot(1, 1e9 * exact) <= float(ls.lipschitz_bound(layer, radius=1.0))
 
 
 def test_infinite_and_unknown_bounds_are_refused_in_one_line() -> None:

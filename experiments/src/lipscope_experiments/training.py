@@ -9,6 +9,8 @@ from torch.optim import AdamW, Muon
 
 from lipscope import SmoothTransformer
 
+SHARPER = 8.0
+"""What scores are multiplied by in a loss: caps would leave them small, and answers unsure."""
 _RATES = (0.1, 0.01)  # of Muon and of AdamW, the largest
 
 

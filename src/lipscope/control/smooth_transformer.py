@@ -135,7 +135,7 @@ class SmoothTransformer(nn.Module):
     Raises:
         InputError: If sizes do not fit, or neither or both of ``vocabulary`` and ``features``.
 
-    Source: the architecture of [newhouse2025], with positions that are learnt.
+    Source: the architecture of [newhouse2025], with positions that are learnt, from sines and cosines on.
 
     >>> model = SmoothTransformer(8, 2, 1, outputs=3, length=4, vocabulary=5)
     >>> model(torch.tensor([[0, 4, 1]])).shape
@@ -190,7 +190,7 @@ class SmoothTransformer(nn.Module):
         else:
             assert features is not None
             self.embedding = nn.Linear(features, width, bias=False)
-        self.positions = nn.Parameter(torch.randn(length, width) * 0.5**0.5)
+        self.positions = nn.Parameter(_waves(length, width))
         self.clip = Clip(width**0.5)
         alpha = 1 / (2 * depth)
         self.blocks = nn.ModuleList()
@@ -343,6 +343,13 @@ class SmoothTransformer(nn.Module):
         model = cls(**sizes)
         model.to(weights["positions"].dtype).load_state_dict(weights)
         return model.eval()
+
+
+def _waves(length: int, width: int) -> Float[Tensor, "n d"]:
+    """Where positions begin: sines and cosines, that one map takes to those of the token before."""
+    rates = 1e-3 ** (torch.arange((width + 1) // 2) * 2 / width)
+    angles = torch.outer(torch.arange(length, dtype=rates.dtype), rates)
+    return torch.cat([angles.sin(), angles.cos()], 1)[:, :width]
 
 
 def _scaled(part: Any, factor: float) -> Attention | Feed:

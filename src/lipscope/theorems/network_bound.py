@@ -17,7 +17,7 @@ from jaxtyping import Float
 from rich.table import Table
 from torch import Tensor, nn
 
-from lipscope.attention import Attention, Clip, MultiheadAttention, product_norm, spectral_norm
+from lipscope.attention import Attention, Clip, MultiheadAttention, spectral_norm
 from lipscope.display import Piece, Shown, pieces, rounded_up
 from lipscope.errors import InputError, check_count, check_positive, shown
 from lipscope.models import (
@@ -36,6 +36,7 @@ from lipscope.theorems.derived.layer_constants import (
     Tokens,
     attention_constant,
     length,
+    product_above,
     reach,
 )
 from lipscope.theorems.register import NotApplicableError
@@ -340,7 +341,7 @@ def _feed(feed: Feed, tokens: Tokens) -> Constant:
         start = ACTIVATIONS[feed.activation](b) * beside
     else:
         middle, half = (most + least) / 2, (most - least) / 2
-        moves = middle * product_norm(outer.mT, inner)
+        moves = middle * product_above(outer.mT, inner)
         if half:
             moves = moves + half * spectral_norm(outer) * spectral_norm(inner)
         start = ACTIVATIONS[feed.activation](b)

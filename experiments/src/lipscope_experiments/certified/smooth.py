@@ -19,13 +19,12 @@ from lipscope_experiments.certified.deept import FOLDER, sentences, words_of
 from lipscope_experiments.digits import digits
 from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, chosen, geometric, line, percentage
-from lipscope_experiments.training import train
+from lipscope_experiments.training import SHARPER, train
 
 CAPS = {"cap 0.5": 0.5, "cap 1": 1.0, "cap 2": 2.0, "ordinary": None}
 LINEAR = "linear"
 _FIRST = ("cap 0.5", "cap 1")
 _SIZES: dict[str, Any] = {"width": 16, "heads": 4, "depth": 2}
-_SHARPER = 8.0  # times the scores in the loss, so that margins are worth making
 _WORDS = 16  # of a sentence, the first ones
 _RADII = {
     "SST": (0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
@@ -126,7 +125,7 @@ def fitted(of: Task, kind: str, steps: int, seed: int) -> SmoothTransformer | Li
 
     def loss() -> Tensor:
         some = torch.randint(len(y), (64,), generator=gen)
-        return nn.functional.cross_entropy(_SHARPER * model(x[some]), y[some])
+        return nn.functional.cross_entropy(SHARPER * model(x[some]), y[some])
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -252,7 +251,7 @@ def _remarks(study: Study, found: Sequence[Record], missing: Sequence[str]) -> N
     steps = max((one["steps"] for one in found), default=0)
     study.remark(
         f"Width {_SIZES['width']}, {_SIZES['heads']} heads, {_SIZES['depth']} blocks with ReLU, a "
-        f"mean pool, {steps} steps of 64 inputs, one seed; cross-entropy of {_SHARPER:g} times the "
+        f"mean pool, {steps} steps of 64 inputs, one seed; cross-entropy of {SHARPER:g} times the "
         "scores. Caps after each step. Ordinary: the same training without caps.",
         f"Radii of SST are joint l2 moves of the vectors of {_WORDS} words (the first ones of a "
         "sentence, or filled up), each of norm at most 4; of digits, of the image. Linear: the "

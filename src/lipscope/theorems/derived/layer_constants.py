@@ -42,6 +42,15 @@ def length(v: Tensor) -> Float[Tensor, "*b"]:
     return torch.linalg.vector_norm(v, dim=-1)
 
 
+def product_above(left: Float[Tensor, "*b k d"], right: Float[Tensor, "*b k c"]) -> Tensor:
+    """``>= ‖L^T R‖``: with what rounding can hide where the products cancel."""
+    return product_norm(left, right) + UNIT * _size(left) * _size(right)
+
+
+def _size(matrix: Tensor) -> Float[Tensor, "*b"]:
+    return torch.linalg.vector_norm(matrix, dim=(-2, -1))
+
+
 def reach(slope: Tensor, radius: Tensor) -> Tensor:
     """``slope * radius``, where 0 times an infinite radius is 0; no derivative where infinite."""
     if bool(torch.isfinite(radius).all()):
@@ -159,24 +168,23 @@ class _Heads:
 
     def together(self, right: Tensor, sizes: Tensor) -> Tensor:
         """`heads_together` through the output projection, rounding in it."""
-        hidden = UNIT * (self.o.flatten(1).norm(dim=1) * right.flatten(1).norm(dim=1)).sum()
+        hidden = UNIT * (_size(self.o) * _size(right)).sum()
         return heads_together(self.o, right, sizes) + reach(hidden, sizes.amax())
 
     @property
     def norm_a(self) -> Float[Tensor, " h"]:
-        """``‖A_h‖``, scale and rounding in it."""
-        hidden = UNIT * self.k.flatten(1).norm(dim=1) * self.q.flatten(1).norm(dim=1)
-        return self.scale * (product_norm(self.k, self.q) + hidden)
+        """``‖A_h‖``, scale in it."""
+        return self.scale * product_above(self.k, self.q)
 
     @property
     def along_query(self) -> Float[Tensor, " h"]:
         """``|K^T b_Q|``, scale in it."""
-        return self.scale * length((self.bq[:, None] @ self.k)[:, 0])
+        return self.scale * product_above(self.k, self.bq[..., None])
 
     @property
     def along_key(self) -> Float[Tensor, " h"]:
         """``|Q^T b_K|``."""
-        return self.scale * length((self.bk[:, None] @ self.q)[:, 0])
+        return self.scale * product_above(self.q, self.bk[..., None])
 
     @property
     def every(self) -> bool:
@@ -312,7 +320,8 @@ def _scores(at: _Heads, radius: Tensor, slope: Tensor) -> _Row:
     query, key, _ = layer.norms()
     lq, q = _normed(query, at.q, at.bq, r, layer.head_width)
     lk, k = _normed(key, at.k, at.bk, r, layer.head_width)
-    turned = at.scale * (1.0 if layer.rotary is None else layer.rotary.norm(layer.head_width))
+    rotation = 1.0 if layer.rotary is None else layer.rotary.norm(layer.head_width)
+    turned = at.scale * rotation**2  # of queries and of keys
     a, t = (turned * reach(x, y) for x, y in ((lk, q), (lq, k)))
     if layer.rotary is None and query is None and key is None:
         moved = reach(at.norm_a, r)
@@ -403,9 +412,11 @@ def _normed(
     if norm is None:
         return slope, size
     g, k = norm.weight.double().abs(), len(norm.weight)
-    if k != width:  # one norm of all heads
-        slope = spectral_norm(w.flatten(0, 1))
-        size = reach(slope, radius) + length(b.flatten())
-    weight = g.unflatten(0, (-1, width)).amax(1).expand(len(w)) if k != width else g.amax()
+    weight = g.amax()
+    if k != width:  # one norm of all heads, or of those that groups share
+        times = len(w) * width // k
+        slope = spectral_norm(w[::times].flatten(0, 1))
+        size = reach(slope, radius) + length(b[::times].flatten())
+        weight = g.unflatten(0, (-1, width)).amax(1).repeat_interleave(times)
     steep, most = _shortened(weight, k, norm.eps, size.expand(len(w)))
     return slope * steep, most.expand(len(w))
