@@ -135,7 +135,7 @@ class SmoothTransformer(nn.Module):
     Raises:
         InputError: If sizes do not fit, or neither or both of ``vocabulary`` and ``features``.
 
-    Source: the architecture of [newhouse2025], with positions that are learnt, from sines and cosines on.
+    Source: the architecture of [newhouse2025]; positions are learnt, from sines and cosines on.
 
     >>> model = SmoothTransformer(8, 2, 1, outputs=3, length=4, vocabulary=5)
     >>> model(torch.tensor([[0, 4, 1]])).shape
