@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lipscope import DotProduct, to_dense
-from lipscope_experiments.castin2024.sink_law import Curve, LayerLaw, Point, verdict
+from lipscope_experiments.castin2024.sink_law import ColumnAt, ColumnCurve, LayerLaw, verdict
 from lipscope_experiments.frozen import column_norm, frozen_column, frozen_norm
 from lipscope_experiments.questions.sink_training import (
     DECODER,
@@ -53,8 +53,8 @@ def test_the_frozen_column_is_that_of_the_dense_matrix(causal: bool) -> None:
 
 def law_of(slope: float, layer: int, predicted: float | None = None) -> LayerLaw:
     told = slope if predicted is None else predicted
-    points = tuple(Point(n, n**slope, 0.9 * n**slope, n ** (told - 0.5), 0.1) for n in (16, 64))
-    return LayerLaw("m", layer, False, (Curve("a", points), Curve("b", points)))
+    points = tuple(ColumnAt(n, n**slope, 0.9 * n**slope, n ** (told - 0.5), 0.1) for n in (16, 64))
+    return LayerLaw("m", layer, False, (ColumnCurve("a", points), ColumnCurve("b", points)))
 
 
 def test_what_was_written_before_the_runs_decides() -> None:

@@ -14,7 +14,7 @@ from lipscope.attacks import ascent_move, of_size, random_move, sign_move
 from lipscope.measures import repeated_tokens
 from lipscope.records.sampling import mean_interval, rank_correlation, share_interval
 from lipscope_experiments.castin2024.robustness import singular_move, split_change
-from lipscope_experiments.questions.margin_gain import smallest_flip
+from lipscope_experiments.questions.margin_gain import deepfool
 from small import drawn, line, sigma
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).double()
@@ -74,7 +74,7 @@ def test_the_smallest_flip_of_a_linear_read_out_is_the_nearest_hyperplane() -> N
     for _ in range(20):
         weight = torch.randn(4, X.numel(), generator=g).double()
         scores = weight @ X.flatten()
-        margin, move = smallest_flip(lambda e, w=weight: w @ (X + e).flatten(), X)
+        margin, move = deepfool(lambda e, w=weight: w @ (X + e).flatten(), X)
         answer = int(scores.argmax())
         others = [k for k in range(4) if k != answer]
         distances = [
@@ -88,7 +88,7 @@ def test_the_smallest_flip_of_a_linear_read_out_is_the_nearest_hyperplane() -> N
 
 def test_an_answer_that_nothing_changes_has_no_move() -> None:
     fixed = torch.tensor([2.0, 1.0, 0.0, -1.0]).double()
-    assert smallest_flip(lambda e: fixed + 1e-9 * e.sum(), X)[1] is None
+    assert deepfool(lambda e: fixed + 1e-9 * e.sum(), X)[1] is None
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.6])
