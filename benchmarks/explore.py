@@ -18,7 +18,8 @@ GROWTH = 64  # MB that are no growth: what torch and a browser's buffers keep
 WORDS = (
     "Attention is the part of a Transformer that moves information between tokens, and a small "
     "change in one of them can move the output of all the others by a surprising amount. How far "
-    "is what the local Lipschitz constant measures, layer by layer, at the text that is read."
+    "is what the local Lipschitz constant measures, layer by layer, at the text that is read, and "
+    "at no other one."
 )
 
 

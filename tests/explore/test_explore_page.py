@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 
 import lipscope as ls
+from command import Command
 from lipscope.explore import Server, served
 
 SIZES = "hidden_size=24,num_attention_heads=3,num_hidden_layers=3,intermediate_size=32"
@@ -290,6 +293,55 @@ def test_stop_ends_a_certificate(opened: Opened, server: Server) -> None:
     until(lambda: server._slow[0]._running is None)
 
 
+def test_a_link_brings_back_every_control(browser: Browser, pair: Server) -> None:
+    first = Opened(browser, pair)
+    page = first.page
+    page.click("#theme")
+    first.type("Nobody came. Nobody knew.")
+    page.click("#panels >> text=Compare")
+    page.fill("#beside", "Somebody came.")
+    first.choose("Second model", MODEL)
+    page.click("#panels >> text=Certify")
+    first.choose("What may move", "each token alone")
+    page.fill("#among", "It is early.\nIt is late.")
+    page.click("#controls >> text=Single heads")
+    first.choose("Model", OTHER)
+    first.choose("Mask", "none")
+    first.choose("Map", "normed")
+    first.choose("Metric", "token-relative")
+    for side in ("in", "out"):
+        page.locator(f"#{side} [role=option]").nth(1).click()
+        first.drawn()
+    chosen = page.evaluate("state.layer")
+    page.click(f"#layers tr[data-key='{1 - chosen}'] button")
+    page.click("#panels >> text=Push it")
+    page.wait_for_selector("#push svg")
+    page.get_by_label("Pushed along").select_option(index=1)
+    first.drawn()
+    page.locator("#push-at").focus()
+    page.keyboard.press("End")
+    first.drawn()
+    page.click("figure:has(#push) .as-table")
+    until(lambda: page.locator(".astable").count() == 1)
+    state = "JSON.stringify(Object.fromEntries(Object.keys(FIRST).map((k) => [k, state[k]])))"
+    now, usual = (
+        json.loads(page.evaluate(state)),
+        json.loads(page.evaluate("JSON.stringify(FIRST)")),
+    )
+    assert [name for name in usual if now[name] == usual[name]] == ["kind"]
+    shown, pushed = first.ends(), page.inner_text("#push-now")
+    until(lambda: "tables=push" in page.evaluate("location.href"))  # it is written a moment later
+    link = page.evaluate("location.href")
+    first.close()
+    second = Opened(browser, pair, "#" + link.partition("#")[2])
+    until(lambda: second.page.inner_text("#push-now") == pushed)
+    assert json.loads(second.page.evaluate(state)) == now
+    assert second.ends() == shown
+    heads = second.page.locator("#heads tbody tr:not(.rough)")
+    until(lambda: heads.count() == 3)
+    second.close()
+
+
 @pytest.mark.parametrize(
     "what", ["map=nonsense", "layer=many", "model=7", "move=9:3", "panel=none"]
 )
@@ -323,7 +375,7 @@ def test_a_link_brings_back_what_was_shown(browser: Browser, server: Server) -> 
     second.close()
 
 
-def test_what_is_kept_gives_the_same_rows(opened: Opened) -> None:
+def test_what_is_kept_gives_the_same_rows(opened: Opened, lipscope: Command) -> None:
     page = opened.page
     opened.type('It isn\'t "late"; $HOME is `here`, and 5 % of us came.')
     page.locator("#in [role=option]").nth(1).click()
@@ -337,6 +389,14 @@ def test_what_is_kept_gives_the_same_rows(opened: Opened) -> None:
     spoken: dict[str, object] = {}
     exec(page.input_value("#python").rpartition("\n")[0], spoken)
     assert said(spoken["rows"]) == rows_there  # pyright: ignore
+    spoken_by, _, words = page.input_value("#command").rpartition(" | ")
+    text = subprocess.run(["sh", "-c", spoken_by], capture_output=True, check=True).stdout
+    _, verb, *options = shlex.split(words)
+    written = lipscope(*options, "--jsonl", stdin=text).rows
+    assert (verb, [one["id"] for one in written]) == ("measure", ids)
+    assert [(one["sigma"], one["upper"]) for one in written] == [
+        (low, high) for _, low, high in rows_there
+    ]
     with page.expect_download() as rows:
         page.click("text=Rows (JSON lines)")
     lines = rows.value.path().read_text().splitlines()
@@ -455,6 +515,29 @@ def test_the_keyboard_reaches_everything(opened: Opened) -> None:
     opened.drawn()
     assert page.evaluate("state.move") == "0:2"
     assert page.evaluate("document.activeElement.parentElement.id") == "in"
+
+
+def test_focus_goes_down_the_page_and_reaches_every_control(opened: Opened) -> None:
+    page = opened.page
+    page.click("#controls >> text=Single heads")
+    page.wait_for_selector("#heads tbody tr:nth-child(3):not(.rough)")
+    page.click("#panels >> text=Push it")
+    page.wait_for_selector("#words-tokens .reading")
+    # In the order of the document, which is that of the page, for every panel that can be open.
+    every = (
+        "[...document.querySelectorAll('a, button, select, textarea, input, summary, [tabindex]')]"
+    )
+    seen = f"{every}.filter((e) => e.checkVisibility() && !e.disabled && e.tabIndex >= 0)"
+    for panel in ("push", "compare", "certify", "keep"):
+        if panel != "push":
+            page.click(f"[aria-controls=panel-{panel}]")
+        wanted = page.evaluate(f"{seen}.map((e) => e.id || e.textContent || e.className)")
+        page.locator("a.skip").focus()
+        order = [page.evaluate(f"{seen}.indexOf(document.activeElement)")]
+        for _ in wanted[1:]:
+            page.keyboard.press("Tab")
+            order.append(page.evaluate(f"{seen}.indexOf(document.activeElement)"))
+        assert order == list(range(len(wanted))), (panel, wanted)
 
 
 def test_the_status_is_said_aloud(opened: Opened) -> None:

@@ -10,15 +10,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import webbrowser
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
-from command import BERT
-from lipscope import InputError
+from command import BERT, Command
 from lipscope.explore import Server, served
+from lipscope.explore.question import Question
+from lipscope.explore.solver import Place
 
 TEXT = "It was late."
 
@@ -171,23 +175,66 @@ def test_a_thousand_connections_and_half_sockets_cost_nobody_an_answer(server: S
         link.close()
 
 
+def test_a_newer_question_ends_the_older_one_between_two_products(server: Server) -> None:
+    solver, place = server.quick[0], Place("window", "all")
+    older, newer = Question("It was early, and it never ended."), Question("It was new.")
+    events: dict[Question, list[dict | None]] = {older: [], newer: []}
+    began, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def of_older(event: dict | None) -> None:
+        events[older].append(event)
+        if event is not None and not began.is_set():
+            began.set()
+            goes_on.wait(30)
+
+    def of_newer(event: dict | None) -> None:
+        events[newer].append(event)
+        if event is None:
+            ended.set()
+
+    solver.ask(place, older, of_older)
+    assert began.wait(30)
+    solver.ask(place, newer, of_newer)
+    goes_on.set()
+    assert ended.wait(30)
+    assert [e and e["event"] for e in events[older]] == ["asked", None]
+    assert [e and e["event"] for e in events[newer]][-2:] == ["done", None]
+    assert older not in solver._kept and newer in solver._kept
+
+
 def test_it_listens_on_this_machine_alone(server: Server) -> None:
     assert urlsplit(server.address).hostname == "127.0.0.1"
     assert server._socket.getsockname()[0] == "127.0.0.1"
 
 
-def test_a_wrong_model_is_refused_before_anything_is_served() -> None:
-    with pytest.raises(InputError):
-        served(["no-such-model-anywhere"])
+def test_a_wrong_model_is_refused_before_a_browser_opens(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    result = command("explore", "no-such-model-anywhere")
+    assert result.status == 2 and result.out == "" and not opened
+    assert result.err.count("\n") == 1 and "no-such-model-anywhere" in result.err
 
 
-def test_the_command_prints_its_address_and_ends_at_ctrl_c() -> None:
-    words = [sys.executable, "-m", "lipscope.cli", "explore", BERT, "--no-browser"]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+def test_the_command_opens_its_address_and_ends_at_ctrl_c(tmp_path: Path) -> None:
+    browser, opened = tmp_path / "browser", tmp_path / "opened"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {opened}.part && mv {opened}.part {opened}\n')
+    browser.chmod(0o755)
+    words = [sys.executable, "-m", "lipscope.cli", "explore", BERT]
+    how = os.environ | {"BROWSER": f"{browser} %s"}
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=how)
     assert process.stderr is not None
-    assert process.stderr.readline().startswith("http://127.0.0.1:")
-    began = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 130
-    assert time.monotonic() - began < 10  # at once; the machine may be busy
+    address = process.stderr.readline()
+    assert address.startswith("http://127.0.0.1:")
+    deadline = time.monotonic() + 60
+    while not opened.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert opened.read_text() == address
+    at = urlsplit(address.strip())
+    with socket.create_connection((at.hostname, at.port)) as link:  # whoever still listens
+        link.sendall(f"GET {at.path} HTTP/1.1\r\nHost: {at.netloc}\r\n\r\n".encode())
+        assert link.recv(100).startswith(b"HTTP/1.1 200")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
     process.stderr.close()

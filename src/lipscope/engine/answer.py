@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -139,15 +139,15 @@ def answer(
     job: Job,
     memory: int,
     key: str,
-    reference: ReferenceModel | None = None,
+    reference: Callable[[], ReferenceModel] | None = None,
     watch: Watch | None = None,
 ) -> list[Answer]:
     """Answer a job for a layer, or for each of its heads, within so many bytes of memory.
 
     ``key`` names the model, layer, length and sample; with the seed it fixes the starts. With a
     ``reference``, the model itself between the map's ends, the Jacobian is compared with its finite
-    difference along the direction that was found. ``watch`` sees the intervals of sigma
-    after every step of the solver, and may end it.
+    difference along the direction that was found; it is made once that is there. ``watch`` sees the
+    intervals of sigma after every step of the solver, and may end it.
 
     Raises:
         InputError: If the two disagree.
@@ -216,10 +216,10 @@ class _Solve:
         chosen = parse_tokens(text, n, option)
         return None if chosen is None else torch.tensor(chosen, device=self.layer.x.device)
 
-    def answers(self, began: float, reference: ReferenceModel | None) -> list[Answer]:
+    def answers(self, began: float, reference: Callable[[], ReferenceModel] | None) -> list[Answer]:
         tops = self._top(self.operator, "sigma")
         seconds = (time.perf_counter() - began) / len(self.heads)
-        error, remark = self._beside(reference, tops) if reference is not None else (None, None)
+        error, remark = self._beside(reference(), tops) if reference is not None else (None, None)
         shares = [_token_shares(_embedded(top.v, self.move, self.n)) for top in tops]
         nothing: list[_Remarked] = [(None, None)] * len(tops)
         rest = self._rest(shares, tops) if self.spec.rest else nothing

@@ -262,7 +262,7 @@ class MapAtInput:
         def make() -> list[Answer]:
             with self.window.ready():
                 check = self._session.first(job) and whole_tokens
-                reference = self.window.reference(self.map) if check else None
+                reference = (lambda: self.window.reference(self.map)) if check else None
                 return answer(self.map, spec, job, self._session.chunks, key, reference, self.watch)
 
         asked = job, spec.per_head, spec.rest, spec.average, spec.directions

@@ -26,7 +26,7 @@ from lipscope.pages import (
 Event = dict[str, Any]
 Tell = Callable[[Event], None]
 Check = Callable[[], None]
-_EVERY = 0.03  # seconds between two intervals of one layer
+_EVERY = 0.1  # seconds between two intervals of one layer: the page draws no oftener
 _ROUGH = 3  # steps before the first interval is told: earlier ones say little
 _ROW = (
     *("id", "model", "layer", "head", "map", "metric", "move", "read", "num_tokens", "sigma"),
@@ -100,9 +100,13 @@ def _rows(
     """The rows of each layer."""
     layers = "all" if asked.layer is None else [asked.layer]
     length, _ = length_of(model, asked.text)
-    for at in model.layers(asked.text, lengths=length, layers=layers, **asked.options):
+    found = model.layers(asked.text, lengths=length, layers=layers, **asked.options)
+    while True:
+        with _Interruptible(check):  # the first one takes a pass through the model
+            at = next(found, None)
+        if at is None:
+            return
         yield at.layer, at.rows(_Watch(at.layer, check, tell))
-        check()
 
 
 class _Watch:

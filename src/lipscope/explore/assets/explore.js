@@ -228,6 +228,7 @@ function askBeside() {
     second = { layers: new Map(), done: true };
     return drawBeside();
   }
+  if (!second.layers.size) $("differs").textContent = "One moment …";
   const fresh = { layers: new Map(), done: false, before: second };
   delete second.before;
   const scope = text === state.text ? {} : { move: keeps(state.move), read: keeps(state.read) };
