@@ -81,7 +81,8 @@ def test_the_peer_proves_less_than_an_attack_reaches(name: str) -> None:
     for moves in (torch.ones(8, 1), torch.eye(8)[:, :1]):
         attack, _ = smallest_flip(model, x, label, moves.double(), restarts=2, steps=50)
         crown, ibp = (
-            peer_radius(model, x, label, moves.double(), attack, one) for one in ("CROWN", "IBP")
+            peer_radius(described(model, x), x, label, moves.double(), attack, one)
+            for one in ("CROWN", "IBP")
         )
         assert crown is not None and ibp is not None
         assert ibp[0] < crown[0] < attack

@@ -68,16 +68,14 @@ class Mixing(nn.Module):
         super().__init__()
         self.query, self.key, self.value, self.out = (nn.Linear(d, d) for _ in range(4))
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The output from queries, keys and values."""
-        (b, n), d = q.shape[:2], self.out.in_features  # a number also where shapes are traced
-        q, k, v = (t.view(b, n, 4, d // 4).transpose(1, 2) for t in (q, k, v))
-        p = (torch.matmul(q, k.transpose(-1, -2)) / (d / 4) ** 0.5).softmax(-1)
-        return self.out(torch.matmul(p, v).transpose(1, 2).reshape(b, n, d))
-
     def forward(self, x: Tensor) -> Tensor:
         """The output of every token."""
-        return self.mix(self.query(x), self.key(x), self.value(x))
+        q, k, v = (
+            one(x).unflatten(-1, (4, -1)).transpose(1, 2)
+            for one in (self.query, self.key, self.value)
+        )
+        p = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        return self.out((p @ v).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -89,14 +87,10 @@ class Block(nn.Module):
         self.attention, self.norm, self.last = Mixing(d), TokenNorm(d, scaled), TokenNorm(d, scaled)
         self.inner, self.outer = nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
 
-    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """What follows the attention."""
-        y = self.norm(x + mixed)
-        return self.last(y + self.outer(ACTIVATIONS[self.activation](self.inner(y))))
-
     def forward(self, x: Tensor) -> Tensor:
         """The stream after the block."""
-        return self.after(x, self.attention(x))
+        y = self.norm(x + self.attention(x))
+        return self.last(y + self.outer(ACTIVATIONS[self.activation](self.inner(y))))
 
 
 class Classifier(nn.Module):
@@ -117,17 +111,13 @@ class Classifier(nn.Module):
         )
         self.head = nn.Linear(d, 2)
 
-    def read(self, x: Tensor) -> Tensor:
-        """Logits of the stream that leaves the blocks."""
-        return self.head(x.mean(1) if self.pooler is None else torch.tanh(self.pooler(x[:, 0])))
-
     def forward(self, x: Tensor) -> Tensor:
         """The two logits."""
         if self.front is not None and self.front_norm is not None:
             x = self.front_norm(self.front(x))
         for block in self.blocks:
             x = block(x)
-        return self.read(x)
+        return self.head(x.mean(1) if self.pooler is None else torch.tanh(self.pooler(x[:, 0])))
 
 
 # --- as its parts

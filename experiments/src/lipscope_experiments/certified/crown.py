@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -12,7 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lipscope_experiments.certified.classifiers import Block, Classifier, Mixing
+from lipscope.attention import Clip, DotProduct
+from lipscope.models import ACTIVATIONS, Branch, Feed, Network, Norm
 
 
 def peer() -> Any:
@@ -23,44 +25,102 @@ def peer() -> Any:
         return None
 
 
-class _Moved(nn.Module):
-    """The classifier as a function of the move alone.
+class _Through(nn.Module):
+    """A branch in operations that the package knows."""
 
-    A move meets one linear map first, ``[I; W_Q; W_K; W_V]`` or the network's own: only of such a
-    map are the package's l2 intervals right.
+    def __init__(self, branch: Branch) -> None:
+        super().__init__()
+        part, self.norm, self.skip = branch.part, branch.norm, branch.skip
+        self.part, self.reads = part, nn.ModuleList()
+        if isinstance(part, Feed) and part.gate is None:
+            self.reads.append(_linear(part.inner, part.inner_bias))
+            self.writes = _linear(part.outer, part.outer_bias)
+        elif isinstance(part, DotProduct) and part.output is not None and not part.causal:
+            self.reads.append(_linear(part.query, part.query_bias))
+            self.reads.append(_linear(part.key, part.key_bias))
+            self.reads.append(_linear(part.value, part.value_bias))
+            self.writes = _linear(part.output, part.output_bias)
+            self.widths = (*[part.head_width] * 2, part.value_width)
+        elif part is not None:
+            raise NotImplementedError(f"no form of {type(part).__name__}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The stream after the branch."""
+        y = x if self.norm is None else _normed(self.norm, x)
+        return self.after(x, y, *(one(y) for one in self.reads))
+
+    def after(self, x: Tensor, y: Tensor, *read: Tensor) -> Tensor:
+        """The stream ``x`` after the part, from what its first maps make of ``y``."""
+        if isinstance(self.part, DotProduct):
+            (b, n), heads = read[0].shape[:2], self.part.num_heads
+            q, k, v = (
+                one.view(b, n, heads, width).transpose(1, 2)
+                for one, width in zip(read, self.widths, strict=True)
+            )
+            p = (torch.matmul(q, k.transpose(-1, -2)) * self.part.scale).softmax(-1)
+            mixed = torch.matmul(p, v).transpose(1, 2)
+            y = self.writes(mixed.reshape(b, n, self.writes.in_features))
+        elif isinstance(self.part, Feed):
+            y = self.writes(ACTIVATIONS[self.part.activation](read[0]))
+        if self.skip is False:
+            return y
+        return (x if self.skip is True else self.skip * x) + y
+
+
+def _normed(norm: Norm | Clip, x: Tensor) -> Tensor:
+    if isinstance(norm, Clip):
+        least = norm.radius**2
+        length = ((x.pow(2).sum(-1, keepdim=True) - least).relu() + least).sqrt()
+        return x * (norm.radius / length)
+    c = x - x.mean(-1, keepdim=True) if norm.centred else x
+    if norm.scaled:
+        c = c / torch.sqrt(c.pow(2).mean(-1, keepdim=True) + norm.eps)
+    return norm.weight * c + norm.bias
+
+
+def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    found = nn.Linear(*weight.T.shape)
+    given = weight.new_zeros(len(weight)) if bias is None else bias
+    found.weight, found.bias = (nn.Parameter(one.detach(), False) for one in (weight, given))
+    return found
+
+
+class _Moved(nn.Module):
+    """A network of parts as a function of the move alone.
+
+    A move meets one linear map first, ``[I; W_Q; W_K; W_V]``, the network's own or the identity:
+    only of such a map are the package's l2 intervals right.
     """
 
-    def __init__(self, model: Classifier) -> None:
+    def __init__(self, network: Network, d: int) -> None:
         super().__init__()
-        first = model.blocks[0]
-        mixing = first.attention if isinstance(first, Block) else first
-        assert isinstance(mixing, Mixing)
-        self.model, self.mixing, d = model, mixing, model.head.in_features
-        if model.front is None:
-            parts = (mixing.query, mixing.key, mixing.value)
-            weight = torch.cat([torch.eye(d).double(), *(p.weight for p in parts)])
-            self.bias = torch.cat([torch.zeros(d).double(), *(p.bias for p in parts)])
-        else:
-            weight, self.bias = model.front.weight, model.front.bias
-        self.map = nn.Linear(*weight.T.shape, bias=False)
-        self.map.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self.first, *others = map(_Through, network.branches)
+        self.others, self.tail = nn.ModuleList(others), nn.ModuleList(map(_Through, network.tail))
+        maps = list(self.first.reads) if self.first.norm is None else []
+        self.stream = not maps or self.first.skip is not False
+        if self.stream:
+            maps.insert(0, _linear(torch.eye(d).to(network.head)))
+        self.ends = list(itertools.accumulate(len(one.weight) for one in maps))
+        self.bias = torch.cat([one.bias for one in maps])
+        self.map = nn.Linear(d, len(self.bias), bias=False)
+        self.map.weight = nn.Parameter(torch.cat([one.weight for one in maps]), False)
+        self.share, self.head = network.share[:, None], _linear(network.head, network.bias)
 
     def forward(self, move: Tensor, base: Tensor, moves: Tensor) -> Tensor:
-        z, model = base + moves * self.map(move), self.model
-        blocks, d = list(model.blocks), model.head.in_features
-        if model.front_norm is not None:
-            x = model.front_norm(z)
-        else:
-            x, q, k, v = (z[..., i * d : (i + 1) * d] for i in range(4))
-            mixed, first = self.mixing.mix(q, k, v), blocks.pop(0)
-            x = first.after(x, mixed) if isinstance(first, Block) else mixed
-        for block in blocks:
-            x = block(x)
-        return model.read(x)
+        z = base + moves * self.map(move)
+        parts = [z[..., a:b] for a, b in itertools.pairwise([0, *self.ends])]
+        x = parts.pop(0) if self.stream else z
+        x = self.first.after(x, x, *parts) if parts else self.first(x)
+        for one in self.others:
+            x = one(x)
+        x = (self.share * x).sum(1, keepdim=True)
+        for one in self.tail:
+            x = one(x)
+        return self.head(x[:, 0])
 
 
 def peer_radius(
-    model: Classifier,
+    network: Network,
     x: Float[Tensor, "n d"],
     label: int,
     moves: Float[Tensor, "n 1"],
@@ -75,9 +135,14 @@ def peer_radius(
     package, before = peer(), torch.get_default_dtype()
     torch.set_default_dtype(x.dtype)  # its constants are of that type
     try:
-        moved, move = _Moved(model), torch.zeros_like(x if bool(moves.all()) else x[:1])[None]
-        base, side = moved.map(x)[None] + moved.bias, torch.tensor([[[-1.0, 1.0]]])
-        side = side if label else -side
+        moved, move = (
+            _Moved(network, x.shape[1]),
+            torch.zeros_like(x if bool(moves.all()) else x[:1])[None],
+        )
+        base = moved.map(x)[None] + moved.bias
+        others = [c for c in range(len(network.head)) if c != label]
+        one = torch.eye(len(network.head)).to(x)
+        sides = (one[label] - one[others])[None]
         bounded = package.BoundedModule(moved, (move, base, moves[None]), verbose=False)
 
         def proved(radius: float) -> bool:
@@ -85,10 +150,10 @@ def peer_radius(
             inputs = (package.BoundedTensor(move, ball), base, moves[None])
             try:
                 with torch.no_grad():  # a graph of all its products would take gigabytes
-                    low = bounded.compute_bounds(inputs, C=side, method=method, bound_upper=False)
+                    low = bounded.compute_bounds(inputs, C=sides, method=method, bound_upper=False)
             except AssertionError:
                 return False
-            return float(low[0]) > 0
+            return float(low[0].min()) > 0
 
         return bisected(proved, most)
     except NotImplementedError:

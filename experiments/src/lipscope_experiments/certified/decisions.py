@@ -185,11 +185,11 @@ def decided(trained: Trained, ball: Ball, index: int, points: int) -> Record:
         "attack": attack,
         "seconds, attack": time.process_time() - began,
     }
+    network, free = described(model, x), moves[:, 0] > 0
     if peer() is not None:
         for method in ("CROWN", "IBP"):
-            if (theirs := peer_radius(model, x, label, moves, attack, method)) is not None:
+            if (theirs := peer_radius(network, x, label, moves, attack, method)) is not None:
                 found |= {method: theirs[0], f"seconds, {method}": theirs[1]}
-    network, free = described(model, x), moves[:, 0] > 0
     began = time.process_time()
     ours = certify_network(network, x, ball=ball, tokens=free)
     found |= {"ours": ours.radius, "seconds, ours": time.process_time() - began}

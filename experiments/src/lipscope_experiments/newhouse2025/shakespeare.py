@@ -92,7 +92,8 @@ def trained(run: TrainingRun, data: Corpus) -> tuple[SmoothTransformer, Record]:
         return _nats(model(windows[:, :-1]), windows)
 
     for step, _ in train(model, loss, run.steps):
-        if run.seed == 0 and step % (run.steps // _READINGS) == 0:
+        drawn = run.seed == 0 and run.cap is None
+        if drawn and step % (run.steps // _READINGS) == 0:
             with torch.no_grad():
                 tokens = model.tokens(probe[None])[0, : run.length // 4]
             bound = float(model.bound.detach())
