@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from lipscope import SmoothTransformer
+from lipscope.models import Network
 from lipscope_experiments import reproduce
 from lipscope_experiments.certified import decisions
 from lipscope_experiments.certified.classifiers import Classifier, Recipe, Trained, described
-from lipscope_experiments.certified.crown import bisected, peer, peer_radius
+from lipscope_experiments.certified.crown import Moved, bisected, peer, peer_radius
 from lipscope_experiments.certified.decisions import decided, gaps_of
 from lipscope_experiments.certified.flips import least_margin, margins, smallest_flip
 
@@ -69,6 +71,26 @@ def test_a_bisection_ends_below_what_is_proved() -> None:
     """Within 4 %, and 0 where nothing is."""
     assert 0.7 / 1.04 <= bisected(lambda r: r < 0.7, 1.0)[0] < 0.7
     assert bisected(lambda r: False, 1.0)[0] == 0
+
+
+@pytest.mark.parametrize("name", ["A1", "S1", "capped"])
+def test_what_the_peer_is_given_is_the_network(name: str) -> None:
+    """Scores at moved tokens, clipped ones among them."""
+    if name == "capped":
+        torch.manual_seed(0)
+        sizes: dict[str, Any] = {"outputs": 3, "length": 8, "features": 5, "activation": "relu"}
+        smooth = SmoothTransformer(32, 4, 2, pool="mean", **sizes).double().eval()
+        network = smooth.as_network()
+        x = smooth.tokens(3 * torch.randn(1, 8, 5, dtype=torch.float64))[0].detach()
+    else:
+        model, x = _network(name)
+        network = described(model, x)
+    assert isinstance(network, Network)
+    move = torch.randn(1, 8, 32, dtype=torch.float64)
+    moved = Moved(network, 32)
+    for moves in (torch.ones(8, 1).double(), torch.eye(8)[:, :1].double()):
+        found = moved(move, moved.map(x)[None] + moved.bias, moves[None])
+        torch.testing.assert_close(found[0], network(x + moves * move[0]))
 
 
 @pytest.mark.parametrize("name", ["A1", "N1"])

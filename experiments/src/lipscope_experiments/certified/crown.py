@@ -79,13 +79,15 @@ def _normed(norm: Norm | Clip, x: Tensor) -> Tensor:
 
 
 def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    found = nn.Linear(*weight.T.shape)
+    found = nn.Linear(weight.shape[1], weight.shape[0])
     given = weight.new_zeros(len(weight)) if bias is None else bias
-    found.weight, found.bias = (nn.Parameter(one.detach(), False) for one in (weight, given))
+    found.weight, found.bias = (
+        nn.Parameter(one.detach(), requires_grad=False) for one in (weight, given)
+    )
     return found
 
 
-class _Moved(nn.Module):
+class Moved(nn.Module):
     """A network of parts as a function of the move alone.
 
     A move meets one linear map first, ``[I; W_Q; W_K; W_V]``, the network's own or the identity:
@@ -96,17 +98,18 @@ class _Moved(nn.Module):
         super().__init__()
         self.first, *others = map(_Through, network.branches)
         self.others, self.tail = nn.ModuleList(others), nn.ModuleList(map(_Through, network.tail))
-        maps = list(self.first.reads) if self.first.norm is None else []
+        maps: list[Any] = list(self.first.reads) if self.first.norm is None else []
         self.stream = not maps or self.first.skip is not False
         if self.stream:
             maps.insert(0, _linear(torch.eye(d).to(network.head)))
         self.ends = list(itertools.accumulate(len(one.weight) for one in maps))
         self.bias = torch.cat([one.bias for one in maps])
         self.map = nn.Linear(d, len(self.bias), bias=False)
-        self.map.weight = nn.Parameter(torch.cat([one.weight for one in maps]), False)
+        self.map.weight = nn.Parameter(torch.cat([one.weight for one in maps]), requires_grad=False)
         self.share, self.head = network.share[:, None], _linear(network.head, network.bias)
 
     def forward(self, move: Tensor, base: Tensor, moves: Tensor) -> Tensor:
+        """Scores: tokens move by ``moves * move`` from where ``base`` is what the map makes."""
         z = base + moves * self.map(move)
         parts = [z[..., a:b] for a, b in itertools.pairwise([0, *self.ends])]
         x = parts.pop(0) if self.stream else z
@@ -136,7 +139,7 @@ def peer_radius(
     torch.set_default_dtype(x.dtype)  # its constants are of that type
     try:
         moved, move = (
-            _Moved(network, x.shape[1]),
+            Moved(network, x.shape[1]),
             torch.zeros_like(x if bool(moves.all()) else x[:1])[None],
         )
         base = moved.map(x)[None] + moved.bias

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from lipscope import InputError, SmoothTransformer, certify_decision, lipschitz_bound
 from lipscope.charts import Panel
-from lipscope.models import Network
 from lipscope_experiments.certified.crown import peer, peer_radius
 from lipscope_experiments.certified.decisions import ratios
 from lipscope_experiments.certified.deept import FOLDER, sentences, words_of
@@ -183,19 +182,18 @@ def judged(of: Task, kind: str, steps: int, seed: int, shown: int) -> Record:
     }
 
 
-def _beside(model: SmoothTransformer, x: Tensor, bound: float) -> Record:
+def _beside(model: Any, x: Tensor, bound: float) -> Record:
     """One input: the radii of the bound, a certificate, CROWN and an attack, on the stream."""
     (found,) = certify_decision(model, x[None])
     times = _norm(model.embedding.weight) if isinstance(model.embedding, nn.Linear) else 1.0
-    radii = {"bound": bound * times, "decision": found.radius, "attack": found.attack}
+    beside = {"bound": bound * times, "decision": found.radius, "attack": found.attack}
     if peer() is not None and found.attack is not None:
         exact = copy.deepcopy(model).double().requires_grad_(False)
         network, tokens = exact.as_network(), exact.tokens(_double(x[None]))[0]
         every = torch.ones_like(tokens[:, :1])
-        assert isinstance(network, Network)
         crown = peer_radius(network, tokens, found.decision, every, found.attack, "CROWN")
-        radii["CROWN"] = None if crown is None else crown[0]
-    return radii
+        beside["CROWN"] = None if crown is None else crown[0]
+    return beside
 
 
 def _double(x: Tensor) -> Tensor:
@@ -217,7 +215,7 @@ def smooth(study: Study) -> None:
             keys = grid(task=[name], kind=(*CAPS, LINEAR), steps=[study.pick(150, 1000)], seed=[0])
             for one in keys:
                 slow = name == "SST" and one["kind"] not in _FIRST  # minutes an input
-                one["shown"] = 0 if slow else study.pick(1, 1 if name == "SST" else 3)
+                one["shown"] = 0 if slow else study.pick(1, 1 if name == "SST" else 2)
             if name == "SST" and not os.environ.get(FOLDER):
                 raise InputError(f"SST was left out: {FOLDER} names no folder.")
             found += study.values(name, keys, lambda task, read=read, **how: judged(read(), **how))
