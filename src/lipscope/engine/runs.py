@@ -61,7 +61,7 @@ Progress = Tell | bool
 
 # What only a measurement needs, and a map at its input does not.
 OF_INPUT = ("lengths", "samples", "windows", "images", "resolutions", "tokenizer", "revision")
-_AT = Verb("at", without=options_of("theorems"), norms=True)
+_AT = Verb("at", without=options_of("theorems"), norms=True, by_layer=True)
 _BEGINNING = 60  # characters of a text that has no name
 _BAR = "measuring {bar:30} {n_fmt}/{total_fmt} {elapsed} left {remaining}{postfix}"
 
@@ -117,7 +117,7 @@ class LocalRun:
         if isinstance(model, str):
             revision = split_revision(model, revision)[1]
         self._more = {"norms": verb.norms, "revision": revision}
-        self._norms, self._out, self._asked = verb.norms, out, asked
+        self._norms, self._by_layer, self._out, self._asked = verb.norms, verb.by_layer, out, asked
         self._stack = contextlib.ExitStack()
         self._values: dict[str, dict[str, Any]] = {}
 
@@ -125,7 +125,8 @@ class LocalRun:
         with contextlib.ExitStack() as stack:
             self.folder = self.opened(stack)
             models = {self.spec.models[0].name: self._load}
-            self.session = Session(self.spec, {"": self.data}, models, norms=self._norms)
+            about = {"norms": self._norms, "by_layer": self._by_layer}
+            self.session = Session(self.spec, {"": self.data}, models, **about)
             self.session.coming = None
             stack.callback(self.session.close)
             self._key = key = survey_key(self.spec, 0, self._more) if self._named else None

@@ -342,7 +342,7 @@ class Session:
 
     Use it in a ``with`` block, whose end puts the model back as it was. ``sources`` are what models
     read, by name; ``models`` give those that are had already; with ``norms`` the norms that feed
-    layers are asked for, whatever the map.
+    layers are asked for, whatever the map; ``by_layer``, a survey looks at the first layer alone.
     """
 
     def __init__(
@@ -352,6 +352,7 @@ class Session:
         models: Mapping[str, Callable[[], ReadyModel]] | None = None,
         *,
         norms: bool = False,
+        by_layer: bool = False,
     ) -> None:
         self.spec, self.sources, self.models = spec, sources, models or {}
         self.memory = budget(spec.memory, usable_memory)  # bytes
@@ -359,6 +360,7 @@ class Session:
         self.chunks = min(self.memory, _CHUNKS) if spec.memory.startswith(FREE) else self.memory
         device_of(spec.device)
         self._norms = norms or spec.radius == "norm"
+        self._by_layer = by_layer and not spec.per_head  # of which the shape says the heads
         self._stack = ExitStack()
         self._failed: dict[ModelKey, Exception] = {}
         # Of each of these only the last one is held.
@@ -442,7 +444,7 @@ class Session:
         return keep_last(self._items, (key, name), cut)
 
     def survey(self, model: int) -> Survey:
-        """Layers, heads and inputs of a model; every map is built once at the first input."""
+        """Layers, heads and inputs of a model; maps are built once at the first input."""
         spec = self.spec
         weights = spec.seeds[0] if spec.models[model].name.startswith("random:") else None
         key = ModelKey(model, weights)
@@ -485,7 +487,7 @@ class Session:
             for layer in places:
                 if longest > record.calls[layer or 0].num_tokens:  # else its map says so
                     check_request(record, layer, name, longest, self.memory)
-            for layer in places:
+            for layer in places[:1] if self._by_layer else places:
                 # The first window's own, which its jobs find there.
                 built = window.map(layer, name, memory=self.memory, per_head=per_head)
                 if record.resident is None or len(layers) == 1:

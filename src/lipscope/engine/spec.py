@@ -241,6 +241,7 @@ class Verb(NamedTuple):
     dtype: str = "float32"  # floating type if none is asked for
     norms: bool = False  # whether it asks for the norms that feed layers
     whole: str = ""  # what needs all weights of the model at once; empty if nothing does
+    by_layer: bool = False  # whether a layer is looked at when its turn comes, not before the first
 
 
 def options_of(group: str) -> tuple[str, ...]:

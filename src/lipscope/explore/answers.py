@@ -100,13 +100,9 @@ def _rows(
     """The rows of each layer."""
     layers = "all" if asked.layer is None else [asked.layer]
     length, _ = length_of(model, asked.text)
-    found = model.layers(asked.text, lengths=length, layers=layers, **asked.options)
-    while True:
-        with _Interruptible(check):  # the first one takes a pass through the model
-            at = next(found, None)
-        if at is None:
-            return
+    for at in model.layers(asked.text, lengths=length, layers=layers, **asked.options):
         yield at.layer, at.rows(_Watch(at.layer, check, tell))
+        check()
 
 
 class _Watch:
