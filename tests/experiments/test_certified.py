@@ -14,7 +14,7 @@ from lipscope import SmoothTransformer
 from lipscope.models import Network
 from lipscope_experiments import reproduce
 from lipscope_experiments.certified import decisions
-from lipscope_experiments.certified.classifiers import Classifier, Recipe, Trained, described
+from lipscope_experiments.certified.classifiers import Recipe, SmallTransformer, Trained, described
 from lipscope_experiments.certified.crown import Moved, bisected, peer, peer_radius
 from lipscope_experiments.certified.decisions import decided, gaps_of
 from lipscope_experiments.certified.flips import least_margin, margins, smallest_flip
@@ -32,10 +32,10 @@ class _Affine(nn.Module):
         return torch.stack([score, torch.zeros_like(score)], 1)
 
 
-def _network(name: str, front: bool = False) -> tuple[Classifier, torch.Tensor]:
+def _network(name: str, front: bool = False) -> tuple[SmallTransformer, torch.Tensor]:
     torch.manual_seed(0)
     recipe = Recipe.of(name)
-    model = Classifier(recipe, front).double().eval().requires_grad_(False)
+    model = SmallTransformer(recipe, front).double().eval().requires_grad_(False)
     return model, torch.randn(recipe.n, recipe.d, dtype=torch.float64)
 
 

@@ -10,7 +10,7 @@ import typer
 
 from lipscope.cli import interrupts
 from lipscope.cli.options import Model, with_options
-from lipscope.cli.terminal import errors, note, read_text
+from lipscope.cli.terminal import errors, given_text, note
 
 
 @with_options(
@@ -24,7 +24,7 @@ def explore(model: Model = "minilm", **options: Any) -> None:
     The page is served to this machine alone, by an address that holds a secret. To use it from
     another machine, forward its port. Ctrl-C ends it.
     """
-    begin, beside = read_text(options["text"]), options["beside"]
+    begin, beside = given_text(options["text"]), options["beside"]
     from lipscope.explore import served
 
     interrupts.as_usual()

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from lipscope.cli.terminal import COMPLETED, bar, complete_models, read_text, resumable
+from lipscope.cli.terminal import COMPLETED, bar, complete_models, given_text, resumable
 from lipscope.engine import AXES, OPTIONS, items, options_of, parse_integers
 from lipscope.errors import InputError
 from lipscope.records import Place
@@ -142,7 +142,7 @@ def convert(found: dict[str, Any], text: str | None) -> str | None:
     pictures = "images" in found
     if pictures and text is not None:
         raise InputError("`--images` take the place of a text. Found `--text` too; leave one out.")
-    content = None if pictures else read_text(text)
+    content = None if pictures else given_text(text)
     if pictures:
         found["images"], found["resolutions"] = _folder_and_sides(found["images"])
         found |= {name: None for name in ("length", "lengths") if name in found}

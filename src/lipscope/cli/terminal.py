@@ -73,7 +73,7 @@ def write_lines(records: Iterable[Mapping[str, Any]]) -> None:
         sys.stdout.write(json.dumps(one, ensure_ascii=False) + "\n")
 
 
-def read_text(path: str | None) -> str | None:
+def given_text(path: str | None) -> str | None:
     """The text of a file, a folder or standard input, which must be UTF-8."""
     if path is None:
         return None

@@ -21,6 +21,7 @@ from lipscope.linalg import few_threads
 from lipscope.models import (
     OF_FUNCTION,
     BlockOutputs,
+    BlockPass,
     BlockRun,
     Choice,
     LayerMap,
@@ -354,6 +355,7 @@ class ModelAtInput:
     def _pass(self, ready: Ready, sites: Mapping[str, nn.Module]) -> Trace:
         setting, resident, self._sites = self.setting, ready.resident, len(sites)
         layers = self.layers if resident and count_of_layers(ready.model, sites) else None
+        upto = max(layers) if layers else None
         record = run_traced(
             ready.model,
             self.arguments,
@@ -363,9 +365,7 @@ class ModelAtInput:
             dtype=self.dtype,
             side=setting.side,
             asked=setting.modules,
-            resident=resident,
-            upto=max(layers) if layers else None,
-            briefly=self._briefly,
+            by_block=None if resident is None else BlockPass(resident, upto, self._briefly),
         )
         names = [call.name for call in record.calls]
         self.model.check_layers(setting, names, complete=record.complete)
@@ -376,7 +376,8 @@ class ModelAtInput:
         half, upto = self.model.in_half(self.device), max(layers) if layers else None
         if self.model.loaded.stored is None or half is not None:
             own, inputs = self.model.model if half is None else half.model, self.sample.arguments
-            about = self.setting.modules, self.setting.side, half, upto
+            by_block = None if half is None else BlockPass(half, upto)
+            about = self.setting.modules, self.setting.side, by_block
             record.remarks = overflows(own, inputs, *about)
         return record
 

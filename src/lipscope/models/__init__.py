@@ -146,6 +146,7 @@ from lipscope.models.tracing.sites import (
 )
 from lipscope.models.tracing.trace import (
     OF_MODELS as OF_MODELS,
+    BlockPass as BlockPass,
     overflows as overflows,
     trace as trace,
 )

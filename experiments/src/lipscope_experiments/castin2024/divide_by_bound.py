@@ -101,12 +101,12 @@ class VisionTransformer(nn.Module):
         ``‖E‖ Π (1 + L_F) (1 + ‖W_1‖ ‖W_2‖)``, ``L_F`` the least bound of the catalogue
         for the ball; holds at all images.
         """
-        found = _spectral_norm(self.patches.weight)
+        found = _largest_singular_value(self.patches.weight)
         for block, layer in zip(self.blocks, self.constants(), strict=True):
             assert isinstance(block, SmoothBlock)
             up, down = block.up.weight, block.down.weight
             assert isinstance(up, Tensor) and isinstance(down, Tensor)
-            found *= (1 + layer) * (1 + _spectral_norm(up) * _spectral_norm(down))
+            found *= (1 + layer) * (1 + _largest_singular_value(up) * _largest_singular_value(down))
         return found
 
     def constants(self) -> list[float]:
@@ -167,7 +167,7 @@ def least_constant(layer: Attention) -> float:
     return min(found)
 
 
-def _spectral_norm(weight: Tensor) -> float:
+def _largest_singular_value(weight: Tensor) -> float:
     return float(torch.linalg.matrix_norm(weight.double(), 2))
 
 

@@ -137,7 +137,7 @@ class LayerLaw:
 
 
 @dataclass(frozen=True)
-class Reading:
+class LengthsOfText:
     """What one call asks for: a model, what it reads there, and how that is cut."""
 
     name: str
@@ -205,7 +205,9 @@ def _layers(study: Study, loaded: LoadedModel) -> list[int]:
     return named or list(range(0, depth, math.ceil(depth / 12)))
 
 
-def _readings(study: Study, source: Source, loaded: LoadedModel, heads: bool) -> Iterator[Reading]:
+def _readings(
+    study: Study, source: Source, loaded: LoadedModel, heads: bool
+) -> Iterator[LengthsOfText]:
     """The passages of a text, or the pictures."""
     name, trained = loaded.name, not loaded.name.endswith(_RANDOM)
     shallow = int(loaded.config.num_hidden_layers) <= 12
@@ -214,7 +216,7 @@ def _readings(study: Study, source: Source, loaded: LoadedModel, heads: bool) ->
         count = None if study.images != "random" else study.pick(3, 10)
         asked = {"images": study.images, "samples": count}
         if not heads:
-            yield Reading(name, source.name, asked, tuple(patch * side for side in _SIDES))
+            yield LengthsOfText(name, source.name, asked, tuple(patch * side for side in _SIDES))
         return
     if heads and not shallow:
         return
@@ -226,11 +228,11 @@ def _readings(study: Study, source: Source, loaded: LoadedModel, heads: bool) ->
         start = int(place * max(len(content) - _LETTERS * most, 0))
         asked = {"data": content[start : start + _LETTERS * most], "samples": 1}
         lengths = tuple(n for n in every if n <= study.pick(64, most))
-        yield Reading(name, f"{source.name}, from {place:.0%}", asked, lengths, heads)
+        yield LengthsOfText(name, f"{source.name}, from {place:.0%}", asked, lengths, heads)
 
 
 def _curves(
-    study: Study, source: Source, loaded: LoadedModel, reading: Reading
+    study: Study, source: Source, loaded: LoadedModel, reading: LengthsOfText
 ) -> Iterator[tuple[tuple[int, int | None], ColumnCurve]]:
     """Every layer, or head, on one passage or all pictures."""
     points: dict[tuple[int, int, int | None], list[ColumnAt]] = {}
@@ -243,7 +245,7 @@ def _curves(
 
 
 def _points(
-    study: Study, loaded: LoadedModel, reading: Reading, length: int
+    study: Study, loaded: LoadedModel, reading: LengthsOfText, length: int
 ) -> Iterator[tuple[tuple[int, int, int | None], ColumnAt]]:
     """At one length: every sample, layer and, if asked for, head."""
     key = {
@@ -260,7 +262,7 @@ def _points(
         yield (one["sample"], one["layer"], one["head"]), ColumnAt(**one["point"])
 
 
-def _measured(loaded: LoadedModel, reading: Reading, key: Record) -> Record:
+def _measured(loaded: LoadedModel, reading: LengthsOfText, key: Record) -> Record:
     """Sigma and the frozen column, of every layer or head at one length."""
     asked = {"layers": key["layers"], "dtype": "float32", **reading.at(key["length"])}
     points: list[Record] = []

@@ -45,7 +45,7 @@ class Recipe:
         return cls(first[0], int(first[1:]), sizes["n"], sizes["d"], activation, task)
 
 
-class TokenNorm(nn.Module):
+class CentredNorm(nn.Module):
     """LayerNorm, or the same without its division by the deviation."""
 
     def __init__(self, d: int, scaled: bool) -> None:
@@ -84,7 +84,11 @@ class Block(nn.Module):
     def __init__(self, d: int, scaled: bool, activation: ActivationName) -> None:
         super().__init__()
         self.activation: ActivationName = activation
-        self.attention, self.norm, self.last = Mixing(d), TokenNorm(d, scaled), TokenNorm(d, scaled)
+        self.attention, self.norm, self.last = (
+            Mixing(d),
+            CentredNorm(d, scaled),
+            CentredNorm(d, scaled),
+        )
         self.inner, self.outer = nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,7 +97,7 @@ class Block(nn.Module):
         return self.last(y + self.outer(ACTIVATIONS[self.activation](self.inner(y))))
 
 
-class Classifier(nn.Module):
+class SmallTransformer(nn.Module):
     """From embedded tokens ``(b, n, d)`` to two logits.
 
     With a ``front``, as in DeepT's networks, a linear map and a norm stand before the blocks, and
@@ -107,7 +111,7 @@ class Classifier(nn.Module):
         self.blocks = nn.ModuleList([Mixing(d)] if recipe.kind == "A" else blocks)
         self.front = nn.Linear(d, d) if front else None
         self.front_norm, self.pooler = (
-            (TokenNorm(d, False), nn.Linear(d, d)) if front else (None, None)
+            (CentredNorm(d, False), nn.Linear(d, d)) if front else (None, None)
         )
         self.head = nn.Linear(d, 2)
 
@@ -123,7 +127,7 @@ class Classifier(nn.Module):
 # --- as its parts
 
 
-def described(model: Classifier, x: Tensor) -> Network:
+def described(model: SmallTransformer, x: Tensor) -> Network:
     """The network as its parts, held against the module."""
     n, d = x.shape
     branches: list[Branch] = []
@@ -151,7 +155,7 @@ def _of(linear: nn.Linear) -> tuple[Tensor, Tensor]:
     return linear.weight.detach(), linear.bias.detach()
 
 
-def _norm(norm: TokenNorm) -> Branch:
+def _norm(norm: CentredNorm) -> Branch:
     weight, bias = norm.weight.detach(), norm.bias.detach()
     return Branch(norm=Norm(weight, bias, scaled=norm.scaled), skip=False)
 
@@ -172,7 +176,7 @@ class Trained:
 
     name: str
     recipe: Recipe
-    model: Classifier
+    model: SmallTransformer
     inputs: list[Tensor]  # embedded, (n, d) each
     labels: list[int]
     accuracy: float  # on the test windows
@@ -187,7 +191,7 @@ class Trained:
         recipe = Recipe.of(name)
         train, test, size = _windows(texts, recipe.n)
         torch.manual_seed(0)
-        words, model = nn.Embedding(size, recipe.d), Classifier(recipe)
+        words, model = nn.Embedding(size, recipe.d), SmallTransformer(recipe)
         nn.init.normal_(words.weight, std=0.5)
         places = nn.Parameter(0.1 * torch.randn(recipe.n, recipe.d))
         whole = nn.ModuleDict({"words": words, "model": model})

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope_experiments.certified.classifiers import SHOWN, Classifier, Recipe, Trained
+from lipscope_experiments.certified.classifiers import SHOWN, Recipe, SmallTransformer, Trained
 
 FOLDER = "LIPSCOPE_DEEPT"  # the environment variable that names it
 
@@ -24,7 +24,7 @@ def deept(folder: Path, blocks: int) -> Trained:
     path = folder / {1: "smaller_1.ckpt", 3: "bert_smaller3.ckpt"}[blocks]
     stored = torch.load(path, map_location="cpu", weights_only=True)
     recipe = Recipe("N", blocks, d=64, task="SST")
-    model = Classifier(recipe, front=True)
+    model = SmallTransformer(recipe, front=True)
     weights = stored["state_dict_model_from_embeddings"]
     model.load_state_dict({_name_here(name): value for name, value in weights.items()})
     model.double().eval().requires_grad_(False)

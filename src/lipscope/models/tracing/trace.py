@@ -9,7 +9,7 @@ import functools
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,14 @@ from lipscope.models.tracing.sites import (
 )
 
 
+class BlockPass(NamedTuple):
+    """A pass through a model that is read block by block."""
+
+    resident: ResidentWeights  # the weights that are in memory
+    upto: int | None = None  # the layer after whose block none is run; None for all
+    briefly: bool = False  # whether nothing is run after the attention of that layer
+
+
 def trace(
     model: nn.Module,
     inputs: Inputs,
@@ -73,33 +81,32 @@ def trace(
     dtype: torch.dtype = torch.float32,
     side: Side = "self",
     asked: str | None = None,
-    resident: ResidentWeights | None = None,
-    upto: int | None = None,
-    briefly: bool = False,
+    by_block: BlockPass | None = None,
 ) -> Trace:
     """Run a `prepared` model on one sample and record its attention calls, which are the layers.
 
     ``sites`` are its attention modules by path (`attention_sites`), ``side`` is ``self`` or through
     which side the calls of cross-attention are layers, ``asked`` the path of a module that is a
     layer because it was asked for by its own name. ``norms``: record norms and sums, for the maps
-    ``normed`` and ``residual``; ``blocks``: the Transformer blocks around the sites. ``resident``:
-    the weights of a model that are in memory; the blocks after layer ``upto`` are then not run,
-    and ``briefly`` nothing after the attention of its own.
+    ``normed`` and ``residual``; ``blocks``: the Transformer blocks around the sites. ``by_block``:
+    how a model passes that is read block by block.
     """
 
     def once(marks: bool, copies: bool = False) -> Trace:
         kept = TensorStore(copies)
+        resident = None if by_block is None else by_block.resident
         record = Trace(model, inputs, kept, SumRecorder(kept), side, resident=resident)
-        _fill(record, sites, norms, blocks, dtype, marks, upto, briefly)
+        _fill(record, sites, norms, blocks, dtype, marks, by_block)
         return record
 
     marks = True
     try:
         record = once(marks)
     except (InputError, *OF_MODELS):  # some code runs without marks only; mistakes come again
-        marks = briefly = False
-        if resident is not None:
-            resident.part = None
+        marks = False
+        if by_block is not None:
+            by_block.resident.part = None
+            by_block = by_block._replace(briefly=False)
         record = once(marks)
     if record.kept.overwritten():
         record = once(marks, copies=True)
@@ -127,8 +134,7 @@ def _fill(
     blocks: bool,
     dtype: torch.dtype,
     marks: bool,
-    upto: int | None,
-    briefly: bool,
+    by_block: BlockPass | None,
 ) -> None:
     """Run the model and keep what the hooks see."""
     model, inputs, resident = record.model, record.inputs, record.resident
@@ -161,8 +167,8 @@ def _fill(
                 hook_block(recorder, record, name, model.get_submodule(name))
             for name in dict.fromkeys(first_block_of(block) for block in around):
                 hook_first(recorder, record, name, model.get_submodule(name))
-        if resident is not None:
-            _hook_blocks(recorder, record, resident, upto, briefly)
+        if by_block is not None:
+            _hook_blocks(recorder, record, by_block)
         if marks:
             mark_embeddings(recorder, model, inputs)
         recorder.enter_context(tracked() if marks else torch.no_grad())
@@ -173,10 +179,9 @@ def _fill(
         record.hidden = getattr(output, "last_hidden_state", None) is not None
 
 
-def _hook_blocks(
-    recorder: Recorder, record: Trace, resident: ResidentWeights, upto: int | None, briefly: bool
-) -> None:
+def _hook_blocks(recorder: Recorder, record: Trace, by_block: BlockPass) -> None:
     """Keep what the blocks are given that will be asked for, and end the pass after the last."""
+    resident, upto, briefly = by_block
 
     def enough() -> bool:
         return upto is not None and sum(not one.unsure for one in record.calls) > upto
@@ -372,24 +377,22 @@ def overflows(
     inputs: Inputs,
     modules: str | None = None,
     side: Side = "self",
-    resident: ResidentWeights | None = None,
-    upto: int | None = None,
+    by_block: BlockPass | None = None,
 ) -> dict[int, str]:
     """What overflows in a model's own half precision, where it is measured in more: by layer.
 
     Nothing of one in float32 or wider, or that this machine cannot run in half precision.
-    ``resident`` and ``upto`` as in `trace`.
+    ``by_block`` as in `trace`.
     """
     first = next(model.parameters(), None)
     if first is None or not first.is_floating_point() or first.dtype.itemsize > 2:
         return {}
-    device = first.device if resident is None else resident.device
+    device = first.device if by_block is None else by_block.resident.device
     name, given = str(first.dtype)[6:], to_device(inputs, device, first.dtype)
     try:
         with eval_mode(model):
             sites = attention_sites(model, modules, side=side)
-            how: dict[str, Any] = {"resident": resident, "upto": upto}
-            record = trace(model, given, sites, dtype=first.dtype, side=side, **how)
+            record = trace(model, given, sites, dtype=first.dtype, side=side, by_block=by_block)
     except InputError:  # not every operation exists in half precision everywhere
         return {}
     bad = [not bool(call.output.isfinite().all()) for call in record.calls]
