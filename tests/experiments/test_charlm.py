@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,9 @@ def test_held_out_characters_are_not_trained_on() -> None:
     chances = torch.tensor([2501.0, 2500.0, 1.0]) / 5002  # each counted once more
     expected = -(chances.log2()[found.held[:, 1:]].mean())
     assert found.chance == pytest.approx(float(expected), rel=1e-6)
+    assert found.rest[0] == 1 and (found.rest[1:] == 2).all()  # b, then c alone
+    bits = (math.log2(2499 + 3) + 554 * math.log2(3)) / 555
+    assert found.by_pairs == (0.0, pytest.approx(bits))
 
 
 def test_untied_attention_has_the_derivative_of_autograd() -> None:

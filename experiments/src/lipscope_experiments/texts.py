@@ -53,6 +53,17 @@ class Corpus:
         counts = torch.bincount(self.train, minlength=self.characters).double() + 1
         return float(-(counts / counts.sum()).log2()[self.held[:, 1:]].mean())
 
+    @property
+    def by_pairs(self) -> tuple[float, float]:
+        """Accuracy, and bits per character, on the rest, of what knows how often pairs occur."""
+        counts = torch.zeros(self.characters, self.characters, dtype=torch.float64)
+        pairs = self.train[:-1], self.train[1:]
+        counts = 1 + counts.index_put(pairs, counts.new_ones(len(pairs[0])), accumulate=True)
+        before, after = self.rest[:-1], self.rest[1:]
+        hits = (counts.argmax(1)[before] == after).double().mean()
+        bits = (counts / counts.sum(1, keepdim=True))[before, after].log2()
+        return float(hits), -float(bits.mean())
+
 
 def corpus(text: Text, length: int) -> Corpus:
     """Cut a text into what is trained on and what is held out, its last tenth."""
