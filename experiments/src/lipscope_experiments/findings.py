@@ -212,7 +212,7 @@ def counted(words: Iterable[str]) -> str:
 
 
 def middle(values: Iterable[float], digits: int = 2) -> str:
-    """Median with the smallest and the largest value.
+    """Median, with the smallest and the largest value where there are several.
 
     >>> middle([1.0, 3.0, 2.0])
     '2.00 (1.00 to 3.00)'
@@ -221,7 +221,8 @@ def middle(values: Iterable[float], digits: int = 2) -> str:
     if not held:
         return "–"
     low, mid, high = held[0], statistics.median(held), held[-1]
-    return f"{mid:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+    ends = f" ({low:.{digits}f} to {high:.{digits}f})" if len(held) > 1 else ""
+    return f"{mid:.{digits}f}{ends}"
 
 
 def geometric(values: Sequence[float]) -> str:
