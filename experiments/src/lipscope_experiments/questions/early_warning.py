@@ -1,115 +1,116 @@
-"""Which signal of a monitor warns before training diverges, how early, how often for nothing."""
+"""Which signal warns before training diverges, where the learning rate is the same for all?"""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
-import operator
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lipscope import InputError, Monitor
-from lipscope.charts import Panel, Series
-from lipscope.control import PAST, WARM, Alarm, excess_of
-from lipscope.pages import number
+from lipscope.charts import Panel
+from lipscope.control import Alarm
+from lipscope.models import load_model
 from lipscope_experiments.experiment import Study, experiment, grid
-from lipscope_experiments.findings import Record, grouped
+from lipscope_experiments.findings import Record, chosen, level, line, share
 
-_WIDTH, _HEADS, _LENGTH, _BATCH, _STEPS = 32, 4, 32, 4, 100
-_MOMENTUM = 0.9
+_LENGTH, _BATCH, _STEPS = 32, 4, 100
+_PEAK, _MOMENTUM = 0.45, 0.9
 _TOO_HIGH = 1.0  # nats above the lowest mean of five losses before: training has diverged
-_CHOSEN, _SEEDS = 8, 12  # seeds of the runs on which the monitor's thresholds were chosen
-Statistic = Callable[[Record], float]
-_peak_rate: Statistic = operator.itemgetter("peak")
-LOSS = "loss z-score"
-_RATE = "the peak learning rate itself"
-SIGNALS = (
-    "sigma",
-    "relative",
-    "top_share",
-    "radius",
-    "largest_logit",
-    "entropy",
-    "sink_mass",
-    "weight_norm",
-    "update_norm",
+_ASKED, _MAIN = (24, 48, 72), 48  # steps at which a signal is asked about the rest of the run
+_DRAWS = 2000
+_FAMILIES = {"llama": "no norm of queries and keys", "qwen3": "a norm of queries and keys"}
+_GROWS = {"linear": lambda part: part, "cosine": lambda part: (1 - math.cos(math.pi * part)) / 2}
+LOSS, GRADIENT = "loss", "gradient norm"
+BASELINES = (LOSS, GRADIENT, "weight_norm")
+TESTED = ("sigma", "largest_logit", "entropy")
+LEVEL, RISE = "level", "rise since step 0"
+SIGNALS = tuple(itertools.product((*BASELINES, *TESTED), (LEVEL, RISE)))
+PLAN = (
+    "Question: among runs with one learning rate, which signal tells at a step those that will "
+    "diverge from those that will not, and does sigma say more than the loss, the gradient norm "
+    "and the norm of weights?",
+    f"Small decoders of two blocks, width 32, on bytes: Llama's, and Qwen3's, whose queries and "
+    f"keys have a norm. SGD with momentum {_MOMENTUM}; the rate grows to {_PEAK} over {_STEPS} "
+    f"steps, linearly or as a cosine. 50 seeds for each. The rate was chosen on eight other seeds, "
+    "for about half of the runs to diverge, before any signal was looked at.",
+    f"At steps {', '.join(map(str, _ASKED))}: of the runs that have not diverged yet, the share of "
+    "pairs of one that will and one that will not, of the same schedule, in which the first has "
+    "the higher signal (of entropy the lower). Signals: the worst of the layers; loss and gradient "
+    "norm are means of the last five steps. Each as it is, and less its value at step 0. "
+    f"Baselines: {', '.join(BASELINES)}. Tested: {', '.join(TESTED)}.",
+    "One joint test for each model and step: which runs diverge is permuted within schedules; the "
+    "largest distance from 1/2 of all twelve counts, so that both signs do; p times three, for "
+    "three steps. Intervals of areas and of their gaps: the jackknife's, 95 %, over runs.",
+    f"Sigma is refuted as a warning where neither of its areas is above 1/2 at step {_MAIN} "
+    "(p < 0.05); as more than the baselines where the interval of the gap of its better area to "
+    "the better one of any baseline holds 0.",
 )
-
-
-class ByteDecoder(nn.Module):
-    """A small causal decoder on bytes, of torch's own layers."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(256, _WIDTH)
-        self.positions = nn.Parameter(0.1 * torch.randn(_LENGTH, _WIDTH))
-        layer = nn.TransformerEncoderLayer(
-            _WIDTH, _HEADS, 2 * _WIDTH, dropout=0.0, batch_first=True, norm_first=True
-        )
-        self.body = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
-        self.head = nn.Linear(_WIDTH, 256)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(_LENGTH))
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits of the next byte."""
-        hidden = self.tokens(input_ids) + self.positions
-        return self.head(self.body(hidden, mask=self.mask, is_causal=True))
 
 
 @experiment(
     "control/early-warning",
-    title="Early warning: signals of a monitor before training diverges",
+    title="Early warning: which signal tells a run that will diverge, at one learning rate",
     cite="derived here",
 )
 def early_warning(study: Study) -> None:
-    """Small decoders trained at rates that grow, a third to a half of them too far."""
+    """Areas of signals at three steps, with and without a norm of queries and keys."""
+    study.plan(*PLAN)
     text = study.texts[0]
     data = torch.tensor(list(text.content.encode()[:200_000]))
     keys = grid(
-        depth=study.pick((1,), (1, 2, 3)),
-        peak=study.pick((0.2, 0.8), (0.3, 0.36, 0.43, 0.52)),
-        seed=range(study.pick(2, _SEEDS)),
-        every=[study.pick(8, 2)],
+        family=_FAMILIES,
+        schedule=_GROWS,
+        seed=range(study.pick(2, 50)),
+        every=[study.pick(24, 4)],
         text=[text.sha256],
     )
     runs = study.values("runs", keys, functools.partial(_train_until_divergence, data))
-    found = {name: _judged(name, runs) for name in (*SIGNALS, LOSS)}
-    _draw_alarms(study, runs, found)
-    _of_alarms(study, runs, found)
+    panels: list[Panel] = []
+    for family, name in _FAMILIES.items():
+        panels += _of_runs(study, name, chosen(runs, family=family))
+    study.draw("early-warning", "Telling runs that will diverge", panels, columns=2)
+    study.remark(
+        f"A run diverges at the step whose mean loss over five steps is {_TOO_HIGH:g} nat above "
+        "the lowest before, or not finite.",
+        "Runs differ by their seed alone (weights and batches), within a model and a schedule.",
+    )
 
 
 def _train_until_divergence(
-    data: Tensor, depth: int, peak: float, seed: int, every: int, **_: str
+    data: Tensor, family: str, schedule: str, seed: int, every: int, **_: Any
 ) -> Record:
-    """One run: when it diverged, and the excess of every signal at every reading before."""
+    """One run: when it diverged, every signal at every reading before, and the alerts."""
+    sizes = "hidden_size=32,num_attention_heads=4,num_key_value_heads=4,num_hidden_layers=2"
+    more = ",head_dim=8" * (family == "qwen3")
+    net: Any = load_model(
+        f"random:{family}:{sizes},intermediate_size=64,vocab_size=256{more}", seed=seed
+    ).model.train()
     gen = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        net = ByteDecoder(depth)
-    optimiser = torch.optim.SGD(net.parameters(), lr=peak, momentum=_MOMENTUM)
+    table = net.get_input_embeddings().weight
+    optimiser = torch.optim.SGD(net.parameters(), lr=_PEAK, momentum=_MOMENTUM)
     monitor = Monitor(net, _byte_windows(data, 1, gen)[:, :-1], every=every, alert=None)
-    alarm, losses, scores = Alarm(), [], {}
+    alarm, losses, gradients = Alarm(), [], []
     onset: int | None = None
     for step in range(1, _STEPS + 1):
-        for group in optimiser.param_groups:
-            group["lr"] = peak * step / _STEPS
+        optimiser.param_groups[0]["lr"] = _PEAK * _GROWS[schedule](step / _STEPS)
         ids = _byte_windows(data, _BATCH, gen)
-        logits = net(ids[:, :-1])
+        logits = net(ids[:, :-1]).last_hidden_state @ table.T
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         losses.append(float(loss.detach()))
         if _diverged(losses):
             onset = step
             break
         alarm.loss(step, losses[-1])
-        scores[step] = alarm.z_score
         optimiser.zero_grad()
         loss.backward()
+        gradients.append(float(nn.utils.get_total_norm([p.grad for p in net.parameters()])))
         try:
             with monitor.step():
                 optimiser.step()
@@ -118,13 +119,23 @@ def _train_until_divergence(
         except InputError:  # a weight is not finite any more
             onset = step + 1
             break
-    steps, excess = _excesses(monitor)
+    last = {LOSS: losses, GRADIENT: gradients}
+    readings = [one for one in monitor.readings if one.sigma is not None]
+    steps = [*dict.fromkeys(one.step for one in readings)]
+    found = {
+        name: [fmean(some[max(at - 5, 0) : max(at, 5)]) for at in steps]
+        for name, some in last.items()
+    }
+    for name in (*BASELINES, *TESTED):
+        if name not in found:
+            worst = min if name == "entropy" else max
+            values = [[getattr(r, name) for r in readings if r.step == at] for at in steps]
+            found[name] = [worst(some) for some in values]
     return {
         "onset": onset,
-        "alerts": [[one.step, one.signal] for one in alarm.told],
+        "alerts": [one.step for one in alarm.told],
         "steps": steps,
-        "excess": excess | {LOSS: [scores.get(step) for step in steps]},
-        "last_loss": losses[-1] if math.isfinite(losses[-1]) else None,
+        "signals": found,
     }
 
 
@@ -140,218 +151,138 @@ def _diverged(losses: Sequence[float]) -> bool:
     return bool(means) and means[-1] > min(means) + _TOO_HIGH
 
 
-def _excesses(monitor: Monitor) -> tuple[list[int], dict[str, list[float | None]]]:
-    """The steps of the readings, and by signal the largest excess over layers at each."""
-    steps = [*dict.fromkeys(one.step for one in monitor.readings)]
-    found: dict[str, list[float | None]] = {}
-    for name in SIGNALS:
-        past: dict[int, deque[float]] = {}
-        by_step: dict[int, list[float]] = {step: [] for step in steps}
-        for one in monitor.readings:
-            value = one.signals()[name]
-            if value is None or not math.isfinite(value):
-                continue
-            held = past.setdefault(one.layer, deque(maxlen=PAST))
-            excess = excess_of(name, value, held) if len(held) >= WARM else None
-            if excess is not None and math.isfinite(excess):
-                by_step[one.step].append(excess)
-            held.append(value)
-        found[name] = [max(some, default=None) for some in by_step.values()]
-    return steps, found
+def areas(
+    values: Float[Tensor, "runs signals"],
+    bad: Bool[Tensor, " runs"],
+    same: Bool[Tensor, "runs runs"],
+) -> tuple[Float[Tensor, " signals"], Float[Tensor, "runs signals"], list[float]]:
+    """By signal the share of pairs of a bad run and another one in which the bad one is higher.
 
-
-def _judged(name: str, runs: Sequence[Record]) -> dict[str, Any]:
-    """Warnings, false alarms and misses at the monitor's own threshold, and at every other."""
-    threshold = Alarm().deviations if name == LOSS else Alarm().threshold(name)
-    bad, good = _diverging_and_stable(runs)
-    warned = [one["onset"] - step for one in bad if (step := _first_alarm(one, name, threshold))]
-    values = ([v for v in one["excess"][name] if v is not None] for one in runs)
-    tops = {id(one): max(some, default=0.0) for one, some in zip(runs, values, strict=True)}
-
-    def largest(run: Record) -> float:
-        return tops[id(run)]
-
-    return {
-        "threshold": threshold,
-        "steps": warned,
-        "missed": len(bad) - len(warned),
-        "false": sum(_first_alarm(one, name, threshold) is not None for one in good),
-        "area": _estimate(runs, largest),
-        "alike": _estimate(runs, largest, alike=True),
-        "curve": _trade_off(runs, largest),
-    }
-
-
-def _diverging_and_stable(runs: Sequence[Record]) -> tuple[list[Record], list[Record]]:
-    """Those that diverge, and those that do not."""
-    bad = [one for one in runs if one["onset"] is not None]
-    return bad, [one for one in runs if one["onset"] is None]
-
-
-def _trade_off(runs: Sequence[Record], of: Statistic) -> list[tuple[float, float]]:
-    """Shares of stable and of diverging runs above every threshold of a number."""
-    bad, good = ([of(one) for one in some] for some in _diverging_and_stable(runs))
-
-    def above(some: list[float], level: float) -> float:
-        return sum(value >= level for value in some) / max(len(some), 1)
-
-    levels = sorted({*good, *bad, math.inf}, reverse=True)
-    return [(above(good, level), above(bad, level)) for level in levels]
-
-
-def _order_share(runs: Sequence[Record], of: Statistic, *, alike: bool = False) -> float | None:
-    """The share of pairs of a diverging and a stable run that a number puts in this order.
-
-    With ``alike`` only pairs of the same rate and depth.
+    Of the ``same`` kind, ties by half. Also the shares without each run, and the joint level of
+    each: that any is so far from 1/2 where bad runs are permuted within kinds.
     """
-    pairs = [
-        (of(bad), of(good))
-        for bad, good in itertools.product(*_diverging_and_stable(runs))
-        if not alike or all(bad[name] == good[name] for name in ("peak", "depth"))
+    above = values[:, None] - values[None]
+    wins = ((above.sign() + 1) / 2).permute(2, 0, 1).double() * same
+
+    def of(bad: Tensor, good: Tensor) -> Tensor:
+        pairs = torch.einsum("di,ij,dj->d", bad, same.double(), good)
+        return torch.einsum("di,pij,dj->dp", bad, wins, good) / pairs[:, None]
+
+    mine, keep = bad.double()[None], 1 - torch.eye(len(bad), dtype=torch.float64)
+    gen, mixed = torch.Generator().manual_seed(0), mine.repeat(_DRAWS, 1)
+    for kind in same.unique(dim=0):
+        at = kind.nonzero().flatten()
+        order = torch.rand(_DRAWS, len(at), generator=gen).argsort(1)
+        mixed[:, at] = mine[0, at][order]
+    found = of(mine, 1 - mine)[0]
+    tops = (of(mixed, 1 - mixed) - 0.5).abs().amax(1)
+    levels = [
+        (1 + float((tops >= float(far) - 1e-9).sum())) / (1 + _DRAWS) for far in (found - 0.5).abs()
     ]
-    wins = [1.0 if b > g else 0.5 if b == g else 0.0 for b, g in pairs]
-    return fmean(wins) if wins else None
+    return found, of(mine * keep, (1 - mine) * keep), levels
 
 
-def _estimate(
-    runs: Sequence[Record], of: Statistic, *, alike: bool = False
-) -> tuple[float, float, float] | None:
-    """An area with its 95 % interval: the jackknife's, every run left out once."""
-    area = _order_share(runs, of, alike=alike)
-    without = [_order_share([*runs[:k], *runs[k + 1 :]], of, alike=alike) for k in range(len(runs))]
-    known = [one for one in without if one is not None]
-    if area is None or len(known) < len(runs):
-        return None
-    middle, count = fmean(known), len(known)
-    error = 1.96 * math.sqrt((count - 1) / count * sum((one - middle) ** 2 for one in known))
-    return area, max(area - error, 0.0), min(area + error, 1.0)
-
-
-def _first_alarm(run: Record, name: str, threshold: float) -> int | None:
-    """The first reading at which a signal is at its threshold."""
-    pairs = zip(run["steps"], run["excess"][name], strict=True)
-    return next((step for step, value in pairs if value is not None and value >= threshold), None)
-
-
-def _draw_alarms(study: Study, runs: Sequence[Record], found: dict[str, dict[str, Any]]) -> None:
-    rate = Series(_RATE, tuple(_trade_off(runs, _peak_rate)), "dashes")
-    chance = Series("chance", ((0.0, 0.0), (1.0, 1.0)), "dashes")
-    axes = "stable runs with an alarm", "diverging runs with one", False, False
-    panels = [
-        Panel(
-            f"{name.replace('_', ' ')}: area {_area_words(one['area'])}",
-            (Series("the signal", tuple(one["curve"])), rate, chance),
-            *axes,
-        )
-        for name, one in sorted(found.items(), key=lambda pair: -(pair[1]["area"] or (0.0,))[0])
-    ]
-    title = "Alarms before training diverges, at every threshold"
-    study.draw("early-warning", title, panels, columns=4)
-
-
-def _of_alarms(study: Study, runs: Sequence[Record], found: dict[str, dict[str, Any]]) -> None:
-    bad = [one["onset"] for one in runs if one["onset"] is not None]
-    stable = len(runs) - len(bad)
-    lines = [
-        (
-            name,
-            f"{one['threshold']:.3g}",
-            f"{len(one['steps'])} of {len(bad)}",
-            f"{median(one['steps']):g}" if one["steps"] else "–",
-            str(one["missed"]),
-            f"{one['false']} of {stable}",
-            _area_words(one["area"]),
-            _area_words(one["alike"]),
-        )
-        for name, one in found.items()
-    ]
-    rate = _estimate(runs, _peak_rate)
-    lines.append((f"{_RATE}, which was varied", "–", "–", "–", "–", "–", _area_words(rate), "–"))
-    columns = ("signal", "alarm at", "warned", "steps before", "missed", "false alarms", "area")
-    columns += ("area, same rate and depth",)
-    usual = f"between {min(bad)} and {max(bad)}" if bad else "none"
-    caught, most = _told(runs)
-    study.claim("runs that diverge", "a third to a half, by design", f"{len(bad)} of {len(runs)}")
+def _of_runs(study: Study, name: str, runs: Sequence[Record]) -> list[Panel]:
+    """What is said of the runs with or without a norm of queries and keys."""
+    told = {
+        k: [bool(one["alerts"]) for one in runs if (one["onset"] is None) == k]
+        for k in (True, False)
+    }
     study.claim(
-        "diverging runs in which the monitor alerts before, at its defaults",
-        "–",
-        f"{caught} of {len(bad)}; a stable run has at most {most}",
+        f"{name}: runs that diverge", "about half, by design", share(len(told[False]), len(runs))
     )
-    study.claim(
-        "signal that tells diverging runs from stable ones best",
-        "practitioners: the norm of updates moves first, not every rise leads to a spike",
-        f"{_best_signal(found, 'area')}; {_RATE}, which was varied, {_area_words(rate)}",
-    )
-    study.claim("the same among runs of one rate and one depth", "–", _best_signal(found, "alike"))
-    _alerts(study, runs)
-    study.table("Signals", tuple(lines), columns)
-    study.remark(
-        f"A run diverges at the step whose mean loss over five steps is {number(_TOO_HIGH)} "
-        f"nat above the lowest before, or not finite ({usual} of {_STEPS} steps). Readings up "
-        "to there count.",
-        f"The monitor's defaults were chosen on the runs of seeds 0 to {_CHOSEN - 1}; those of "
-        "the other seeds were run once, afterwards.",
-        "The statistic of a signal is how many times above the largest (entropy: below the "
-        f"smallest) of its last {PAST} readings it is, from the {WARM + 1}th reading on, in "
-        "the layer where that is most; of the loss its deviations above the mean of the last "
-        "hundred. An alarm is the first reading at the threshold. Area: the share of pairs of "
-        "a diverging and a stable run whose largest statistics are in this order, with the "
-        "jackknife's 95 % interval over runs.",
-        f"Decoders of width {_WIDTH} on bytes of the default text, SGD with momentum "
-        f"{_MOMENTUM}, whose rate grows linearly over {_STEPS} steps: norms of updates grow "
-        "with it in stable runs, too. Stable runs have more readings than those that stop "
-        "early, and so more chances of a false alarm.",
-        "A rate that is too large moves every signal and makes runs diverge: an area that is "
-        "no larger than that of the rate says nothing that the rate does not. Pairs of one "
-        f"rate and one depth, of which there are {_like_pairs(runs)}, leave it out.",
-    )
-
-
-def _told(runs: Sequence[Record]) -> tuple[int, int]:
-    """How many diverging runs had an alert before, and the most alerts of a stable run."""
-    bad, good = _diverging_and_stable(runs)
-    alerts = (len(one["alerts"]) for one in good)
-    return sum(bool(one["alerts"]) for one in bad), max(alerts, default=0)
-
-
-def _alerts(study: Study, runs: Sequence[Record]) -> None:
-    """What the monitor says by itself, on the runs that its defaults were chosen on and others."""
-    lines = []
-    for some in (range(_CHOSEN), range(_CHOSEN, _SEEDS)):
-        own = [one for one in runs if one["seed"] in some]
-        if not own:
-            continue
-        bad, good = _diverging_and_stable(own)
-        caught = [one for one in bad if one["alerts"]]
-        lead = [one["onset"] - one["alerts"][0][0] for one in caught]
-        first = Counter(one["alerts"][0][1] for one in caught)
-        lines.append(
-            (
-                f"{some[0]} to {max(one['seed'] for one in own)}",
-                f"{len(caught)} of {len(bad)}",
-                f"{median(lead):g}" if lead else "–",
-                ", ".join(f"{name} {count}" for name, count in first.most_common()) or "–",
-                f"{sum(bool(one['alerts']) for one in good)} of {len(good)}",
-                str(_told(own)[1]),
+    for stable, some in told.items():
+        if some:
+            study.claim(
+                f"{name}: {'stable' if stable else 'diverging'} runs with an alert of the monitor, "
+                "at its defaults",
+                "none" if stable else "all, before they diverge",
+                share(sum(some), len(some)),
             )
+    early = [one["onset"] - one["alerts"][0] for one in runs if one["onset"] and one["alerts"]]
+    if early:
+        study.claim(f"{name}: steps from the first alert to divergence", "–", f"{median(early):g}")
+    curves: dict[int, Tensor] = {}
+    cells: dict[int, list[str]] = {}
+    for step in sorted({step for one in runs for step in one["steps"][1:]}):
+        known = [one for one in runs if step in one["steps"] and (one["onset"] or math.inf) > step]
+        bad = torch.tensor([one["onset"] is not None for one in known])
+        if min(int(bad.sum()), int((~bad).sum())) < study.pick(1, 8):
+            continue
+        schedules = [one["schedule"] for one in known]
+        same = torch.tensor([[a == b for b in schedules] for a in schedules])
+        at = [one["steps"].index(step) for one in known]
+        values = torch.tensor(
+            [
+                [_value(one, *signal, i) for signal in SIGNALS]
+                for one, i in zip(known, at, strict=True)
+            ]
         )
-    columns = ("seeds", "diverging runs with an alert", "steps before", "first alert")
-    columns += ("stable runs with an alert", "most alerts of a stable run")
-    study.table("The monitor's own alerts", tuple(lines), columns)
+        found, without, ps = areas(values, bad, same)
+        curves[step] = found
+        if step in _ASKED:
+            ends = zip(found.tolist(), _error(without).tolist(), ps, strict=True)
+            cells[step] = [f"{_interval(a, e)} (p {min(3 * p, 1):.3f})" for a, e, p in ends]
+            about = f"{name}, step {step}, {int(bad.sum())} of {len(known)} runs diverge later"
+            _of_sigma(study, about, found, without, ps)
+    lines = [(*signal, *(some[k] for some in cells.values())) for k, signal in enumerate(SIGNALS)]
+    columns = ("signal", "what of it", *(f"area at step {step}" for step in cells))
+    study.table(f"{name}: telling runs that will diverge", lines, columns)
+    return [
+        Panel(
+            f"{name}: {what}",
+            (
+                *(
+                    line(signal, curves, [float(one[k]) for one in curves.values()])
+                    for k, (signal, kind) in enumerate(SIGNALS)
+                    if kind == what
+                ),
+                level("chance", 0.5, curves),
+            ),
+            "step",
+            "area",
+            False,
+            False,
+        )
+        for what in (LEVEL, RISE)
+        if curves
+    ]
 
 
-def _area_words(value: tuple[float, float, float] | None) -> str:
-    return "–" if value is None else "{:.2f} ({:.2f} to {:.2f})".format(*value)
+def _of_sigma(
+    study: Study, about: str, found: Tensor, without: Tensor, ps: Sequence[float]
+) -> None:
+    """Sigma's better area, and its gaps to the better one of each baseline."""
+    best = {
+        name: max((k for k, one in enumerate(SIGNALS) if one[0] == name), key=found.__getitem__)
+        for name in ("sigma", *BASELINES)
+    }
+    mine = best.pop("sigma")
+    gaps = {
+        name: (float(found[mine] - found[k]), float(_error(without[:, mine] - without[:, k])))
+        for name, k in best.items()
+    }
+    study.claim(
+        f"{about}: sigma, {SIGNALS[mine][1]}",
+        "above 1/2, p < 0.05; gaps above 0",
+        f"area {float(found[mine]):.2f} (p {min(3 * ps[mine], 1):.3f}); gap to "
+        + "; ".join(f"{name} {_interval(*gap)}" for name, gap in gaps.items()),
+    )
 
 
-def _best_signal(found: dict[str, dict[str, Any]], which: str) -> str:
-    known = {name: one[which] for name, one in found.items() if one[which] is not None}
-    if not known:
-        return "no such pair"
-    name = max(known, key=lambda one: known[one][0])
-    return f"{name}, area {_area_words(known[name])}"
+def _value(run: Record, signal: str, what: str, at: int) -> float:
+    """A signal at a reading, higher where it is expected before divergence."""
+    values = run["signals"][signal]
+    value = values[at] - values[0] if what == RISE else values[at]
+    return -value if signal == "entropy" else value
 
 
-def _like_pairs(runs: Sequence[Record]) -> int:
-    parts = (_diverging_and_stable(own) for _, own in grouped(runs, "peak", "depth"))
-    return sum(len(bad) * len(good) for bad, good in parts)
+def _error(without: Tensor) -> Tensor:
+    """Half of the jackknife's 95 % interval."""
+    runs = len(without)
+    return 1.96 * ((runs - 1) * without.var(0, correction=0)).sqrt()
+
+
+def _interval(value: float, error: float) -> str:
+    ends = f" [{value - error:.2f}, {value + error:.2f}]" if math.isfinite(error) else ""
+    return f"{value:.2f}{ends}"
