@@ -80,6 +80,9 @@ def early_warning(study: Study) -> None:
         f"A run diverges at the step whose mean loss over five steps is {_TOO_HIGH:g} nat above "
         "the lowest before, or not finite.",
         "Runs differ by their seed alone (weights and batches), within a model and a schedule.",
+        "What it does not show: larger models, other optimisers, divergence that builds up over "
+        "thousands of steps. A monitor compares a run with its own past, at one rate; here the "
+        "rate grows all the time, and with it sigma, in every run.",
     )
 
 

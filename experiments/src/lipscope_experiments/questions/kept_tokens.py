@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -28,10 +27,11 @@ from lipscope_experiments.questions.precision import (
 from lipscope_experiments.simple_layers import embedding
 from lipscope_experiments.texts import Text
 
+Texts = Sequence[Sequence[Record]]
+"""Windows, text by text."""
 _CONTEXT, _LATER = 64, 32  # tokens whose keys and values are changed, and those that read them
 _BUDGETS = (4, 8, 16, 32)
 _SINKS, _ROWS = 4, 8
-_GIVEN = "given the baselines"
 _BATCH = 32
 _TREATMENTS = {"evicted": 0, "2 bits": 2, "4 bits": 4}
 _ALONE = ("evicted", "2 bits")  # treatments of one token at a time
@@ -82,48 +82,44 @@ PLAN = (
 def kept_tokens(study: Study) -> None:
     """Costs of evicting and rounding tokens, one by one and by policy, beside baselines."""
     study.plan(*PLAN)
-    cases = [_case_of(study, *place) for place in study.places()]
+    by_model: dict[str, list[list[Record]]] = {}
+    for loaded, text in study.places():
+        by_model.setdefault(loaded.name, []).append(_windows(study, loaded, text))
     panels: list[Panel] = []
-    for name in dict.fromkeys(case.model for case in cases):
-        mine = [case for case in cases if case.model == name]
-        _of_tokens(study, name, mine)
-        panels += _of_budgets(study, name, mine)
+    for name, texts in by_model.items():
+        _of_tokens(study, name, texts)
+        panels += _of_budgets(study, name, texts)
     study.draw("kept-tokens", "What keeping some tokens costs, mean over texts", panels)
     study.remark(
         "Sigma to 1 %. A token goes at all layers and heads at once; keys are rounded as they are "
         "cached, after rotation. Tokens kept have all bits; the grid's two ends, which take room "
         "too, are not counted.",
-        "Intervals: 95 %, Student's over texts.",
+        "Two windows of a text for encoders, one for decoders. Intervals: 95 %, Student's over "
+        "texts. Of the gaps in costs and correlations the joint tests decide, not these.",
+        "What it does not show: longer contexts, where more is evicted; a score of each head or "
+        "layer by itself; quantisers that group channels; larger models.",
     )
 
 
-@dataclass(frozen=True)
-class KeptCase:
-    """A model on a text; by window its scores, and costs by treatment, policy and outcome."""
+def _correlations(w: Record, outcome: str, treatment: str) -> dict[str, float]:
+    """What is said of each score against the costs of single tokens of a window."""
+    names = (*BASELINES, *TESTED)
+    known = ranks([*zip(*(w["scores"][name] for name in names), strict=True)])
+    cost = ranks([[c] for c in w["costs"][treatment]["alone"][outcome]])
+    given = known[:, : len(BASELINES)]
+    left = (_left(known, given).T @ _left(cost, given)).flatten().tolist()
+    rho = dict(zip(names, (known.T @ cost).flatten().tolist(), strict=True))
+    said = dict(rho)
+    for name, rest in zip(TESTED, left[len(BASELINES) :], strict=True):
+        said[f"{name}, given the baselines"] = rest
+        said |= {f"{name}, less {b}": rho[name] - rho[b] for b in BASELINES}
+    return said
 
-    model: str
-    text: str
-    outcomes: tuple[str, str]
-    windows: list[Record]
 
-    def correlations(self, outcome: str, treatment: str) -> dict[str, float]:
-        """What is said of each score against the costs of single tokens: means over windows."""
-        names = (*BASELINES, *TESTED)
-        found: dict[str, list[float]] = {}
-        for w in self.windows:
-            known = ranks([*zip(*(w["scores"][name] for name in names), strict=True)])
-            cost = ranks([[c] for c in w["costs"][treatment]["alone"][outcome]])
-            given = known[:, : len(BASELINES)]
-            left = _left(known, given).T @ _left(cost, given)
-            rho = dict(zip(names, (known.T @ cost).flatten().tolist(), strict=True))
-            said = dict(rho)
-            for name, rest in zip(names, left.flatten().tolist(), strict=True):
-                if name in TESTED:
-                    said[f"{name}, {_GIVEN}"] = rest
-                    said |= {f"{name}, less {b}": rho[name] - rho[b] for b in BASELINES}
-            for words, value in said.items():
-                found.setdefault(words, []).append(value)
-        return {words: fmean(some) for words, some in found.items()}
+def _mean_of(texts: Texts, of: Callable[[Record], Sequence[float]]) -> list[list[float]]:
+    """By place in what is said of a window, and by text: the mean over its windows."""
+    means = [[fmean(some) for some in zip(*map(of, text), strict=True)] for text in texts]
+    return [[*one] for one in zip(*means, strict=True)]
 
 
 def _left(columns: Tensor, given: Tensor) -> Tensor:
@@ -132,7 +128,8 @@ def _left(columns: Tensor, given: Tensor) -> Tensor:
     return left / left.norm(dim=0).clamp_min(1e-12)
 
 
-def _case_of(study: Study, loaded: LoadedModel, text: Text) -> KeptCase:
+def _windows(study: Study, loaded: LoadedModel, text: Text) -> list[Record]:
+    """Windows of a text with scores of their tokens, and costs by treatment, policy, outcome."""
     count = int(loaded.config.num_hidden_layers)
     layers = [*range(0, count, study.pick(max(count // 2, 1), max(count // 6, 1)))]
     later = _LATER if decides(loaded.config) else 0
@@ -140,41 +137,47 @@ def _case_of(study: Study, loaded: LoadedModel, text: Text) -> KeptCase:
         loaded,
         text.content,
         lengths=[_CONTEXT + later],
-        samples=study.pick(1, 2),
+        samples=2,
         windows="spread",
         special_tokens=True,
     )
     ids = torch.cat([dict(one.arguments)["input_ids"] for one in samples])
+    ids = ids[: study.pick(1, 1 if later else 2)]  # a decoder's take five times as long
     where = f"{loaded.name}, {text.name}"
     rows = study.measure(f"sigma, {where}", loaded, ids[:, :_CONTEXT], layers=layers, tol=1e-2)
     layer_of = {row.id: row.sample for row in rows}
     shares = torch.zeros(len(ids), _CONTEXT, dtype=torch.float64)
     for token in rows.tokens:
         shares[layer_of[token.id], token.index] += (token.share_in or 0.0) / len(layers)
-    found = study.values(
+    return study.values(
         f"kept, {where}",
         [{"model": loaded.name, "text": text.sha256, "window": w} for w in range(len(ids))],
         lambda window, **_: _window(loaded, ids[window], layers, shares[window]),
     )
-    outcomes = ("loss", "divergence") if later else ("cosine", "hidden")
-    return KeptCase(loaded.name, text.name, outcomes, found)
 
 
-def _of_tokens(study: Study, name: str, cases: Sequence[KeptCase]) -> None:
+def _outcomes(texts: Texts) -> tuple[str, str]:
+    """What counts as cost, and a second measure of it."""
+    known = texts[0][0]["costs"]["evicted"][FIRST]
+    return ("loss", "divergence") if "loss" in known else ("cosine", "hidden")
+
+
+def _of_tokens(study: Study, name: str, texts: Texts) -> None:
     """The costs of single tokens, and what goes with them."""
-    found = {
-        (outcome, treatment): [case.correlations(outcome, treatment) for case in cases]
-        for outcome, treatment in itertools.product(cases[0].outcomes, _ALONE)
-    }
-    words = [*found[cases[0].outcomes[0], _ALONE[0]][0]]
-    levels = flips(
+    pairs = [*itertools.product(_outcomes(texts), _ALONE)]
+    words = [*_correlations(texts[0][0], *pairs[0])]
+    levels: dict[tuple[str, str, str], tuple[float, float]] = flips(
         {
-            (*key, one): [text[one] for text in texts]
-            for key, texts in found.items()
-            for one in words
+            (*pair, one): values
+            for pair in pairs
+            for one, values in zip(
+                words,
+                _mean_of(texts, lambda w, p=pair: [*_correlations(w, *p).values()]),
+                strict=True,
+            )
         }
     )
-    for outcome, treatment in found:
+    for outcome, treatment in pairs:
         asked = [one for one in words if one.startswith(SHARE)]
         lost = [
             f"{one} {rho:+.2f} (p {p:.3f})"
@@ -182,7 +185,7 @@ def _of_tokens(study: Study, name: str, cases: Sequence[KeptCase]) -> None:
             for rho, p in [levels[outcome, treatment, one]]
             if rho <= 0 or p >= 0.05
         ]
-        costs = [w["costs"][treatment]["alone"][outcome] for case in cases for w in case.windows]
+        costs = [w["costs"][treatment]["alone"][outcome] for text in texts for w in text]
         study.claim(
             f"{name}: {SHARE} with the {WORDS[outcome]}, one token {treatment}",
             "above 0, also given the baselines, and above each of them, joint p < 0.05",
@@ -194,7 +197,7 @@ def _of_tokens(study: Study, name: str, cases: Sequence[KeptCase]) -> None:
             "the first one, if it is a sink",
             f"{middle((one[0] for one in costs), 4)}; {middle((max(one[1:]) for one in costs), 4)}",
         )
-    for outcome in cases[0].outcomes:
+    for outcome in _outcomes(texts):
         lines = [
             (one, *("{:+.2f} (p {:.3f})".format(*levels[outcome, t, one]) for t in _ALONE))
             for one in words
@@ -203,25 +206,18 @@ def _of_tokens(study: Study, name: str, cases: Sequence[KeptCase]) -> None:
         study.table(f"{name}: {WORDS[outcome]}, one token changed", lines, columns)
 
 
-def _of_budgets(study: Study, name: str, cases: Sequence[KeptCase]) -> list[Panel]:
+def _of_budgets(study: Study, name: str, texts: Texts) -> list[Panel]:
     """What keeping some tokens costs, policy by policy."""
-    outcome, panels = cases[0].outcomes[0], []
-    costs = {  # [text][budget]
-        (t, policy): [
-            [
-                fmean(some)
-                for some in zip(*(w["costs"][t][policy][outcome] for w in c.windows), strict=True)
-            ]
-            for c in cases
-        ]
-        for t, policy in itertools.product(_TREATMENTS, _POLICIES)
+    (outcome, _), panels = _outcomes(texts), []
+    costs = {
+        (t, p): _mean_of(texts, lambda w, t=t, p=p: w["costs"][t][p][outcome])
+        for t, p in itertools.product(_TREATMENTS, _POLICIES)
     }
+    mean = {key: [fmean(text) for text in zip(*some, strict=True)] for key, some in costs.items()}
     pairs = [(one, other) for one in TESTED for other in _POLICIES if one != other]
     levels = flips(
         {
-            (t, *pair): [
-                fmean(b) - fmean(a) for a, b in zip(*(costs[t, p] for p in pair), strict=True)
-            ]
+            (t, *pair): [b - a for a, b in zip(*(mean[t, p] for p in pair), strict=True)]
             for t, pair in itertools.product(_TREATMENTS, pairs)
         }
     )
@@ -237,10 +233,9 @@ def _of_budgets(study: Study, name: str, cases: Sequence[KeptCase]) -> list[Pane
             )
         size = " kept" if not bits else " kept, {:.3g} bits"
         kept = (f"{k}{size}".format(bits + (16 - bits) * k / _CONTEXT) for k in _BUDGETS)
-        means = {p: [*zip(*costs[t, p], strict=True)] for p in _POLICIES}
-        lines = [(p, *map(average, texts)) for p, texts in means.items()]
+        lines = [(p, *map(average, costs[t, p])) for p in _POLICIES]
         study.table(f"{name}: {WORDS[outcome]}, others {t}", lines, ("policy", *kept))
-        curves = [line(p, _BUDGETS, map(fmean, texts)) for p, texts in means.items()]
+        curves = [line(p, _BUDGETS, map(fmean, costs[t, p])) for p in _POLICIES]
         axes = f"tokens kept of {_CONTEXT}", WORDS[outcome]
         panels.append(Panel(f"{name}, others {t}", curves, *axes, log_y=False))
     return panels
