@@ -81,8 +81,7 @@ def early_warning(study: Study) -> None:
         "the lowest before, or not finite.",
         "Runs differ by their seed alone (weights and batches), within a model and a schedule.",
         "What it does not show: larger models, other optimisers, divergence that builds up over "
-        "thousands of steps. A monitor compares a run with its own past, at one rate; here the "
-        "rate grows all the time, and with it sigma, in every run.",
+        "thousands of steps; and alerts where the rate is level: here it grows all the time.",
     )
 
 

@@ -34,7 +34,7 @@ _BUDGETS = (4, 8, 16, 32)
 _SINKS, _ROWS = 4, 8
 _BATCH = 32
 _TREATMENTS = {"evicted": 0, "2 bits": 2, "4 bits": 4}
-_ALONE = ("evicted", "2 bits")  # treatments of one token at a time
+_ALONE = ("evicted", "2 bits")  # treatments of one token at a time, and those of the figure
 PLACE, NORM, RECEIVED = "position", "norm of the stream", "attention received"
 LATE = f"attention of the last {_ROWS} rows"
 SHARE, COLUMN = "sigma's share", "frozen column"
@@ -42,7 +42,8 @@ BASELINES = (PLACE, NORM, RECEIVED, LATE)
 TESTED = (SHARE, COLUMN)
 FIRST, LAST, RANDOM = "first k", "last k", "random"
 STREAM = f"first {_SINKS}, then last"
-_POLICIES = (FIRST, LAST, STREAM, RANDOM, *BASELINES[1:], *TESTED)
+_DRAWN = (STREAM, RANDOM, *BASELINES[1:], *TESTED)
+_POLICIES = (FIRST, LAST, *_DRAWN)
 PLAN = (
     "Question: does what sigma says of a token predict what is lost when its key and value go, "
     "or are rounded, beside the attention that it receives and its position? And is it a better "
@@ -89,7 +90,7 @@ def kept_tokens(study: Study) -> None:
     for name, texts in by_model.items():
         _of_tokens(study, name, texts)
         panels += _of_budgets(study, name, texts)
-    study.draw("kept-tokens", "What keeping some tokens costs, mean over texts", panels)
+    study.draw("kept-tokens", "What keeping some tokens costs, mean over texts", panels, columns=2)
     study.remark(
         "Sigma to 1 %. A token goes at all layers and heads at once; keys are rounded as they are "
         "cached, after rotation. Tokens kept have all bits; the grid's two ends, which take room "
@@ -235,9 +236,13 @@ def _of_budgets(study: Study, name: str, texts: Texts) -> list[Panel]:
         kept = (f"{k}{size}".format(bits + (16 - bits) * k / _CONTEXT) for k in _BUDGETS)
         lines = [(p, *map(average, costs[t, p])) for p in _POLICIES]
         study.table(f"{name}: {WORDS[outcome]}, others {t}", lines, ("policy", *kept))
-        curves = [line(p, _BUDGETS, map(fmean, costs[t, p])) for p in _POLICIES]
+        curves = [
+            line(p, _BUDGETS, map(fmean, costs[t, p]), "dashes" if p == RANDOM else "line")
+            for p in _DRAWN
+        ]
         axes = f"tokens kept of {_CONTEXT}", WORDS[outcome]
-        panels.append(Panel(f"{name}, others {t}", curves, *axes, log_y=False))
+        if t in _ALONE:
+            panels.append(Panel(f"{name}, others {t}", curves, *axes, log_y=False))
     return panels
 
 
