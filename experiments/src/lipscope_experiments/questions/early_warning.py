@@ -38,8 +38,8 @@ PLAN = (
     "and the norm of weights?",
     f"Small decoders of two blocks, width 32, on bytes: Llama's, and Qwen3's, whose queries and "
     f"keys have a norm. SGD with momentum {_MOMENTUM}; the rate grows to {_PEAK} over {_STEPS} "
-    f"steps, linearly or as a cosine. 50 seeds for each. The rate was chosen on eight other seeds, "
-    "for about half of the runs to diverge, before any signal was looked at.",
+    f"steps, linearly or as a cosine. 50 seeds for each. The rate lies between two that were "
+    "tried on eight other seeds, before any signal was looked at; it was to let half diverge.",
     f"At steps {', '.join(map(str, _ASKED))}: of the runs that have not diverged yet, the share of "
     "pairs of one that will and one that will not, of the same schedule, in which the first has "
     "the higher signal (of entropy the lower). Signals: the worst of the layers; loss and gradient "
