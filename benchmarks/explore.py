@@ -22,6 +22,13 @@ WORDS = (
     "at no other one."
 )
 
+DRAWN = """() => new Promise((seen) => {
+  const root = document.documentElement, ready = () => root.dataset.drawn === "yes";
+  if (ready()) return seen();
+  const watch = new MutationObserver(() => { if (ready()) { watch.disconnect(); seen(); } });
+  return watch.observe(root, { attributes: true });
+})"""
+
 
 def measure(quick: bool = False) -> Raw:
     """Times of single questions, then of a minute of typing."""
@@ -68,8 +75,8 @@ def count(tokenizer: Any, words: Sequence[str]) -> int:
 
 
 def drawn(page: Any) -> None:
-    """Wait until every number is tight and on the page."""
-    page.wait_for_selector("html[data-drawn=yes]", timeout=120e3)
+    """Wait until every number is tight and on the page; asking again and again would slow it."""
+    page.evaluate(DRAWN)
 
 
 def length(page: Any) -> int:

@@ -11,6 +11,8 @@ from contextlib import closing
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
+import torch
+
 from lipscope.engine import OpenModel
 from lipscope.errors import InputError
 from lipscope.explore.answers import Event, events_of
@@ -136,12 +138,14 @@ class Solver:
 
     def _answer(self, ticket: Ticket) -> None:
         told: list[Event] = []
-        asked, check = ticket.asked, ticket.check
+        asked, check, threads = ticket.asked, ticket.check, torch.get_num_threads()
         try:
             with closing(events_of(self.model, asked, check, ticket.tell)) as events:
                 for event in events:
                     told.append(event)
                     ticket.tell(event)
+                    if event["event"] == "rows":  # from now on the browser draws: leave it one
+                        torch.set_num_threads(max(threads - 1, 1))
         except SupersededError:
             return
         except Exception as problem:
@@ -149,6 +153,8 @@ class Solver:
             text = " ".join(f"{kind}{problem}".split())[:500]
             told = []
             ticket.tell({"event": "error", "text": text})
+        finally:
+            torch.set_num_threads(threads)
         with self._change:
             if told and not asked.is_file:  # which is large, and wanted once
                 self._kept[asked] = told
