@@ -346,13 +346,12 @@ def test_a_link_brings_back_every_control(browser: Browser, pair: Server) -> Non
     "what", ["map=nonsense", "layer=many", "model=7", "move=9:3", "panel=none"]
 )
 def test_a_broken_link_is_one_line_at_most(browser: Browser, server: Server, what: str) -> None:
-    # Before anything is asked: random weights are drawn from torch's one generator.
-    expected = said(measured("It goes on."))
     window = Opened(browser, server)
     window.page.goto(window.address + f"#{what}")
     until(lambda: window.page.evaluate("!$('problem').hidden || seen.done"))
     assert "\n" not in window.page.inner_text("#problem")
     window.page.goto(window.address + "#text=It+goes+on.")
+    expected = said(measured("It goes on."))
     until(lambda: window.rows() == expected)
     # A browser tells of every answer that is a refusal.
     window.problems = [one for one in window.problems if "400" not in one]

@@ -21,7 +21,7 @@ from lipscope.attention import (
 from lipscope.control.alarm import largest_logits
 from lipscope.control.probe import Layers, Probe, ProbedLayer
 from lipscope.errors import InputError, check_count, shown
-from lipscope.linalg import sigma, start_named, top_singular
+from lipscope.linalg import draws_from, sigma, start_named, top_singular
 from lipscope.theorems import AskedLayer, JacobianRows, NotApplicableError, weighted_rows
 
 Batch = Tensor | Mapping[str, Any] | None
@@ -125,9 +125,9 @@ class _Parametrised(Restraint):
                     f"`{self.name}` needs weights without a parametrisation. Found one on "
                     f"`{name}` of `{type(holder).__name__}`."
                 )
-        devices = {getattr(*one).device for one in self._held if getattr(*one).is_cuda}
-        with torch.random.fork_rng(devices=list(devices)):  # torch draws its start itself
-            torch.manual_seed(seed)
+        every = {getattr(*one).device for one in self._held}
+        devices = sorted(one.index for one in every if one.type == "cuda")
+        with draws_from(seed, devices):  # torch draws its start itself
             for holder, name in self._held:
                 weight: Tensor = getattr(holder, name)
                 with torch.no_grad():

@@ -38,3 +38,4 @@ from lipscope.linalg.singular import (
 )
 from lipscope.linalg.threads import few_threads as few_threads
 from lipscope.linalg.top_subspace import Leading as Leading, leading as leading
+from lipscope.linalg.torch_state import draws_from as draws_from, torch_state as torch_state

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lipscope.display import Shown
 from lipscope.errors import InputError, install, shown
+from lipscope.linalg import draws_from, torch_state
 from lipscope.models.dinov2 import dinov2_from_onnx
 from lipscope.models.pretrained import (
     Bytes,
@@ -171,6 +172,7 @@ PACKAGES = {
 }
 
 
+@torch_state()  # libraries set types and draw while they build a model
 def load_model(
     name: str, *, revision: str | None = None, seed: int = 0, allow_pickle: bool = False
 ) -> LoadedModel:
@@ -380,8 +382,7 @@ def _from_timm(
     if not timm.is_model(name):
         others = _nearest(name, timm.list_models(pretrained=pretrained))
         raise InputError(f"`timm:{name}` should name a model of timm. Found none{others}")
-    with quiet(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with quiet(), draws_from(seed):
         try:
             model: Any = timm.create_model(name, pretrained=pretrained, **entries)
             _without_head(model)
@@ -412,8 +413,7 @@ def _random_model(name: str, seed: int) -> LoadedModel:
     with quiet():
         config = _random_config(family, rest[0] if rest else "")
         _check_size(name, config)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with draws_from(seed):
             try:
                 model = AutoModel.from_config(config)
             except Exception as problem:

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
+from lipscope.linalg import draws_from
 from lipscope.models.loading import LoadedModel
 from lipscope.models.pretrained import quiet
 from lipscope.models.tracing.prepare import copied, eval_mode
@@ -191,8 +192,7 @@ def reinitialised(loaded: LoadedModel, seed: int = 0) -> LoadedModel:
     """A new model of the same architecture and tokenizer, named after its random weights."""
     if loaded.config is None:
         raise InputError(f"`{loaded.name}` should be a model of transformers. Found another.")
-    with quiet(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with quiet(), draws_from(seed):
         model = type(loaded.model)(loaded.config).eval()
     name, weights = f"{loaded.name}, random weights, seed {seed}", f"random, seed {seed}"
     return replace(loaded, name=name, model=model, weights=weights)

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from lipscope.errors import InputError
+from lipscope.linalg import torch_state
 from lipscope.models.pretrained import quiet
 from lipscope.sources import CPU_ALONE
 
@@ -52,19 +53,17 @@ def exact_maths(dtype: torch.dtype, *, differentiable: bool = True) -> Iterator[
 
     ``differentiable``: only attention kernels with all derivatives; they hold every score.
     """
-    fast, default = torch.backends.mha.get_fastpath_enabled(), torch.get_default_dtype()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with contextlib.ExitStack() as stack:
-            if differentiable:
-                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            if dtype == torch.float64:
-                torch.set_default_dtype(dtype)  # of what a model makes of numbers (masks, tables)
-                stack.enter_context(_KeepFloat64())
-            yield
-    finally:
-        torch.set_default_dtype(default)
-        torch.backends.mha.set_fastpath_enabled(fast)
+    mha = torch.backends.mha
+    with torch_state(), contextlib.ExitStack() as stack:
+        stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        mha.set_fastpath_enabled(False)
+        if differentiable:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if dtype == torch.float64:
+            torch.set_default_dtype(dtype)  # of what a model makes of numbers (masks, tables)
+            stack.enter_context(_KeepFloat64())
+        yield
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lipscope.errors import InputError
+from lipscope.linalg import draws_from
 from lipscope.models.tracing.prepare import exact_maths, undisturbed
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
@@ -110,12 +111,7 @@ def _unseen() -> Iterator[None]:
 def _same_draws(model: nn.Module) -> Iterator[None]:
     """What a forward pass draws (noise that masks patches) is the same each time it is run."""
     used = sorted({p.device.index for p in model.parameters() if p.is_cuda})
-    # Not `torch.manual_seed`: it writes down the stack for every kind of device that is asleep,
-    # which took longer than a small model.
-    with torch.random.fork_rng(used):
-        torch.default_generator.manual_seed(0)
-        for index in used:
-            torch.cuda.default_generators[index].manual_seed(0)
+    with draws_from(0, used):
         yield
 
 

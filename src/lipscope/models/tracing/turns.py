@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
+
+from lipscope.linalg import torch_state
 
 T = TypeVar("T")
 _BEGIN, _END = "to begin", "to end"
@@ -22,7 +26,7 @@ class _Pass(threading.Thread, Generic[T]):
         self.place: str | None = _BEGIN  # what it waits for; None once it is done
         self.stopped = False
         self.found: T | BaseException = _Stopped()
-        self._work = work
+        self._work = functools.partial(contextvars.copy_context().run, work)
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
 
     def run(self) -> None:
@@ -67,7 +71,10 @@ class Turns:
 
     def run(self, works: Sequence[Callable[[], T]]) -> list[T | BaseException]:
         """What each pass gives, or what it raises."""
-        passes = [_Pass(work) for work in works]
+        with torch_state():  # of all passes together, which hold it in turns
+            return self._run([_Pass(work) for work in works])
+
+    def _run(self, passes: list[_Pass[T]]) -> list[T | BaseException]:
         try:
             for one in passes:
                 one.start()
