@@ -82,6 +82,8 @@ class Ready:
     model: nn.Module  # the module, or a copy in the dtype and on the device of the run
     notes: tuple[str, ...] = ()  # what was changed
     own: tuple[Choice, ...] = ()  # the implementations of attention that it came with
+    given: tuple[Choice, ...] = ()  # the same of the module as it was given
+    types: frozenset[torch.dtype] = frozenset()  # floating types of its weights and buffers
     resident: ResidentWeights | None = None  # which weights are in memory; None for all
     sites: tuple[str, ...] = ()  # paths of the attention modules that are layers
 
@@ -161,7 +163,7 @@ class ReadyModel:
             self.check_unchanged()
         sites = attention_sites(model, setting.modules, side=setting.side)
         closed = setting.fused and all(reader_of(site) for site in sites.values())
-        own = choices(model)
+        given = choices(model)
         dtype, device = getattr(torch, setting.dtype), device_of(setting.device)
         if (dtype, device) not in self._copies:
             self._copies[dtype, device] = self._converted(dtype, device)
@@ -176,11 +178,18 @@ class ReadyModel:
                 own=copy.model if isinstance(copy, ResidentWeights) else copy,
             )
         )
+        own = given
+        if done is not model:
+            pairs = zip(choices(done), given, strict=True)
+            own = [mine._replace(value=one.value) for mine, one in pairs]
+            stack.enter_context(eval_mode(model))
         for one in {done, model}:
-            stack.enter_context(eval_mode(one))
             stack.enter_context(later_positions(one, setting.position_offset))
         paths = (site.replace("_orig_mod.", "") for site in sites)  # compiled modules are out now
-        return Ready(done, tuple(notes), tuple(own), resident, tuple(paths))
+        tensors = (*model.parameters(), *model.buffers())
+        types = frozenset(t.dtype for t in tensors if t.is_floating_point())
+        own, given, notes, paths = map(tuple, (own, given, notes, paths))
+        return Ready(done, notes, own, given, types, resident, paths)
 
     def _converted(self, dtype: torch.dtype, device: torch.device) -> nn.Module | ResidentWeights:
         """The model in a type on a device, whole or block by block."""
@@ -468,12 +477,10 @@ class ModelAtInput:
             return ReferenceModel(built.function, built.x.dtype)
         model, arguments = self.model.model, self.sample.arguments
         with self.ready() as ready:
-            own = ready.own
-            weights = (*model.parameters(), *model.buffers())
-            found = {t.dtype for t in weights if t.is_floating_point()}
-            resident = ready.resident
+            own = ready.given
+            found, resident = ready.types, ready.resident
             if resident is not None or any(dtype.itemsize < 4 for dtype in found):
-                model, found = ready.model, {built.x.dtype}
+                model, own, found = ready.model, ready.own, frozenset({built.x.dtype})
                 arguments = to_device(arguments, self.device, built.x.dtype)
         dtype = torch.float32 if torch.float32 in found else torch.float64
         if len(found) == 1:  # as for the measurement, floats are in the dtype of the weights
@@ -488,7 +495,7 @@ class ModelAtInput:
                 ends, part, arguments = inner, model.get_submodule(block), starts[0].arguments
 
         def function(x: Tensor, below: BlockOutputs | None = None) -> Tensor:
-            with self.ready(), as_chosen(model, own):
+            with self.ready(), as_chosen(own):
                 if resident is not None:
                     resident.fill(resident.block_of(built.ends.leaves if built.ends else ""))
                 return ends.function(part, arguments, below)(x)
@@ -496,7 +503,7 @@ class ModelAtInput:
         if resident is not None or ends.total is not None or not self._pays_to_know(built):
             return ReferenceModel(function, dtype)
         if self._blocks is None or self._blocks[0] != dtype:
-            with self.ready(), as_chosen(model, own):
+            with self.ready(), as_chosen(own):
                 self._blocks = dtype, run_of_blocks(model, arguments, dtype)
         below = self._blocks[1].below(ends.enters)
         return ReferenceModel(function, dtype, partial(function, below=below) if below else None)

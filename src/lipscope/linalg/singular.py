@@ -77,13 +77,13 @@ class Evidence:
     ) -> None:
         self.last = _Lanczos(alpha / theta, beta / theta, floor)
         self.earlier = [
-            (_Lanczos(c.alpha / theta, c.beta / theta, floor), c.weights) for c in cycles
+            (_Lanczos(c.alpha / theta, c.beta / theta, floor), c.weights.tolist()) for c in cycles
         ]
 
     def excludes(self, factor: float, threshold: float) -> bool:
         """Whether ``sigma_1 > factor theta`` would need a start below the threshold."""
-        excess = np.array([(factor - 1) * (factor + 1)])
-        return bool(self._log(excess)[0] >= -2 * math.log(threshold))
+        excess = (factor - 1) * (factor + 1)
+        return self._log(excess) >= -2 * math.log(threshold)
 
     def upper_factor(self, threshold: float) -> float:
         """Smallest ``x >= 1`` such that ``sigma_1 <= x theta`` unless the start was unlucky.
@@ -93,65 +93,45 @@ class Evidence:
         goal = -2 * math.log(threshold)
         if goal <= 0:
             return 1.0
-        low, high = 1e-17, max(1 / threshold**2, 2.0)
-        for _ in range(6):  # each round narrows the bracket by 64 on a logarithmic grid
-            grid = np.geomspace(low, high, 65)
-            above = self._log(grid) >= goal
-            first = int(np.argmax(above)) if above.any() else len(grid) - 1
-            low, high = grid[max(first - 1, 0)], grid[first]
-        factor = math.sqrt(1 + high)
+        low, high = math.log(1e-17), math.log(max(1 / threshold**2, 2.0))
+        while high - low > 1e-9:  # of ``log(x^2 - 1)``
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._log(math.exp(middle)) >= goal else (middle, high)
+        factor = math.sqrt(1 + math.exp(high))
         if not self.earlier:
-            factor = min(factor, closed_form_factor(len(self.last.alpha), threshold))
+            factor = min(factor, closed_form_factor(self.last.steps, threshold))
         return factor
 
-    def _log(self, excess: np.ndarray) -> np.ndarray:
+    def _log(self, excess: float) -> float:
         lam = 1 + excess
-        total = _log_christoffel(self.last, lam)
-        for lanczos, weights in self.earlier:
-            total += 2 * _log_growth(lanczos, weights, lam)
-        return total
+        total = self.last.log_sum(lam, [1.0] * (self.last.steps + 1), 2)
+        return total + sum(2 * lanczos.log_sum(lam, weights, 1) for lanczos, weights in self.earlier)
 
 
-@dataclass(frozen=True)
 class _Lanczos:
     """The tridiagonal matrix ``T = B^T B`` in units of ``theta^2``, and its polynomials."""
 
-    alpha: np.ndarray
-    beta: np.ndarray
-    floor: float
+    def __init__(self, alpha: np.ndarray, beta: np.ndarray, floor: float) -> None:
+        self.steps = len(alpha)
+        self._diagonal = (alpha**2 + np.append(0.0, beta[:-1] ** 2)).tolist()
+        self._links = np.maximum(alpha * beta, max(floor, 1e-300)).tolist()
 
-    def polynomials(self, lam: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """``p_0, p_1, …, p_k`` at ``lam``, each as (value, log of the scale it is in)."""
-        before, now = np.zeros_like(lam), np.ones_like(lam)
-        scale = np.zeros_like(lam)
-        yield now, scale
-        link = 0.0
-        for j in range(len(self.alpha)):
-            diagonal = self.alpha[j] ** 2 + (self.beta[j - 1] ** 2 if j else 0.0)
-            following = max(self.alpha[j] * self.beta[j], self.floor, 1e-300)
+    def log_sum(self, lam: float, weights: Sequence[float], power: int) -> float:
+        """``log sum_j w_j |p_j(lam)|^power``.
+
+        With power 2 and weights 1 of ``p_0..p_k``, the inverse of the Christoffel function; with
+        power 1 and a cycle's weights, ``log q(lam)``: how much a restart raised the start's part
+        on the top direction. Numbers, not arrays: at one ``lam`` they are ten times faster.
+        """
+        before, now, scale, link, total = 0.0, 1.0, 0.0, 0.0, weights[0]
+        for diagonal, following, weight in zip(
+            self._diagonal, self._links, weights[1:], strict=False
+        ):
             new = ((lam - diagonal) * now - link * before) / following
-            size = np.maximum(np.abs(new), 1.0)
-            before, now, scale = now / size, new / size, scale + np.log(size)
-            link = following
-            yield now, scale
-
-
-def _log_christoffel(lanczos: _Lanczos, lam: np.ndarray) -> np.ndarray:
-    """``log sum_{j<=k} p_j(lam)^2``."""
-    total = np.full_like(lam, -np.inf)
-    for value, scale in lanczos.polynomials(lam):
-        with np.errstate(divide="ignore"):
-            total = np.logaddexp(total, 2 * (np.log(np.abs(value)) + scale))
-    return total
-
-
-def _log_growth(lanczos: _Lanczos, weights: np.ndarray, lam: np.ndarray) -> np.ndarray:
-    """``log q(lam)``: how much a restart raised the start's part on the top direction."""
-    total = np.full_like(lam, -np.inf)
-    for weight, (value, scale) in zip(weights, lanczos.polynomials(lam), strict=False):
-        with np.errstate(divide="ignore"):
-            total = np.logaddexp(total, np.log(weight) + np.log(np.abs(value)) + scale)
-    return total
+            size = max(abs(new), 1.0)
+            before, now, scale, link = now / size, new / size, scale + math.log(size), following
+            total = total / size**power + weight * abs(now) ** power
+        return power * scale + (math.log(total) if total else -math.inf)
 
 
 # A new direction shorter than this many rounding units of the operator's size is noise:

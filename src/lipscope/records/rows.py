@@ -7,6 +7,7 @@ and never sees a tensor.
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -331,6 +332,7 @@ def stable_id(parts: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:16]
 
 
+@functools.cache
 def version() -> str:
     """The installed version of lipscope."""
     return importlib.metadata.version("lipscope")

@@ -287,12 +287,12 @@ def _choose(some: Iterable[Choice]) -> None:
 
 
 @contextlib.contextmanager
-def as_chosen(model: nn.Module, own: Iterable[Choice]) -> Iterator[None]:
+def as_chosen(own: Iterable[Choice]) -> Iterator[None]:
     """A model with the attention it came with, as far as that runs: its answers may be others."""
-    before = choices(model)
-    pairs = zip(before, own, strict=True)
+    own = [one for one in own if one.value in ("eager", "sdpa")]
+    before = [one._replace(value=getattr(one.config, one.key)) for one in own]
     try:
-        _choose(now._replace(value=o.value) for now, o in pairs if o.value in ("eager", "sdpa"))
+        _choose(own)
         yield
     finally:
         _choose(before)

@@ -110,7 +110,8 @@ def _unseen() -> Iterator[None]:
 @contextlib.contextmanager
 def _same_draws(model: nn.Module) -> Iterator[None]:
     """What a forward pass draws (noise that masks patches) is the same each time it is run."""
-    used = sorted({p.device.index for p in model.parameters() if p.is_cuda})
+    gpus = model.parameters() if torch.cuda.is_initialized() else ()
+    used = sorted({p.device.index for p in gpus if p.is_cuda})
     with draws_from(0, used):
         yield
 
