@@ -131,13 +131,38 @@ def test_no_long_attack_on_a_layer_exceeds_its_bound(heads: int, norm: Any) -> N
         print(f"{norm}, {heads} heads, {name}: " + ", ".join(f"{one:.2f}" for one in ratios))
 
 
+def feeds() -> Iterator[tuple[str, Feed]]:
+    """Token-wise networks of every activation, with biases and without, gated and not."""
+    inner, outer, gate = weight(2 * D, D, 4), weight(D, 2 * D, 5), weight(2 * D, D, 6)
+    for size in (0.0, 0.5):
+        of_units, of_gate = (drawn(2 * D, seed=seed, size=size) for seed in (7, 8))
+        shift = drawn(D, seed=9, size=size)
+        for name in ACTIVATIONS:
+            yield name, Feed(inner, of_units, outer, shift, name)
+            yield f"gated {name}", Feed(inner, of_units, outer, shift, name, gate, of_gate)
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu", "silu", "tanh"])
+def test_an_activation_makes_no_token_longer(name: Any) -> None:
+    """Whatever its slope is: ``|act(z)| <= |z|``."""
+    eye, zero = torch.eye(D, dtype=DOUBLE), torch.zeros(D, dtype=DOUBLE)
+    first, last = (
+        Branch(Feed(eye, zero, eye, zero, one), skip=False) for one in (name, "identity")
+    )
+    bound = ls.lipschitz_bound(Chain((first, last)), radius=2.0)
+    assert bound.parts[1].radius == pytest.approx(2.0, rel=1e-9)
+    z = torch.linspace(-30, 30, 600_001, dtype=DOUBLE)
+    for one in ACTIVATIONS.values():
+        assert bool((one(z).abs() <= z.abs()).all())
+
+
 @pytest.mark.parametrize("norm", ["max-token", "frobenius"])
 def test_outputs_stay_within_the_radius_that_is_handed_on(norm: Any) -> None:
     eye, zero = torch.eye(D, dtype=DOUBLE), torch.zeros(D, dtype=DOUBLE)
     last = Branch(Feed(eye, zero, eye, zero, "identity"), skip=False)
-    for name, layer in kinds(2):
+    for name, part in (*kinds(2), *feeds()):
         for radius in (0.3, 3.0):
-            chain = Chain((Branch(layer, skip=-0.5), last))
+            chain = Chain((Branch(part, skip=-0.5), last))
             bound = ls.lipschitz_bound(chain, norm=norm, radius=radius, num_tokens=N)
             x = radius * drawn(50, N, D, seed=3)
             y = Chain(chain.branches[:1])(inside(x, radius))

@@ -53,6 +53,7 @@ from lipscope.models import (
     run_of_blocks,
     to_device,
     trace as run_traced,
+    watched_blocks,
     with_mask,
     with_words,
     without_padding,
@@ -86,6 +87,11 @@ class Ready:
     types: frozenset[torch.dtype] = frozenset()  # floating types of its weights and buffers
     resident: ResidentWeights | None = None  # which weights are in memory; None for all
     sites: tuple[str, ...] = ()  # paths of the attention modules that are layers
+
+    def is_given(self, module: nn.Module, dtype: torch.dtype) -> bool:
+        """Whether it is the module as it was given, and of this type alone."""
+        as_it_came = all(getattr(one.config, one.key) == one.value for one in self.given)
+        return self.model is module and self.types == {dtype} and as_it_came
 
 
 @dataclass(frozen=True)
@@ -365,17 +371,21 @@ class ModelAtInput:
         setting, resident, self._sites = self.setting, ready.resident, len(sites)
         layers = self.layers if resident and count_of_layers(ready.model, sites) else None
         upto = max(layers) if layers else None
-        record = run_traced(
-            ready.model,
-            self.arguments,
-            sites,
-            norms=self.norms,
-            blocks=not setting.fused,
-            dtype=self.dtype,
-            side=setting.side,
-            asked=setting.modules,
-            by_block=None if resident is None else BlockPass(resident, upto, self._briefly),
-        )
+        given = ready.is_given(self.model.model, self.dtype)
+        with watched_blocks(ready.model) if given else contextlib.nullcontext() as found:
+            record = run_traced(
+                ready.model,
+                self.arguments,
+                sites,
+                norms=self.norms,
+                blocks=not setting.fused,
+                dtype=self.dtype,
+                side=setting.side,
+                asked=setting.modules,
+                by_block=None if resident is None else BlockPass(resident, upto, self._briefly),
+            )
+        if found is not None and self._pays_to_know(record.calls[0].x, record):
+            self._blocks = self.dtype, found()
         names = [call.name for call in record.calls]
         self.model.check_layers(setting, names, complete=record.complete)
         return record
@@ -500,7 +510,8 @@ class ModelAtInput:
                     resident.fill(resident.block_of(built.ends.leaves if built.ends else ""))
                 return ends.function(part, arguments, below)(x)
 
-        if resident is not None or ends.total is not None or not self._pays_to_know(built):
+        pays = ends.total is None and self._pays_to_know(built.x, self.trace)
+        if resident is not None or not pays:
             return ReferenceModel(function, dtype)
         if self._blocks is None or self._blocks[0] != dtype:
             with self.ready(), as_chosen(own):
@@ -508,11 +519,11 @@ class ModelAtInput:
         below = self._blocks[1].below(ends.enters)
         return ReferenceModel(function, dtype, partial(function, below=below) if below else None)
 
-    def _pays_to_know(self, built: LayerMap) -> bool:
-        """Whether one more pass, and what its blocks give, cost less than passes for each layer."""
+    def _pays_to_know(self, x: Tensor, record: Trace) -> bool:
+        """Whether what its blocks give, and maybe a pass for it, cost less than passes by layer."""
         several = self.layers is None or len(self.layers) > 1
-        size = built.x.numel() * built.x.element_size() * self.num_layers
-        return several and not self.trace.draws and size <= self.memory // 4
+        size = x.numel() * x.element_size() * len(record.calls)
+        return several and not record.draws and size <= self.memory // 4
 
 
 def ready_model(model: AnyModel, *, tokenizer: Any = None, **how: Any) -> ReadyModel:

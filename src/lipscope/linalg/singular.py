@@ -105,7 +105,9 @@ class Evidence:
     def _log(self, excess: float) -> float:
         lam = 1 + excess
         total = self.last.log_sum(lam, [1.0] * (self.last.steps + 1), 2)
-        return total + sum(2 * lanczos.log_sum(lam, weights, 1) for lanczos, weights in self.earlier)
+        return total + sum(
+            2 * lanczos.log_sum(lam, weights, 1) for lanczos, weights in self.earlier
+        )
 
 
 class _Lanczos:
@@ -187,7 +189,8 @@ def golub_kahan(
     left = start.new_empty(b, capacity if keep_left else 1, size_out)
     eps = torch.finfo(op.dtype).eps * _BREAKDOWN
     alpha, beta = (torch.zeros(b, capacity, dtype=torch.float64) for _ in range(2))
-    size = torch.zeros(b, dtype=torch.float64)  # largest coefficient so far
+    lengths, couplings = alpha.numpy(), beta.numpy()  # the same memory
+    size = np.zeros(b)  # largest coefficient so far
 
     v = start.reshape(b, size_in)
     right[:, 0] = v / v.norm(dim=1, keepdim=True)
@@ -196,15 +199,15 @@ def golub_kahan(
         now = left[:, k if keep_left else 0]
         w = op.matvec(right[:, k].reshape(b, *op.in_shape)).reshape(b, size_out)
         if k > 0:
-            w = w - beta[:, k - 1, None].to(w) * before
-        alpha[:, k], now[:] = _normalise(w, size * eps)
-        size = torch.maximum(size, alpha[:, k])
+            w = torch.addcmul(w, beta[:, k - 1, None].to(w), before, value=-1)
+        lengths[:, k] = _normalise(w, size * eps, now)
+        size = np.maximum(size, lengths[:, k])
 
         z = op.rmatvec(now.reshape(b, *op.out_shape)).reshape(b, size_in)
-        z = z - alpha[:, k, None].to(z) * right[:, k]
+        z = torch.addcmul(z, alpha[:, k, None].to(z), right[:, k], value=-1)
         z = _orthogonalise(z, right[:, : k + 1])
-        beta[:, k], right[:, k + 1] = _normalise(z, size * eps)
-        size = torch.maximum(size, beta[:, k])
+        couplings[:, k] = _normalise(z, size * eps, right[:, k + 1])
+        size = np.maximum(size, couplings[:, k])
         before = now
         yield Bidiagonal(
             alpha[:, : k + 1],
@@ -215,15 +218,15 @@ def golub_kahan(
         )
 
 
-def _normalise(w: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-    """Norms of the rows (float64, CPU) and unit rows; a row at the floor becomes zero."""
+def _normalise(w: Tensor, floor: np.ndarray, out: Tensor) -> np.ndarray:
+    """Norms of the rows, in float64, and unit rows in ``out``; a row at the floor becomes zero."""
     # Squares of small float32 entries underflow; the sum is taken in float64.
-    norm = torch.linalg.vector_norm(w, dim=1, dtype=torch.float64)
-    alive = norm > floor.to(norm.device)
-    inverse = torch.where(alive, 1.0 / norm, torch.zeros_like(norm)).to(w)
+    norm = torch.linalg.vector_norm(w, dim=1, dtype=torch.float64).cpu().numpy()
+    alive = norm > floor
+    inverse = np.divide(1.0, norm, out=np.zeros_like(norm), where=alive)
+    torch.mul(w, torch.from_numpy(inverse)[:, None].to(w), out=out)
     # NaN compares false; keep it visible, so that the solver can report it.
-    length = torch.where(alive | norm.isnan(), norm, torch.zeros_like(norm))
-    return length.cpu(), w * inverse[:, None]
+    return np.where(alive | np.isnan(norm), norm, 0.0)
 
 
 def _orthogonalise(z: Tensor, basis: Tensor) -> Tensor:

@@ -86,6 +86,7 @@ from lipscope.models.tracing.block_run import (
     BlockOutputs as BlockOutputs,
     BlockRun as BlockRun,
     run_of_blocks as run_of_blocks,
+    watched_blocks as watched_blocks,
 )
 from lipscope.models.tracing.calls import Trace as Trace
 from lipscope.models.tracing.map_endpoints import (

@@ -332,11 +332,12 @@ def _feed(feed: Feed, tokens: Tokens) -> Constant:
     inner, outer = tokens.weight(feed.inner.double()), feed.outer.double()
     b, shift = tokens.bias(feed.inner.double(), feed.inner_bias), feed.outer_bias.double()
     least, most = slopes(feed.activation)
+    r = tokens.radius
     if feed.gate is not None:
         gate = tokens.weight(feed.gate.double())
         beside = tokens.bias(feed.gate.double(), feed.gate_bias)
-        r = tokens.radius
         z, u = (reach(length(w), r) + c.abs() for w, c in ((inner, b), (gate, beside)))
+        hidden = length(z * u)
         moves = _between(outer, most * u, inner) + _between(outer, z, gate)
         start = ACTIVATIONS[feed.activation](b) * beside
     else:
@@ -344,8 +345,10 @@ def _feed(feed: Feed, tokens: Tokens) -> Constant:
         moves = middle * product_above(outer.mT, inner)
         if half:
             moves = moves + half * spectral_norm(outer) * spectral_norm(inner)
-        start = ACTIVATIONS[feed.activation](b)
-    return Constant(moves, length(outer @ start + shift) + reach(moves, tokens.radius))
+        start, hidden = ACTIVATIONS[feed.activation](b), reach(spectral_norm(inner), r) + length(b)
+    from_zero = length(outer @ start + shift) + reach(moves, r)
+    # No activation is larger than what it takes.
+    return Constant(moves, torch.minimum(from_zero, spectral_norm(outer) * hidden + length(shift)))
 
 
 def _between(outer: Tensor, sizes: Tensor, inner: Tensor) -> Tensor:

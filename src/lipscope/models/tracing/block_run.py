@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,22 @@ class BlockRun:
 def run_of_blocks(
     model: nn.Module, inputs: Inputs, dtype: torch.dtype, until: str | None = None
 ) -> BlockRun:
-    """Run a model once, up to the first call of a module ``until``, and keep what its blocks give.
+    """Run a model once, up to the first call of a module, and keep what its blocks give."""
+
+    def end(*_: Any) -> None:
+        raise Reached
+
+    with watched_blocks(model) as found, Recorder() as recorder, torch.no_grad():
+        if until is not None:
+            recorder.before(model.get_submodule(until), end)
+        with contextlib.suppress(Reached):
+            recorder.run(model, each_tensor(inputs, torch.clone), dtype, differentiable=False)
+    return found()
+
+
+@contextlib.contextmanager
+def watched_blocks(model: nn.Module) -> Iterator[Callable[[], BlockRun]]:
+    """Keep what the blocks of a model give in the run that follows; ask for it after the run.
 
     Nothing is kept of a model two of whose blocks give the same memory, which copies would part,
     that calls a block more than once, or whose blocks give anything but tensors.
@@ -48,21 +63,17 @@ def run_of_blocks(
     def finish(path: str, out: Any) -> None:
         outputs[path] = out
 
-    def end(*_: Any) -> None:
-        raise Reached
+    def found() -> BlockRun:
+        places = Counter(place for out in outputs.values() for place in {*_places(out)})
+        if any(count > 1 for count in (*places.values(), *calls.values())) or -1 in places:
+            return BlockRun({}, {})
+        return BlockRun({path: _copy(out) for path, out in outputs.items()}, began)
 
-    with Recorder() as recorder, torch.no_grad():
+    with Recorder() as recorder:
         for path, block in _outer_blocks(model).items():
             recorder.before(block, lambda *_, path=path: start(path))
             recorder.after(block, lambda _, __, out, path=path: finish(path, out))
-        if until is not None:
-            recorder.before(model.get_submodule(until), end)
-        with contextlib.suppress(Reached):
-            recorder.run(model, each_tensor(inputs, torch.clone), dtype, differentiable=False)
-    places = Counter(place for out in outputs.values() for place in {*_places(out)})
-    if any(count > 1 for count in (*places.values(), *calls.values())) or -1 in places:
-        return BlockRun({}, {})
-    return BlockRun({path: _copy(out) for path, out in outputs.items()}, began)
+        yield found
 
 
 @contextlib.contextmanager
@@ -116,4 +127,4 @@ def _copy(output: Any) -> Any:
     """What a module gives, in memory of its own: a model may write into it."""
     if type(output) in (tuple, list):
         return type(output)(_copy(one) for one in output)
-    return output.clone() if isinstance(output, Tensor) else output
+    return output.detach().clone() if isinstance(output, Tensor) else output
