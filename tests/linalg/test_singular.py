@@ -258,18 +258,19 @@ def test_any_small_matrix_against_its_dense_svd(n, m, seed):
     assert top.upper >= truth * (1 - 1e-12)
 
 
-def test_bidiagonalisation_satisfies_its_defining_identities():
-    op = with_spectrum(SPECTRA["decaying"])
-    start = torch.randn(2, 100, generator=seeded(4), dtype=torch.float64)
-    *_, last = golub_kahan(op, start, 20)
+@pytest.mark.parametrize("steps", [20, 150])  # 64 have room before the bases grow
+def test_bidiagonalisation_satisfies_its_defining_identities(steps):
+    op = with_spectrum(np.linspace(3, 1, 200), n=250, m=220)
+    start = torch.randn(2, 250, generator=seeded(4), dtype=torch.float64)
+    *_, last = golub_kahan(op, start, steps)
     b = last.matrix()
     v, u = last.v[:, :-1], last.u
     assert torch.allclose(op.matvec(v), torch.einsum("bkm,bkj->bjm", u, b), atol=1e-10)
-    tail = torch.zeros(2, 20, 100, dtype=torch.float64)
+    tail = torch.zeros(2, steps, 250, dtype=torch.float64)
     tail[:, -1] = last.beta[:, -1, None] * last.v[:, -1]
     assert torch.allclose(op.rmatvec(u), torch.einsum("bkn,bjk->bjn", v, b) + tail, atol=1e-10)
     gram = torch.einsum("bkn,bjn->bkj", last.v, last.v)
-    assert torch.allclose(gram, torch.eye(21, dtype=torch.float64).expand_as(gram), atol=1e-12)
+    assert torch.allclose(gram, torch.eye(steps + 1, dtype=gram.dtype).expand_as(gram), atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(5))

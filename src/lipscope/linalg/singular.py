@@ -184,9 +184,11 @@ def golub_kahan(
     """
     b = start.shape[0]
     size_in, size_out = op.in_size, math.prod(op.out_shape)
-    # Memory that is not written to yet costs nothing.
-    right = torch.empty(b, capacity + 1, size_in, dtype=op.dtype, device=op.device)
-    left = start.new_empty(b, capacity if keep_left else 1, size_out)
+    # As much as runs usually take: the next solve finds it warm, where pages of a large piece
+    # come from the system each time, one fault after the other.
+    held = min(capacity, _USUAL_STEPS)
+    right = torch.empty(b, held + 1, size_in, dtype=op.dtype, device=op.device)
+    left = start.new_empty(b, held if keep_left else 1, size_out)
     eps = torch.finfo(op.dtype).eps * _BREAKDOWN
     alpha, beta = (torch.zeros(b, capacity, dtype=torch.float64) for _ in range(2))
     lengths, couplings = alpha.numpy(), beta.numpy()  # the same memory
@@ -196,6 +198,10 @@ def golub_kahan(
     right[:, 0] = v / v.norm(dim=1, keepdim=True)
     before = left[:, 0]
     for k in range(capacity):
+        if k == held:
+            held = min(2 * held, capacity)
+            right = _longer(right, held + 1)
+            left = _longer(left, held) if keep_left else left
         now = left[:, k if keep_left else 0]
         w = op.matvec(right[:, k].reshape(b, *op.in_shape)).reshape(b, size_out)
         if k > 0:
@@ -216,6 +222,13 @@ def golub_kahan(
             left[:, : k + 1] if keep_left else None,
             2 * (k + 1),
         )
+
+
+def _longer(basis: Tensor, size: int) -> Tensor:
+    """The same vectors with room for more; what is not written to yet costs nothing."""
+    longer = basis.new_empty(basis.shape[0], size, basis.shape[2])
+    longer[:, : basis.shape[1]] = basis
+    return longer
 
 
 def _normalise(w: Tensor, floor: np.ndarray, out: Tensor) -> np.ndarray:
