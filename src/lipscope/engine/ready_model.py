@@ -194,8 +194,8 @@ class ReadyModel:
         paths = (site.replace("_orig_mod.", "") for site in sites)  # compiled modules are out now
         tensors = (*model.parameters(), *model.buffers())
         types = frozenset(t.dtype for t in tensors if t.is_floating_point())
-        own, given, notes, paths = map(tuple, (own, given, notes, paths))
-        return Ready(done, notes, own, given, types, resident, paths)
+        about = tuple(notes), tuple(own), tuple(given), types
+        return Ready(done, *about, resident, tuple(paths))
 
     def _converted(self, dtype: torch.dtype, device: torch.device) -> nn.Module | ResidentWeights:
         """The model in a type on a device, whole or block by block."""
