@@ -40,6 +40,32 @@ def polynomials(alpha, beta, lam):
     return np.array(p[1:])
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_evidence_is_the_sum_of_squares_of_the_page(seed):
+    """``sum_j p_j^2 prod_c q_c^2`` with and without a restart, from the plain recurrence."""
+    generator = np.random.default_rng(seed)
+    runs = []
+    for steps in generator.integers(1, 12, 2):
+        alpha, beta = generator.uniform(0.5, 2, steps), generator.uniform(0.1, 1, steps)
+        bidiagonal = np.diag(alpha) + np.diag(beta[:-1], 1)
+        runs.append((alpha, beta, np.linalg.svd(bidiagonal)))
+    (alpha, beta, first), (before, coupled, second) = runs
+    theta = max(first[1][0], second[1][0])  # beyond it all polynomials increase
+    cycle = Cycle(before, coupled, np.abs(second[2][0]))
+    for x in (1.001, 1.1, 3.0):
+        total = (polynomials(alpha, beta, (x * theta) ** 2) ** 2).sum()
+        growth = cycle.weights @ polynomials(before, coupled, (x * theta) ** 2)[:-1]
+        for cycles, whole in (([], total), ([cycle], total * growth**2)):
+            evidence = Evidence(alpha, beta, cycles, theta)
+            assert evidence.excludes(x, whole**-0.5 * (1 + 1e-7))
+            assert not evidence.excludes(x, whole**-0.5 * (1 - 1e-7))
+
+
+def test_evidence_of_couplings_that_vanish_is_no_overflow():
+    ones = np.ones(3)
+    assert Evidence(ones, np.array([0.5, 0.0, 0.5]), [], 1.2).excludes(1.5, 1e-3)
+
+
 @pytest.mark.parametrize("name", SPECTRA)
 def test_the_statements_hold_run_by_run(name):
     generator = torch.Generator().manual_seed(len(name))

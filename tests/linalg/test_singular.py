@@ -258,10 +258,13 @@ def test_any_small_matrix_against_its_dense_svd(n, m, seed):
     assert top.upper >= truth * (1 - 1e-12)
 
 
-@pytest.mark.parametrize("steps", [20, 150])  # 64 have room before the bases grow
-def test_bidiagonalisation_satisfies_its_defining_identities(steps):
-    # Of full rank: left vectors follow from the right ones, as exactly as the least value allows.
-    op = with_spectrum(np.linspace(3, 1, 250), n=250, m=260)
+# Left vectors follow from the right ones, as exactly as the least value that was seen allows. 64
+# steps have room before the bases grow.
+@pytest.mark.parametrize(
+    ("values", "steps"), [(np.linspace(3, 1, 250), 150), (3 * 0.98 ** np.arange(250.0), 20)]
+)
+def test_bidiagonalisation_satisfies_its_defining_identities(values, steps):
+    op = with_spectrum(values, n=250, m=260)
     start = torch.randn(2, 250, generator=seeded(4), dtype=torch.float64)
     *_, last = golub_kahan(op, start, steps)
     b = last.matrix()
@@ -282,6 +285,14 @@ def test_float32_gives_the_float64_interval(seed):
     double = top_singular(with_spectrum(values), generator=seeded(seed))
     assert math.isclose(single.sigma, double.sigma, rel_tol=1e-5)
     assert math.isclose(single.upper, double.upper, rel_tol=1e-3)
+
+
+def test_a_long_run_that_keeps_no_left_vectors_has_the_same_bases():
+    op = with_spectrum(np.linspace(3, 1, 250), n=250, m=260)
+    start = torch.randn(1, 250, generator=seeded(4), dtype=torch.float64)
+    *_, kept = golub_kahan(op, start, 140)
+    *_, less = golub_kahan(op, start, 140, keep_left=False)
+    assert less.u is None and torch.equal(less.v, kept.v) and torch.equal(less.alpha, kept.alpha)
 
 
 def test_a_larger_delta_never_widens_an_interval_of_as_many_steps():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -140,6 +141,30 @@ def feeds() -> Iterator[tuple[str, Feed]]:
         for name in ACTIVATIONS:
             yield name, Feed(inner, of_units, outer, shift, name)
             yield f"gated {name}", Feed(inner, of_units, outer, shift, name, gate, of_gate)
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu", "identity"])
+def test_the_radius_of_a_network_of_one_unit_is_reached(name: Any) -> None:
+    """At 5 the unit is 10.5 and GELU the identity; the gate is 12.9."""
+    one, zero = torch.ones(1, 1, dtype=DOUBLE), torch.zeros(1, dtype=DOUBLE)
+    first = Feed(2 * one, zero + 0.5, 3 * one, zero + 0.7, name)
+    last = Branch(Feed(one, zero, one, zero, "identity"), skip=False)
+    for feed in (first, replace(first, gate=2.5 * one, gate_bias=zero + 0.4)):
+        chain = Chain((Branch(feed, skip=False), last))
+        reached = float(Chain(chain.branches[:1])(5 * one[None]))
+        found = ls.lipschitz_bound(chain, radius=5.0).parts[1].radius
+        assert found == pytest.approx(reached, rel=1e-9), feed.gate
+
+
+def test_a_network_that_writes_nothing_hands_on_what_it_was_given() -> None:
+    """On all inputs: zero times an infinite radius is zero."""
+    eye, zero = torch.eye(D, dtype=DOUBLE), torch.zeros(D, dtype=DOUBLE)
+    silent = Feed(eye, zero, 0 * eye, zero + 0.1, "gelu")
+    last = Feed(eye, zero, eye, zero, "silu", eye, zero)
+    chain = Chain((Branch(silent, skip=False), Branch(last, skip=False)))
+    assert ls.lipschitz_bound(chain).parts[1].radius == pytest.approx(0.1 * D**0.5)
+    clipped = Chain((Branch(silent), Branch(last, Clip(1.0))))
+    assert math.isfinite(float(ls.lipschitz_bound(clipped)))
 
 
 @pytest.mark.parametrize("name", ["relu", "gelu", "silu", "tanh"])

@@ -194,8 +194,15 @@ class ReadyModel:
         paths = (site.replace("_orig_mod.", "") for site in sites)  # compiled modules are out now
         tensors = (*model.parameters(), *model.buffers())
         types = frozenset(t.dtype for t in tensors if t.is_floating_point())
-        about = tuple(notes), tuple(own), tuple(given), types
-        return Ready(done, *about, resident, tuple(paths))
+        return Ready(
+            model=done,
+            notes=tuple(notes),
+            own=tuple(own),
+            given=tuple(given),
+            types=types,
+            resident=resident,
+            sites=tuple(paths),
+        )
 
     def _converted(self, dtype: torch.dtype, device: torch.device) -> nn.Module | ResidentWeights:
         """The model in a type on a device, whole or block by block."""
@@ -306,7 +313,7 @@ class ModelAtInput:
         self.norms, self.sums = norms, sums
         self.layers: Sequence[int] | None = None  # those that will be asked for; None for all
         self.memory = 2**30  # bytes, of which half are for their blocks and for hidden states
-        # What the model's blocks give as it was given, once that is asked for, in its own type.
+        # What the model's blocks give as it was given, in its own type, where that is known.
         self._blocks: tuple[torch.dtype, BlockRun] | None = None
         self.beside: list[ModelAtInput] = []  # windows that share a pass over the blocks
         self._sites = 0  # number of attention modules, known with the trace
@@ -371,8 +378,8 @@ class ModelAtInput:
         setting, resident, self._sites = self.setting, ready.resident, len(sites)
         layers = self.layers if resident and count_of_layers(ready.model, sites) else None
         upto = max(layers) if layers else None
-        given = ready.is_given(self.model.model, self.dtype)
-        with watched_blocks(ready.model) if given else contextlib.nullcontext() as found:
+        watch = self._several and ready.is_given(self.model.model, self.dtype)
+        with watched_blocks(ready.model) if watch else contextlib.nullcontext() as found:
             record = run_traced(
                 ready.model,
                 self.arguments,
@@ -385,7 +392,9 @@ class ModelAtInput:
                 by_block=None if resident is None else BlockPass(resident, upto, self._briefly),
             )
         if found is not None and self._pays_to_know(record.calls[0].x, record):
-            self._blocks = self.dtype, found()
+            run = found()
+            if run.outputs:  # none of a model that had to run twice
+                self._blocks = self.dtype, run
         names = [call.name for call in record.calls]
         self.model.check_layers(setting, names, complete=record.complete)
         return record
@@ -519,11 +528,15 @@ class ModelAtInput:
         below = self._blocks[1].below(ends.enters)
         return ReferenceModel(function, dtype, partial(function, below=below) if below else None)
 
+    @property
+    def _several(self) -> bool:
+        """Whether several layers will be asked for."""
+        return self.layers is None or len(self.layers) > 1
+
     def _pays_to_know(self, x: Tensor, record: Trace) -> bool:
-        """Whether what its blocks give, and maybe a pass for it, cost less than passes by layer."""
-        several = self.layers is None or len(self.layers) > 1
+        """Whether keeping what its blocks give costs less than running them for every layer."""
         size = x.numel() * x.element_size() * len(record.calls)
-        return several and not record.draws and size <= self.memory // 4
+        return self._several and not record.draws and size <= self.memory // 4
 
 
 def ready_model(model: AnyModel, *, tokenizer: Any = None, **how: Any) -> ReadyModel:

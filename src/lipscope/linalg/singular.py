@@ -131,8 +131,9 @@ class _Lanczos:
         ):
             new = ((lam - diagonal) * now - link * before) / following
             size = max(abs(new), 1.0)
-            before, now, scale, link = now / size, new / size, scale + math.log(size), following
-            total = total / size**power + weight * abs(now) ** power
+            unit = 1 / size  # whose powers may underflow, where those of the size would overflow
+            before, now, scale, link = now * unit, new * unit, scale + math.log(size), following
+            total = total * unit**power + weight * abs(now) ** power
         return power * scale + (math.log(total) if total else -math.inf)
 
 
@@ -173,7 +174,8 @@ def golub_kahan(
     The right vectors are reorthogonalised against all earlier ones (a second pass where
     the first one cancelled); the left ones follow from the two-term recurrence, which
     suffices for the leading singular values [simon2000] and halves that cost. Memory is
-    ``capacity (N + M)`` numbers a run, and ``capacity N`` where left vectors are not kept.
+    ``capacity (N + M)`` numbers a run, and ``capacity N`` where left vectors are not kept; of a
+    long run on a GPU, 64 vectors more while it makes room.
 
     Holds for any real operator. A run whose subspace is exhausted goes on with zeros,
     so that a batch may hold runs of different lengths.
@@ -184,9 +186,9 @@ def golub_kahan(
     """
     b = start.shape[0]
     size_in, size_out = op.in_size, math.prod(op.out_shape)
-    # As much as runs usually take: the next solve finds it warm, where pages of a large piece
-    # come from the system each time, one fault after the other.
-    held = min(capacity, _USUAL_STEPS)
+    # Room for a usual run: the process keeps memory of this size, so that the next solve meets no
+    # page faults. A run that turns out long gets all its room at once, when the first is full.
+    held = capacity if capacity <= 2 * _USUAL_STEPS else _USUAL_STEPS
     right = torch.empty(b, held + 1, size_in, dtype=op.dtype, device=op.device)
     left = start.new_empty(b, held if keep_left else 1, size_out)
     eps = torch.finfo(op.dtype).eps * _BREAKDOWN
@@ -199,9 +201,9 @@ def golub_kahan(
     before = left[:, 0]
     for k in range(capacity):
         if k == held:
-            held = min(2 * held, capacity)
-            right = _longer(right, held + 1)
-            left = _longer(left, held) if keep_left else left
+            held = capacity
+            right = _longer(right, capacity + 1)
+            left = _longer(left, capacity) if keep_left else left
         now = left[:, k if keep_left else 0]
         w = op.matvec(right[:, k].reshape(b, *op.in_shape)).reshape(b, size_out)
         if k > 0:

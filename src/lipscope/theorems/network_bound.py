@@ -348,7 +348,8 @@ def _feed(feed: Feed, tokens: Tokens) -> Constant:
         start, hidden = ACTIVATIONS[feed.activation](b), reach(spectral_norm(inner), r) + length(b)
     from_zero = length(outer @ start + shift) + reach(moves, r)
     # No activation is larger than what it takes.
-    return Constant(moves, torch.minimum(from_zero, spectral_norm(outer) * hidden + length(shift)))
+    at_most = reach(spectral_norm(outer), hidden) + length(shift)
+    return Constant(moves, torch.minimum(from_zero, at_most))
 
 
 def _between(outer: Tensor, sizes: Tensor, inner: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "L2, tied": ("l2", {}),
     "cosine": ("scaled-cosine", {"temperature": 4.0, "gain": 4.0, "eps": 16.0}),
 }
-_SEEDS = 3
+_SEEDS = 2
 _BLOCKS = 20  # of the held-out text, for the interval
 _READINGS = 4  # along training
 _WINDOWS = 2  # of text, at which sigma is measured
@@ -300,7 +300,8 @@ def _remarks(study: Study, data: Corpus, found: Sequence[Record]) -> None:
         "small, and accuracy and ratios of bounds do not change.",
         "Not run: the code's own size, width 256, windows of 256, 64 a step. A step took 4.5 s of "
         "one core here, 2,000 steps two and a half hours; 60 % accuracy (abstract) is of that "
-        "size." + (" Nor the full size of this command, of three seeds." if study.quick else ""),
+        "size."
+        + (f" Nor the full size of this command, of {_SEEDS} seeds." if study.quick else ""),
         "Bound as coded: phess2/lipschitz-transformers, commit 9173461, from norms of whole "
         "matrices. Its parts as we read them have no factor for heads, whose scores are divided by "
         "the head's width, and divide the slope of GELU out twice. Heads right: the same formula "

@@ -34,7 +34,7 @@ class BlockRun:
 def run_of_blocks(
     model: nn.Module, inputs: Inputs, dtype: torch.dtype, until: str | None = None
 ) -> BlockRun:
-    """Run a model once, up to the first call of a module, and keep what its blocks give."""
+    """Run a model, up to the first call of ``until`` if it is given; keep what its blocks give."""
 
     def end(*_: Any) -> None:
         raise Reached
