@@ -14,9 +14,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lipscope as ls
-from lipscope import InputError
+from lipscope import InputError, SmoothTransformer
 from lipscope.attention import DotProduct
-from lipscope.models import Branch, Feed, Network, check_network, layer_network, read_network
+from lipscope.models import (
+    Branch,
+    Feed,
+    Network,
+    check_network,
+    layer_network,
+    read_map,
+    read_network,
+    read_parts,
+)
 
 IDS = torch.tensor([[7, 80, 33, 7, 251, 104]])
 PADDED = {"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]])}
@@ -242,6 +251,58 @@ def test_activations_gates_and_tails_are_told_apart() -> None:
     assert norm is not None and not norm.centred and not norm.bias.any() and norm.eps == 1e-6
     (only,) = of("normed mean").tail
     assert only.part is None and only.norm is not None and only.norm.centred
+
+
+def silent() -> tuple[SmoothTransformer, Tensor]:
+    """A module that knows its parts; at this input all units of its first network are off."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"outputs": 3, "length": 5, "vocabulary": 6, "pool": "mean"}
+    model = SmoothTransformer(8, 2, 2, cap=None, activation="relu", **sizes).double().eval()
+    ids, part = torch.tensor([[0, 4, 1, 4, 2]]), model.blocks[0][1].part
+    with torch.no_grad():
+        h = model.blocks[0][0](model.clip(model.tokens(ids)))[0]
+        off = torch.linalg.pinv(h).sum(1)  # every token h_i has the product 1 with it
+        part[0].weight.sub_(off * (h @ part[0].weight.T).max(0).values.clamp_min(0)[:, None] * 2)
+        assert not bool(part(h).any()) and bool(part(-h).any())
+    return model, ids
+
+
+def test_a_module_that_knows_its_parts_is_read_where_one_is_silent() -> None:
+    """The weights of that sum show in no value of the run."""
+    model, ids = silent()
+    network, x = read_network(model, (ids,))
+    assert isinstance(network, Network)
+    torch.testing.assert_close(network(x), model(ids)[0])
+    parts, same = read_parts(model, (ids,))
+    block, _ = read_map(model, (ids,), layer=1)
+    torch.testing.assert_close(same, x)
+    far = x + random((5, 8))
+    expected = model.head(model.blocks[1](model.blocks[0](far[None])).mean(1))[0]
+    torch.testing.assert_close(network(far), expected)
+    torch.testing.assert_close(parts(far), expected)
+    torch.testing.assert_close(block(far), model.blocks[1](far[None])[0])
+    parts(far).sum().backward()
+    grads = [model.blocks[i][1].part[0].weight.grad for i in (0, 1)]
+    assert all(g is not None and bool(g.any()) for g in grads)
+    kept = network(far).detach()
+    with torch.no_grad():
+        model.blocks[0][0].part.attention.query.mul_(2.0)
+    torch.testing.assert_close(network(far), kept)
+
+
+def test_what_a_module_says_of_its_parts_is_held_against_it() -> None:
+    model, ids = silent()
+    own = model.as_network
+
+    def wrong() -> Network:
+        known = own()
+        assert isinstance(known, Network)
+        sums = [replace(b, skip=0.5) if isinstance(b.part, Feed) else b for b in known.branches]
+        return replace(known, branches=tuple(sums))
+
+    model.as_network = wrong
+    with pytest.raises(InputError, match="the stream there goes to"):
+        read_network(model, (ids,))
 
 
 def test_a_norm_without_variance_is_read() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -113,6 +114,7 @@ class Search:
         for call in function.calls:
             self.times.append(times[call.name][turns[call.name]])
             turns[call.name] += 1
+        self.own: tuple[Branch, ...] = ()
         self.layers: dict[int, Attention] = {}
         self.read_norms: dict[nn.Module, Norm | None] = {}
         self.furthest = _State(self.function.x)
@@ -131,10 +133,22 @@ class Search:
                 f"tanh. Found `{unknown}` (as autograd calls it) between the stream and "
                 "the output; certify one layer."
             )
+        self.own = self._own_branches()
         found = self._follow(_State(self.function.x))
         if found is None:
             raise self._stuck()
         return found
+
+    def _own_branches(self) -> tuple[Branch, ...]:
+        """Copies of what the module's own `as_network` has, from the first layer here on."""
+        return copy.deepcopy(self._as_network())
+
+    def _as_network(self) -> tuple[Branch, ...]:
+        give = getattr(self.record.model, "as_network", None)
+        branches: tuple[Branch, ...] = give().branches if callable(give) else ()
+        layers = [i for i, one in enumerate(branches) if isinstance(one.part, Attention)]
+        before = next(i for i, c in enumerate(self.record.calls) if c is self.function.calls[0])
+        return branches[layers[before] :] if before < len(layers) else ()
 
     def _follow(self, state: _State) -> Found | None:
         """Depth first; the sums and parts that the module forms leave little choice."""
@@ -147,6 +161,8 @@ class Search:
 
     def _next(self, state: _State, complete: bool) -> Iterator[_State]:
         v, pooled = state.v, state.share is not None
+        if not pooled:
+            yield from self._said(state)
         normed = list(self._norms(v, state.time))
         for norm, y, time in ((None, v, state.time), *normed):
             for part, p, then in self._parts(y, time, len(state.starts)) if not pooled else ():
@@ -166,6 +182,18 @@ class Search:
             for share in self._shares():
                 if self.view.holds((share @ v)[None]):
                     yield replace(state, v=(share @ v)[None], share=share)
+
+    def _said(self, state: _State) -> Iterator[_State]:
+        """By the module's own word: the weights of a sum do not show where its part is silent."""
+        for branch in self.own[len(state.branches) :][:1]:
+            done, time = len(state.starts), state.time
+            if isinstance(branch.part, Attention):
+                if done == len(self.times):
+                    return
+                time = self.times[done]
+            y = branch(state.v)
+            if self.view.holds(y):
+                yield state.then(branch, y, time)
 
     # --- norms
 
@@ -387,6 +415,9 @@ class PartsSearch(Search):
         "with a norm before or after, then maybe a fixed pool and a linear head.",
         "give the module a method `as_network`, or describe it as a `Network`",
     )
+
+    def _own_branches(self) -> tuple[Branch, ...]:
+        return self._as_network()
 
     def _read_layer(self, call: AttentionCall) -> Attention:
         return _agreeing(call, _as_layer(call), Attention)
