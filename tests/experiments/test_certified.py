@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lipscope import SmoothTransformer
-from lipscope.models import Network
+from lipscope.models import Network, read_network
 from lipscope_experiments import reproduce
 from lipscope_experiments.certified import decisions
 from lipscope_experiments.certified.classifiers import Recipe, SmallTransformer, Trained, described
@@ -75,13 +75,12 @@ def test_a_bisection_ends_below_what_is_proved() -> None:
 
 @pytest.mark.parametrize("name", ["A1", "S1", "capped"])
 def test_what_the_peer_is_given_is_the_network(name: str) -> None:
-    """Scores at moved tokens, clipped ones among them."""
+    """Scores at moved tokens."""
     if name == "capped":
         torch.manual_seed(0)
         sizes: dict[str, Any] = {"outputs": 3, "length": 8, "features": 5, "activation": "relu"}
         smooth = SmoothTransformer(32, 4, 2, pool="mean", **sizes).double().eval()
-        network = smooth.as_network()
-        x = smooth.tokens(3 * torch.randn(1, 8, 5, dtype=torch.float64))[0].detach()
+        network, x = read_network(smooth, (3 * torch.randn(1, 8, 5, dtype=torch.float64),))
     else:
         model, x = _network(name)
         network = described(model, x)

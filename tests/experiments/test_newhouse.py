@@ -14,6 +14,7 @@ from lipscope_experiments.certified.smooth import (
     CAPS,
     LINEAR,
     Task,
+    beside,
     fitted,
     radii,
     slope_before_head,
@@ -80,6 +81,23 @@ def test_no_move_within_the_radius_of_the_bound_changes_the_answer(kind):
     with torch.no_grad():
         sure = radii(model(x), model.head.weight, labels, slope_before_head(model))
     assert bool((sure > 0).any())
+    hold(model, x, labels, sure)
+
+
+def test_no_move_within_the_radius_of_a_certificate_changes_the_answer():
+    of = blobs(3)
+    model = fitted(of, "cap 2", 30, 0)
+    x, labels = of.test
+    with torch.no_grad():
+        few = (model(x).argmax(1) == labels).nonzero()[:2, 0]
+    found = [beside(model, x[i]) for i in few]
+    assert all(0 < one["certificate"] <= one["no flip"] for one in found)
+    sure = torch.tensor([one["certificate"] for one in found]).double()
+    hold(model.double(), x[few].double(), labels[few], sure)
+
+
+def hold(model, x, labels, sure):
+    """Ascents of the loss within the radii change no answer."""
     move = torch.zeros_like(x)
     for _ in range(15):
         at = (x + move).requires_grad_()
@@ -107,3 +125,6 @@ def test_without_a_folder_of_sentences_the_rest_is_found(monkeypatch, tmp_path):
     assert any("SST was left out" in one for one in found.remarks)
     assert [line[0] for line in found.tables[0].lines] == ["cap 1", LINEAR]
     assert math.isfinite(float(found.tables[0].lines[0][1]))
+    ways = [line[:2] for line in found.tables[1].lines if line[1] != "CROWN"]
+    known = [("cap 1", by) for by in ("bound", "certificate", "no flip")]
+    assert ways == [*known, (LINEAR, "exact")]

@@ -31,6 +31,7 @@ class _Through(nn.Module):
     def __init__(self, branch: Branch) -> None:
         super().__init__()
         part, self.norm, self.skip = branch.part, branch.norm, branch.skip
+        assert not isinstance(self.norm, Clip)
         self.part, self.reads = part, nn.ModuleList()
         if isinstance(part, Feed) and part.gate is None:
             self.reads.append(_linear(part.inner, part.inner_bias))
@@ -62,16 +63,10 @@ class _Through(nn.Module):
             y = self.writes(mixed.reshape(b, n, self.writes.in_features))
         elif isinstance(self.part, Feed):
             y = self.writes(ACTIVATIONS[self.part.activation](read[0]))
-        if self.skip is False:
-            return y
-        return (x if self.skip is True else self.skip * x) + y
+        return x + y if self.skip else y
 
 
-def _normed(norm: Norm | Clip, x: Tensor) -> Tensor:
-    if isinstance(norm, Clip):
-        least = norm.radius**2
-        length = ((x.pow(2).sum(-1, keepdim=True) - least).relu() + least).sqrt()
-        return x * (norm.radius / length)
+def _normed(norm: Norm, x: Tensor) -> Tensor:
     c = x - x.mean(-1, keepdim=True) if norm.centred else x
     if norm.scaled:
         c = c / torch.sqrt(c.pow(2).mean(-1, keepdim=True) + norm.eps)

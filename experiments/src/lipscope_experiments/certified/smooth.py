@@ -1,8 +1,8 @@
-"""Classifiers with capped weights: what their bound certifies at once, and what is found beside."""
+"""Classifiers with capped weights: what their bound certifies at once, and certificates beside."""
 
 from __future__ import annotations
 
-import copy
+import functools
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipscope import InputError, SmoothTransformer, certify_decision, lipschitz_bound
+from lipscope import InputError, SmoothTransformer, lipschitz_bound, load_model
 from lipscope.charts import Panel
 from lipscope_experiments.certified.crown import peer, peer_radius
 from lipscope_experiments.certified.decisions import ratios
@@ -25,17 +25,12 @@ from lipscope_experiments.training import SHARPER, train
 
 CAPS = {"cap 0.5": 0.5, "cap 1": 1.0, "cap 2": 2.0, "ordinary": None}
 LINEAR = "linear"
-_ASKED = {"SST": ("cap 0.5", "cap 1"), "digits": ("cap 0.5", "cap 1", "cap 2")}
-_SHOWN = {"SST": 1, "digits": 2}  # inputs that are certified: those of SST take minutes
+# Classifiers whose decisions are certified, and how many of the first test inputs are asked.
+_ASKED = {"SST": (("cap 0.5", "cap 1"), 5), "digits": (tuple(CAPS), 50)}
 _SIZES: dict[str, Any] = {"width": 16, "heads": 4, "depth": 2}
 _WORDS = 16  # of a sentence, the first ones
-_PAIRS = (
-    ("decision", "bound"),
-    ("decision", "CROWN"),
-    ("CROWN", "bound"),
-    ("attack", "decision"),
-    ("attack", "CROWN"),
-)
+_BY = ("bound", "certificate", "CROWN", "no flip")  # what proves radii, and an attack
+_PAIRS = (("certificate", "bound"), ("certificate", "CROWN"), ("no flip", "certificate"))
 _RADII = {
     "SST": (0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
     "digits": (0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
@@ -111,9 +106,12 @@ def slope_before_head(model: SmoothTransformer | LinearModel) -> float:
     if isinstance(model, LinearModel):
         return model.slope
     whole = min(float(lipschitz_bound(model, norm=n)) for n in ("max-token", "frobenius"))
-    if isinstance(model.embedding, nn.Linear):
-        whole *= _norm(model.embedding.weight)
-    return whole / _norm(model.head.weight)
+    return whole * _entry(model) / _norm(model.head.weight)
+
+
+def _entry(model: SmoothTransformer) -> float:
+    """How far the stream moves at most by a move of the input: of word vectors, as far."""
+    return _norm(model.embedding.weight) if isinstance(model.embedding, nn.Linear) else 1.0
 
 
 def _norm(weight: Tensor) -> float:
@@ -163,41 +161,65 @@ def fitted(of: Task, kind: str, steps: int, seed: int) -> SmoothTransformer | Li
     return model.eval()
 
 
-def judged(of: Task, kind: str, steps: int, seed: int, shown: int) -> Record:
-    """Accuracy, certified accuracy by the bound, and radii of a few inputs by other means."""
-    model = fitted(of, kind, steps, seed)
+def judged(of: Task, model: SmoothTransformer | LinearModel, shown: int) -> Record:
+    """Accuracy, certified accuracy by the bound, and its radii of the first inputs."""
     x, y = of.test
     with torch.no_grad():
         scores = model(x)
     slope = slope_before_head(model)
     sure = radii(scores, model.head.weight, y, slope)
-    right = scores.argmax(1) == y
-    few = right.nonzero()[:shown, 0].tolist() if isinstance(model, SmoothTransformer) else []
     return {
-        "accuracy": int(right.sum()),
+        "accuracy": int((scores.argmax(1) == y).sum()),
         "tested": len(y),
         "slope": slope,
         "certified": [int((sure > r).sum()) for r in _RADII[of.name]],
-        "inputs": [_beside(model, x[i], float(sure[i])) for i in few],
+        "first": sure[:shown].tolist(),
     }
 
 
-def _beside(model: Any, x: Tensor, bound: float) -> Record:
-    """One input: the radii of the bound, a certificate, CROWN and an attack, on the stream."""
-    (found,) = certify_decision(model, x[None])
-    times = _norm(model.embedding.weight) if isinstance(model.embedding, nn.Linear) else 1.0
-    beside = {"bound": bound * times, "decision": found.radius, "attack": found.attack}
+def beside(model: SmoothTransformer, x: Tensor) -> Record:
+    """The radii of a certificate, of CROWN and of the smallest flip found, at one input."""
+    decision = load_model(model).decision(x[None])
+    found = decision.certify()
+    known = {"certificate": found.radius, "no flip": found.attack}
     if peer() is not None and found.attack is not None:
-        exact = copy.deepcopy(model).double().requires_grad_(False)
-        network, tokens = exact.as_network(), exact.tokens(_double(x[None]))[0]
-        every = torch.ones_like(tokens[:, :1])
-        crown = peer_radius(network, tokens, found.decision, every, found.attack, "CROWN")
-        beside["CROWN"] = None if crown is None else crown[0]
-    return beside
+        every, most = torch.ones_like(decision.x[:, :1]), found.attack
+        crown = peer_radius(decision.network, decision.x, found.decision, every, most, "CROWN")
+        known["CROWN"] = None if crown is None else crown[0]
+    return {name: r and r / _entry(model) for name, r in known.items()}
 
 
-def _double(x: Tensor) -> Tensor:
-    return x.double() if x.is_floating_point() else x
+def classified(study: Study, of: Task) -> list[Record]:
+    """A record a classifier; of those that are asked with radii of the first inputs."""
+    (asked, most), steps = _ASKED[of.name], study.pick(150, 1000)
+    model = functools.cache(lambda kind, seed: fitted(of, kind, steps, seed))
+
+    def whole(kind: str, seed: int, shown: int, **_: Any) -> Record:
+        return judged(of, model(kind, seed), shown)
+
+    def single(kind: str, seed: int, index: int, **_: Any) -> Record:
+        return beside(model(kind, seed), of.test[0][index])
+
+    found, shown = list[Record](), {"shown": study.pick(1, most)}
+    keys = grid(task=[of.name], kind=(*CAPS, LINEAR), steps=[steps], seed=[0])
+    for one in study.values(of.name, [key | shown for key in keys], whole):
+        key = {name: one[name] for name in keys[0]}
+        right = [i for i, r in enumerate(one["first"]) if r > 0 and one["kind"] in asked]
+        each = study.values(f"{of.name}, inputs", [key | {"index": i} for i in right], single)
+        found.append(one | {"inputs": [r | {"bound": one["first"][r["index"]]} for r in each]})
+    return found
+
+
+def by_each(one: Record) -> list[Record]:
+    """Certified accuracy at the first inputs of a classifier, by all that certifies it."""
+    each = {by: [r[by] or 0.0 for r in one["inputs"] if by in r] for by in _BY}
+    each |= {"exact": one["first"]} if one["kind"] == LINEAR else {}
+    return [
+        {"kind": one["kind"], "by": by, "shown": one["shown"]}
+        | {"certified": [sum(r > at for r in known) for at in (0.0, *_RADII[one["task"]])]}
+        for by, known in each.items()
+        if known
+    ]
 
 
 @experiment(
@@ -207,7 +229,7 @@ def _double(x: Tensor) -> Tensor:
     reads_text=False,
 )
 def smooth(study: Study) -> None:
-    """Capped, ordinary and linear classifiers: accuracy, certified accuracy, radii beside."""
+    """Capped, ordinary and linear classifiers: accuracy, and certified accuracy by each way."""
     missing, found = list[str](), list[Record]()
     for name in _RADII:
         if name == "SST" and not os.environ.get(FOLDER):
@@ -218,10 +240,7 @@ def smooth(study: Study) -> None:
         except InputError as why:
             missing.append(str(why))
             continue
-        keys = grid(task=[name], kind=(*CAPS, LINEAR), steps=[study.pick(150, 1000)], seed=[0])
-        for one in keys:
-            one["shown"] = study.pick(1, _SHOWN[name]) if one["kind"] in _ASKED[name] else 0
-        found += study.values(name, keys, lambda task, of=of, **how: judged(of, **how))
+        found += classified(study, of)
     for name in dict.fromkeys(one["task"] for one in found):
         mine = chosen(found, task=name)
         study.claim(
@@ -232,7 +251,7 @@ def smooth(study: Study) -> None:
         for above, below in _PAIRS:
             study.claim(
                 f"{name}: {above} over {below}, radii of the same inputs",
-                "at least 1" if above == "attack" else "–",
+                "at least 1" if above == "no flip" else "–",
                 "; ".join(
                     f"{one['kind']}: {middle(both)}"
                     for one in mine
@@ -252,20 +271,43 @@ def smooth(study: Study) -> None:
                 },
             },
         )
+        study.table(
+            f"{name}: certified accuracy of the first {mine[0]['shown']} test inputs, at radii",
+            [row for one in mine for row in by_each(one)],
+            {
+                "classifier": "kind",
+                "by": "by",
+                **{
+                    f"{r:g}" if r else "right": lambda row, i=i: percentage(
+                        row["certified"][i], row["shown"], ".0%"
+                    )
+                    for i, r in enumerate((0.0, *_RADII[name]))
+                },
+            },
+        )
     _draw(study, found)
     _remarks(study, found, missing)
 
 
 def _draw(study: Study, found: Sequence[Record]) -> None:
-    panels = []
-    for name in dict.fromkeys(one["task"] for one in found):
+    panels, axes = list[Panel](), ("radius (joint l2)", "certified accuracy")
+    names = dict.fromkeys(one["task"] for one in found)
+    for name in names:
         series = [
             line(one["kind"], _RADII[name], [k / one["tested"] for k in one["certified"]])
             for one in chosen(found, task=name)
         ]
-        axes = "radius (joint l2)", "certified accuracy"
-        panels.append(Panel(name, series, *axes, log_y=False))
-    study.draw("smooth", "Certified accuracy by the bound alone", panels, columns=2)
+        panels.append(Panel(f"{name}: by the bound", series, *axes, log_y=False))
+    for name in names:
+        mine = [row for one in chosen(found, task=name) for row in by_each(one)]
+        series = [
+            line(row["kind"], _RADII[name], [k / row["shown"] for k in row["certified"][1:]])
+            for row in mine
+            if row["by"] in ("certificate", "exact")
+        ]
+        title = f"{name}: by certificates, {mine[0]['shown']} inputs"
+        panels.append(Panel(title, series, *axes, log_y=False))
+    study.draw("smooth", "Certified accuracy", panels, columns=2)
 
 
 def _remarks(study: Study, found: Sequence[Record], missing: Sequence[str]) -> None:
@@ -279,13 +321,14 @@ def _remarks(study: Study, found: Sequence[Record], missing: Sequence[str]) -> N
         "mean of word vectors in the same ball, or all pixels, and one linear map: its radius is "
         "exact.",
         "By the bound: margin over (slope of what the head reads, times the distance of two rows "
-        "of the head), the lesser of the bounds in both norms; all test inputs at once. Decision: "
-        "`certify_decision` on the first inputs that are classified rightly, at most "
-        f"{max((one['shown'] for one in found), default=0)} a classifier, and the smallest flip "
-        "that it finds; of digits both of the stream, so bounds of images times the norm of the "
-        "first linear map. Not asked: cap 2 for SST, and ordinary ones; of one that was trained "
-        "on digits `certify_decision` did not find the parts.",
-        "CROWN: auto_LiRPA on the same parts in float64, the clip among them, by bisection to 2 %."
+        "of the head), the lesser of the bounds in both norms; all test inputs at once.",
+        "Certificate: `certify_decision` of the stream, and the smallest flip that it finds; of "
+        "digits over the norm of the first linear map, so that they too are of moves of the "
+        "image. No move of the image that flips need be among those of the stream: certificates "
+        "of digits are below what could be proved of the image by that norm's slack. A wrong "
+        "answer counts as not certified.",
+        "CROWN: auto_LiRPA on the same parts and the same stream in float64, by bisection to 2 %, "
+        "at most to the flip."
         if peer()
         else "CROWN was left out: auto_LiRPA cannot be imported.",
         *missing,

@@ -53,8 +53,8 @@ def read_network(
     """The network that a module is at an input, and the stream that enters it, in float64.
 
     The stream is what enters the first block: embeddings with their positions and norm. Masks are
-    those of this input. The network is held against a float64 copy of the module
-    (`check_network`).
+    those of this input. What a method `as_network` of the module gives comes first, else what the
+    values of a run show; all is held against a float64 copy of the module (`check_network`).
 
     Holds for blocks of dot-product attention and token-wise networks in turn, each with or without
     a residual sum and a norm before it or after the sum; for pools that are fixed means of tokens;
