@@ -30,9 +30,9 @@ class _Through(nn.Module):
 
     def __init__(self, branch: Branch) -> None:
         super().__init__()
-        part, self.norm, self.skip = branch.part, branch.norm, branch.skip
-        assert not isinstance(self.norm, Clip)
-        self.part, self.reads = part, nn.ModuleList()
+        part, norm, self.skip = branch.part, branch.norm, branch.skip
+        assert not isinstance(norm, Clip)
+        self.part, self.norm, self.reads = part, norm, nn.ModuleList()
         if isinstance(part, Feed) and part.gate is None:
             self.reads.append(_linear(part.inner, part.inner_bias))
             self.writes = _linear(part.outer, part.outer_bias)

@@ -192,7 +192,7 @@ def beside(model: SmoothTransformer, x: Tensor) -> Record:
 def classified(study: Study, of: Task) -> list[Record]:
     """A record a classifier; of those that are asked with radii of the first inputs."""
     (asked, most), steps = _ASKED[of.name], study.pick(150, 1000)
-    model = functools.cache(lambda kind, seed: fitted(of, kind, steps, seed))
+    model: Any = functools.cache(lambda kind, seed: fitted(of, kind, steps, seed))
 
     def whole(kind: str, seed: int, shown: int, **_: Any) -> Record:
         return judged(of, model(kind, seed), shown)

@@ -6,7 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -19,6 +19,7 @@ from lipscope.models.network import (
     ACTIVATIONS,
     ActivationName,
     Branch,
+    Chain,
     Feed,
     Network,
     Norm,
@@ -144,8 +145,9 @@ class Search:
         return copy.deepcopy(self._as_network())
 
     def _as_network(self) -> tuple[Branch, ...]:
-        give = getattr(self.record.model, "as_network", None)
-        branches: tuple[Branch, ...] = give().branches if callable(give) else ()
+        give: Any = getattr(self.record.model, "as_network", None)
+        own: Any = give() if callable(give) else Chain(())
+        branches: tuple[Branch, ...] = own.branches
         layers = [i for i, one in enumerate(branches) if isinstance(one.part, Attention)]
         before = next(i for i, c in enumerate(self.record.calls) if c is self.function.calls[0])
         return branches[layers[before] :] if before < len(layers) else ()
