@@ -26,7 +26,7 @@ from lipscope_experiments.training import SHARPER, train
 CAPS = {"cap 0.5": 0.5, "cap 1": 1.0, "cap 2": 2.0, "ordinary": None}
 LINEAR = "linear"
 # Classifiers whose decisions are certified, and how many of the first test inputs are asked.
-_ASKED = {"SST": (("cap 0.5", "cap 1"), 5), "digits": (tuple(CAPS), 50)}
+_ASKED = {"SST": (("cap 0.5", "cap 1"), 5), "digits": (tuple(CAPS), 30)}
 _SIZES: dict[str, Any] = {"width": 16, "heads": 4, "depth": 2}
 _WORDS = 16  # of a sentence, the first ones
 _BY = ("bound", "certificate", "CROWN", "no flip")  # what proves radii, and an attack
@@ -322,13 +322,13 @@ def _remarks(study: Study, found: Sequence[Record], missing: Sequence[str]) -> N
         "exact.",
         "By the bound: margin over (slope of what the head reads, times the distance of two rows "
         "of the head), the lesser of the bounds in both norms; all test inputs at once.",
-        "Certificate: `certify_decision` of the stream, and the smallest flip that it finds; of "
-        "digits over the norm of the first linear map, so that they too are of moves of the "
-        "image. No move of the image that flips need be among those of the stream: certificates "
-        "of digits are below what could be proved of the image by that norm's slack. A wrong "
-        "answer counts as not certified.",
-        "CROWN: auto_LiRPA on the same parts and the same stream in float64, by bisection to 2 %, "
-        "at most to the flip."
+        "Certificate: `certify_decision`, of joint moves of the stream behind the clip, which are "
+        "no larger than those before it; of digits its radius over the norm of the first linear "
+        "map, so of the image. No flip: the smallest one found in that stream, above which neither "
+        "certificate can be; it need come from no image. Wrong answers are not certified. Of SST "
+        "cap 2 and ordinary ones were not asked.",
+        "CROWN: auto_LiRPA on the same parts and stream in float64, by bisection to 2 %, over the "
+        "same norm."
         if peer()
         else "CROWN was left out: auto_LiRPA cannot be imported.",
         *missing,
