@@ -305,6 +305,12 @@ def test_what_a_module_says_of_its_parts_is_held_against_it() -> None:
         read_network(model, (ids,))
 
 
+def test_a_module_that_knows_its_parts_may_hold_what_is_refused() -> None:
+    sizes: dict[str, Any] = {"outputs": 3, "length": 5, "vocabulary": 6, "pool": "mean"}
+    with pytest.raises(InputError, match=r"of dot-product attention.*`L2Attention`"):
+        read_network(SmoothTransformer(8, 2, 1, variant="l2", **sizes), ((IDS % 6)[:, :5],))
+
+
 def test_a_norm_without_variance_is_read() -> None:
     class CentreNorm(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -192,6 +192,7 @@ class Search:
             if isinstance(branch.part, Attention):
                 if done == len(self.times):
                     return
+                self._layer(done)  # refused where it would be without that word
                 time = self.times[done]
             y = branch(state.v)
             if self.view.holds(y):
