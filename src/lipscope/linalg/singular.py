@@ -123,7 +123,7 @@ class _Lanczos:
 
         With power 2 and weights 1 of ``p_0..p_k``, the inverse of the Christoffel function; with
         power 1 and a cycle's weights, ``log q(lam)``: how much a restart raised the start's part
-        on the top direction. Numbers, not arrays: at one ``lam`` they are ten times faster.
+        on the top direction. Numbers, not arrays: at one ``lam`` they are faster.
         """
         before, now, scale, link, total = 0.0, 1.0, 0.0, 0.0, weights[0]
         for diagonal, following, weight in zip(

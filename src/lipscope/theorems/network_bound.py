@@ -332,23 +332,23 @@ def _feed(feed: Feed, tokens: Tokens) -> Constant:
     inner, outer = tokens.weight(feed.inner.double()), feed.outer.double()
     b, shift = tokens.bias(feed.inner.double(), feed.inner_bias), feed.outer_bias.double()
     least, most = slopes(feed.activation)
-    r = tokens.radius
+    r, written = tokens.radius, spectral_norm(outer)
     if feed.gate is not None:
         gate = tokens.weight(feed.gate.double())
         beside = tokens.bias(feed.gate.double(), feed.gate_bias)
         z, u = (reach(length(w), r) + c.abs() for w, c in ((inner, b), (gate, beside)))
-        hidden = length(z * u)
+        hidden = length((z * u).nan_to_num(0.0, math.inf))  # zero times infinity is zero
         moves = _between(outer, most * u, inner) + _between(outer, z, gate)
         start = ACTIVATIONS[feed.activation](b) * beside
     else:
-        middle, half = (most + least) / 2, (most - least) / 2
+        middle, half, taken = (most + least) / 2, (most - least) / 2, spectral_norm(inner)
         moves = middle * product_above(outer.mT, inner)
         if half:
-            moves = moves + half * spectral_norm(outer) * spectral_norm(inner)
-        start, hidden = ACTIVATIONS[feed.activation](b), reach(spectral_norm(inner), r) + length(b)
+            moves = moves + half * written * taken
+        start, hidden = ACTIVATIONS[feed.activation](b), reach(taken, r) + length(b)
     from_zero = length(outer @ start + shift) + reach(moves, r)
     # No activation is larger than what it takes.
-    at_most = reach(spectral_norm(outer), hidden) + length(shift)
+    at_most = reach(written, hidden) + length(shift)
     return Constant(moves, torch.minimum(from_zero, at_most))
 
 

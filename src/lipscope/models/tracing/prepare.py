@@ -288,7 +288,7 @@ def _choose(some: Iterable[Choice]) -> None:
 
 @contextlib.contextmanager
 def as_chosen(own: Iterable[Choice]) -> Iterator[None]:
-    """A model with the attention it came with, as far as that runs: its answers may be others."""
+    """The attention that a model came with, as far as that runs: its answers may be others."""
     own = [one for one in own if one.value in ("eager", "sdpa")]
     before = [one._replace(value=getattr(one.config, one.key)) for one in own]
     try:
