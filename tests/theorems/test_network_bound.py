@@ -165,11 +165,6 @@ def test_a_network_that_writes_nothing_hands_on_what_it_was_given() -> None:
     assert ls.lipschitz_bound(chain).parts[1].radius == pytest.approx(0.1 * D**0.5)
     clipped = Chain((Branch(silent), Branch(last, Clip(1.0))))
     assert math.isfinite(float(ls.lipschitz_bound(clipped)))
-    off = Feed(eye.clone().index_fill_(0, torch.tensor(0), 0.0), zero, eye, zero, "silu", eye, zero)
-    after = Chain((Branch(off, skip=False), Branch(last, skip=False)))
-    with pytest.raises(ls.InputError, match="`radius`") as refused:
-        ls.lipschitz_bound(after)
-    assert "nan" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["relu", "gelu", "silu", "tanh"])

@@ -337,7 +337,7 @@ def _feed(feed: Feed, tokens: Tokens) -> Constant:
         gate = tokens.weight(feed.gate.double())
         beside = tokens.bias(feed.gate.double(), feed.gate_bias)
         z, u = (reach(length(w), r) + c.abs() for w, c in ((inner, b), (gate, beside)))
-        hidden = length((z * u).nan_to_num(0.0, math.inf))  # zero times infinity is zero
+        hidden = length(z * u)
         moves = _between(outer, most * u, inner) + _between(outer, z, gate)
         start = ACTIVATIONS[feed.activation](b) * beside
     else:
