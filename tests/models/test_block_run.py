@@ -8,7 +8,7 @@ from torch import nn
 
 import lipscope as ls
 from lipscope.models import run_of_blocks
-from lipscope.models.tracing.block_run import standing_in
+from lipscope.models.tracing.recorder import standing_in
 from tiny import TEXT, TINY, tiny
 
 IDS = torch.arange(5, 13)[None]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lipscope as ls
-from lipscope.linalg.finite_difference import difference
+from lipscope.linalg import difference
 from tiny import TEXT, encoder, tiny
 
 X = torch.randn(1, 7, 8, generator=torch.Generator().manual_seed(1))

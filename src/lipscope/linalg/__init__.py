@@ -1,10 +1,5 @@
 """Linear algebra of Jacobians: operators, the top singular value, its interval and its gradient."""
 
-from lipscope.linalg.finite_difference import (
-    MeanValueCheck as MeanValueCheck,
-    difference as difference,
-    segment as segment,
-)
 from lipscope.linalg.gradient import sigma as sigma
 from lipscope.linalg.norms import (
     Metric as Metric,
@@ -20,6 +15,7 @@ from lipscope.linalg.operator import (
     Tape as Tape,
     compose as compose,
     derivatives as derivatives,
+    difference as difference,
     linearise as linearise,
     over_leading as over_leading,
     plus_identity as plus_identity,
@@ -36,6 +32,9 @@ from lipscope.linalg.singular import (
     top_singular as top_singular,
     top_singular_batch as top_singular_batch,
 )
-from lipscope.linalg.threads import few_threads as few_threads
 from lipscope.linalg.top_subspace import Leading as Leading, leading as leading
-from lipscope.linalg.torch_state import draws_from as draws_from, torch_state as torch_state
+from lipscope.linalg.torch_state import (
+    draws_from as draws_from,
+    few_threads as few_threads,
+    torch_state as torch_state,
+)

@@ -19,7 +19,7 @@ from torch import Tensor
 from lipscope.display import Shown
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator
-from lipscope.linalg.threads import few_threads
+from lipscope.linalg.torch_state import few_threads
 
 
 @dataclass(frozen=True)

@@ -82,12 +82,6 @@ from lipscope.models.readings import (
     Readings as Readings,
     Where as Where,
 )
-from lipscope.models.tracing.block_run import (
-    BlockOutputs as BlockOutputs,
-    BlockRun as BlockRun,
-    run_of_blocks as run_of_blocks,
-    watched_blocks as watched_blocks,
-)
 from lipscope.models.tracing.calls import Trace as Trace
 from lipscope.models.tracing.map_endpoints import (
     LayerMap as LayerMap,
@@ -119,9 +113,13 @@ from lipscope.models.tracing.prepare import (
     prepared as prepared,
 )
 from lipscope.models.tracing.recorder import (
+    BlockOutputs as BlockOutputs,
+    BlockRun as BlockRun,
     first_tensor as first_tensor,
     run as run,
+    run_of_blocks as run_of_blocks,
     to_device as to_device,
+    watched_blocks as watched_blocks,
 )
 from lipscope.models.tracing.resident_weights import (
     ModuleWeights as ModuleWeights,

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lipscope.attention import Attention
 from lipscope.errors import InputError
 from lipscope.linalg import Operator, derivatives, linearise
-from lipscope.models.tracing.block_run import BlockOutputs, run_of_blocks, standing_in
 from lipscope.models.tracing.calls import (
     BlockCall,
     BlockStart,
@@ -28,6 +27,7 @@ from lipscope.models.tracing.calls import (
 from lipscope.models.tracing.prepare import exact_maths
 from lipscope.models.tracing.recorder import (
     AtSum,
+    BlockOutputs,
     Inputs,
     NormCall,
     Reached,
@@ -41,6 +41,8 @@ from lipscope.models.tracing.recorder import (
     each_tensor,
     first_tensor,
     named_arguments,
+    run_of_blocks,
+    standing_in,
 )
 from lipscope.models.tracing.sites import AttentionCall, block_of, first_block_of
 
