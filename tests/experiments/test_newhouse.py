@@ -20,7 +20,7 @@ from lipscope_experiments.certified.smooth import (
     slope_before_head,
 )
 from lipscope_experiments.newhouse2025 import shakespeare
-from lipscope_experiments.newhouse2025.bounds import as_rms, formula, largest_found
+from lipscope_experiments.newhouse2025.shakespeare import bound_of, formula, largest_found
 
 
 def decoder(cap: float, seed: int = 0) -> SmoothTransformer:
@@ -39,15 +39,13 @@ def test_the_formula_as_coded_has_its_published_values(cap, value):
 def test_the_formula_put_right_and_ours_are_above_every_attack(cap):
     for seed in range(2):
         model = decoder(cap, seed)
-        size = {"num_tokens": 6, "starts": 4, "steps": 30}
-        found = as_rms(model) * largest_found(model.float(), **size)
-        ours = as_rms(model) * float(model.bound.detach())
-        assert found <= min(ours, formula(model, right=True))
+        found = largest_found(model.float(), num_tokens=6, starts=4, steps=30)
+        assert found <= min(bound_of(model), formula(model, right=True))
 
 
 def test_shakespeare_says_what_it_found(monkeypatch, tmp_path):
     monkeypatch.setattr(shakespeare, "CAPS", (1.0, None))
-    monkeypatch.setattr(shakespeare, "VARIANTS", {"dot product": ("dot-product", {})})
+    monkeypatch.setattr(shakespeare, "VARIANTS", {"dot product": {}})
     asked = list[int]()
 
     def few(model, loss, steps):
