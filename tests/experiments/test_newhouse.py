@@ -19,6 +19,7 @@ from lipscope_experiments.certified.smooth import (
     radii,
     slope_before_head,
 )
+from lipscope_experiments.digits import Digits
 from lipscope_experiments.newhouse2025 import shakespeare
 from lipscope_experiments.newhouse2025.shakespeare import bound_of, formula, largest_found
 
@@ -68,7 +69,7 @@ def blobs(classes: int) -> Task:
     labels = torch.arange(120) % classes
     rows = torch.randn(classes, 4, 3, generator=gen)[labels]
     rows = rows + 0.1 * torch.randn(120, 4, 3, generator=gen)
-    return Task("digits", (rows, labels), (rows[:40], labels[:40]), None)
+    return Task((rows, labels), (rows[:40], labels[:40]))
 
 
 @pytest.mark.parametrize("kind", CAPS)
@@ -117,7 +118,9 @@ def test_the_radius_of_a_linear_model_is_the_distance():
 
 def test_without_a_folder_of_sentences_the_rest_is_found(monkeypatch, tmp_path):
     monkeypatch.delenv("LIPSCOPE_DEEPT", raising=False)
-    monkeypatch.setattr(smooth, "task", lambda name: blobs(3))
+    (x, y), (tested, labels) = (blobs(3).train, blobs(3).test)
+    data = Digits(x[:, None], y, tested[:, None], labels)
+    monkeypatch.setattr(smooth, "digits", lambda: data)
     monkeypatch.setattr(smooth, "CAPS", {"cap 1": 1.0})
     found = reproduce("certified/smooth", quick=True, out=tmp_path / "run")
     assert any("SST was left out" in one for one in found.remarks)
