@@ -47,7 +47,7 @@ def deept(folder: Path, blocks: int) -> Trained:
             if len(ids) <= 16 and len(inputs) < SHOWN:
                 inputs.append(x)
                 labels.append(one["label"])
-    return Trained(f"DeepT-{blocks}", recipe, model, inputs, labels, right / len(asked))
+    return Trained(recipe, model, inputs, labels, right / len(asked))
 
 
 def folder_for(name: str) -> Path:
