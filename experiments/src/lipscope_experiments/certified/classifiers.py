@@ -211,7 +211,7 @@ Labelled = tuple[Tensor, Tensor]
 
 def _windows(texts: Sequence[str], n: int) -> tuple[Labelled, Labelled, int]:
     """Windows of n words with the text they are of, to train on and to test on; vocabulary."""
-    found = [_words(text)[:_MOST] for text in texts]
+    found = [re.findall(r"[a-z]+|[^\sa-z]", text.lower())[:_MOST] for text in texts]
     counts = Counter(itertools.chain(*found))
     index = {word: i + 1 for i, (word, k) in enumerate(counts.most_common()) if k >= 3}
     parts: tuple[list[tuple[list[int], int]], ...] = ([], [])
@@ -225,7 +225,3 @@ def _windows(texts: Sequence[str], n: int) -> tuple[Labelled, Labelled, int]:
         (torch.tensor([w for w, _ in p]), torch.tensor([y for _, y in p])) for p in parts
     )
     return train, test, len(index) + 1
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"[a-z]+|[^\sa-z]", text.lower())
