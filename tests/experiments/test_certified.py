@@ -109,12 +109,12 @@ def test_the_peer_proves_less_than_an_attack_reaches(name: str) -> None:
         assert ibp[0] < crown[0] < attack
 
 
-def test_training_is_kept(tmp_path) -> None:
-    """The second call reads the weights; inputs are classified correctly, and are the same ones."""
+def test_training_repeats_itself() -> None:
+    """A second call has the same inputs, which are classified correctly."""
     texts = [
         " ".join(f"{word} the {'ab'[i % 2]}" for i in range(700)) for word in ("left", "right")
     ]
-    first, again = (Trained.of("A1", texts, tmp_path, steps=40) for _ in range(2))
+    first, again = (Trained.of(Recipe.of("A1"), texts, steps=40) for _ in range(2))
     assert first.accuracy == 1.0
     for x, y, label in zip(first.inputs, again.inputs, first.labels, strict=True):
         assert torch.equal(x, y)
@@ -126,7 +126,7 @@ def test_radii_and_bounds_at_an_input(name: str, front: bool) -> None:
     """Ours is less than the attack's; no bound lies above a margin that was found."""
     model, x = _network(name, front)
     label = int(model(x[None]).argmax())
-    trained = Trained(name, Recipe.of(name), model, [x], [label], 1.0)
+    trained = Trained(Recipe.of(name), model, [x], [label], 1.0)
     found = decided(trained, "token", 0, 1000)
     assert 0 < found["ours"] < found["attack"]
     assert found["points"] == 5000
@@ -144,7 +144,7 @@ def _records(recipe: Recipe, ball: str, index: int, points: int) -> dict[str, An
 
 def test_findings_say_what_was_decided(tmp_path, monkeypatch) -> None:
     """Claims, a table and the three figures, from records that were not computed."""
-    named = lambda _, name: lambda keep: Recipe.of(name if name[0] in "ANS" else "N3")  # noqa: E731
+    named = lambda _, name: lambda: Recipe.of(name if name[0] in "ANS" else "N3")  # noqa: E731
     monkeypatch.setattr(decisions, "_source", named)
     monkeypatch.setattr(decisions, "decided", _records)
     found = reproduce("certified/decisions", out=tmp_path)
@@ -164,7 +164,7 @@ def test_findings_say_what_was_decided(tmp_path, monkeypatch) -> None:
 def test_what_is_not_there_is_left_out(tmp_path, monkeypatch) -> None:
     """In one line each: texts, DeepT's folder."""
     monkeypatch.setattr(decisions, "_FULL", {"N1": (1, 1), "N1-prose": (1, 1), "DeepT-1": (0, 1)})
-    monkeypatch.setattr(Trained, "of", lambda name, *_: Recipe.of(name))
+    monkeypatch.setattr(Trained, "of", lambda recipe, *_: recipe)
     monkeypatch.setattr(decisions, "decided", _records)
     monkeypatch.delenv("LIPSCOPE_DEEPT", raising=False)
 

@@ -19,8 +19,9 @@ from lipscope_experiments.certified.smooth import (
     radii,
     slope_before_head,
 )
+from lipscope_experiments.digits import Digits
 from lipscope_experiments.newhouse2025 import shakespeare
-from lipscope_experiments.newhouse2025.bounds import as_rms, formula, largest_found
+from lipscope_experiments.newhouse2025.shakespeare import bound_of, formula, largest_found
 
 
 def decoder(cap: float, seed: int = 0) -> SmoothTransformer:
@@ -39,15 +40,13 @@ def test_the_formula_as_coded_has_its_published_values(cap, value):
 def test_the_formula_put_right_and_ours_are_above_every_attack(cap):
     for seed in range(2):
         model = decoder(cap, seed)
-        size = {"num_tokens": 6, "starts": 4, "steps": 30}
-        found = as_rms(model) * largest_found(model.float(), **size)
-        ours = as_rms(model) * float(model.bound.detach())
-        assert found <= min(ours, formula(model, right=True))
+        found = largest_found(model.float(), num_tokens=6, starts=4, steps=30)
+        assert found <= min(bound_of(model), formula(model, right=True))
 
 
 def test_shakespeare_says_what_it_found(monkeypatch, tmp_path):
     monkeypatch.setattr(shakespeare, "CAPS", (1.0, None))
-    monkeypatch.setattr(shakespeare, "VARIANTS", {"dot product": ("dot-product", {})})
+    monkeypatch.setattr(shakespeare, "VARIANTS", {"dot product": {}})
     asked = list[int]()
 
     def few(model, loss, steps):
@@ -70,7 +69,7 @@ def blobs(classes: int) -> Task:
     labels = torch.arange(120) % classes
     rows = torch.randn(classes, 4, 3, generator=gen)[labels]
     rows = rows + 0.1 * torch.randn(120, 4, 3, generator=gen)
-    return Task("digits", (rows, labels), (rows[:40], labels[:40]), None)
+    return Task((rows, labels), (rows[:40], labels[:40]))
 
 
 @pytest.mark.parametrize("kind", CAPS)
@@ -119,7 +118,9 @@ def test_the_radius_of_a_linear_model_is_the_distance():
 
 def test_without_a_folder_of_sentences_the_rest_is_found(monkeypatch, tmp_path):
     monkeypatch.delenv("LIPSCOPE_DEEPT", raising=False)
-    monkeypatch.setattr(smooth, "task", lambda name: blobs(3))
+    (x, y), (tested, labels) = (blobs(3).train, blobs(3).test)
+    data = Digits(x[:, None], y, tested[:, None], labels)
+    monkeypatch.setattr(smooth, "digits", lambda: data)
     monkeypatch.setattr(smooth, "CAPS", {"cap 1": 1.0})
     found = reproduce("certified/smooth", quick=True, out=tmp_path / "run")
     assert any("SST was left out" in one for one in found.remarks)

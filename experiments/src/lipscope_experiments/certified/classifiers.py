@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,10 +55,7 @@ class CentredNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The norm of every token."""
-        c = x - x.mean(-1, keepdim=True)
-        if self.scaled:
-            c = c / torch.sqrt(c.pow(2).mean(-1, keepdim=True) + 1e-5)
-        return self.weight * c + self.bias
+        return Norm(self.weight, self.bias, scaled=self.scaled)(x)
 
 
 class Mixing(nn.Module):
@@ -67,6 +64,14 @@ class Mixing(nn.Module):
     def __init__(self, d: int) -> None:
         super().__init__()
         self.query, self.key, self.value, self.out = (nn.Linear(d, d) for _ in range(4))
+
+    @property
+    def part(self) -> DotProduct:
+        """What it is in a network of parts."""
+        (q, q0), (k, k0), (v, v0), (o, o0) = map(_of, (self.query, self.key, self.value, self.out))
+        return DotProduct(
+            q, k, v, o, heads=4, query_bias=q0, key_bias=k0, value_bias=v0, output_bias=o0
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """The output of every token."""
@@ -124,47 +129,34 @@ class SmallTransformer(nn.Module):
         return self.head(x.mean(1) if self.pooler is None else torch.tanh(self.pooler(x[:, 0])))
 
 
-# --- as its parts
+def _of(one: nn.Linear | CentredNorm) -> tuple[Tensor, Tensor]:
+    return one.weight.detach(), one.bias.detach()
+
+
+def _norm(norm: CentredNorm) -> Branch:
+    return Branch(norm=Norm(*_of(norm), scaled=norm.scaled), skip=False)
 
 
 def described(model: SmallTransformer, x: Tensor) -> Network:
     """The network as its parts, held against the module."""
     n, d = x.shape
-    branches: list[Branch] = []
-    if model.front is not None and model.front_norm is not None:
-        front = Feed(*_of(model.front), torch.eye(d).to(x), torch.zeros(d).to(x), "identity")
-        branches += [Branch(front, skip=False), _norm(model.front_norm)]
+    none = torch.eye(d).to(x), torch.zeros(d).to(x)  # a second map that does nothing
+    share, branches, tail = torch.full((n,), 1 / n).to(x), list[Branch](), ()
+    if model.front is not None and model.front_norm is not None and model.pooler is not None:
+        front = Branch(Feed(*_of(model.front), *none, "identity"), skip=False)
+        branches += [front, _norm(model.front_norm)]
+        share = torch.eye(n)[0].to(x)
+        tail = (Branch(Feed(*_of(model.pooler), *none, "tanh"), skip=False),)
     for block in model.blocks:
         if isinstance(block, Mixing):
-            branches.append(Branch(_attention(block), skip=False))
+            branches.append(Branch(block.part, skip=False))
         elif isinstance(block, Block):
             feed = Feed(*_of(block.inner), *_of(block.outer), block.activation)
-            branches += [Branch(_attention(block.attention)), _norm(block.norm)]
-            branches += [Branch(feed), _norm(block.last)]
-    share, tail = torch.full((n,), 1 / n).to(x), ()
-    if model.pooler is not None:
-        share = torch.eye(n)[0].to(x)
-        pooler = Feed(*_of(model.pooler), torch.eye(d).to(x), torch.zeros(d).to(x), "tanh")
-        tail = (Branch(pooler, skip=False),)
+            for part, norm in ((block.attention.part, block.norm), (feed, block.last)):
+                branches += [Branch(part), _norm(norm)]
     network = Network(tuple(branches), share, *_of(model.head), tail=tail)
     check_network(network, lambda z: model(z[None])[0], x)
     return network
-
-
-def _of(linear: nn.Linear) -> tuple[Tensor, Tensor]:
-    return linear.weight.detach(), linear.bias.detach()
-
-
-def _norm(norm: CentredNorm) -> Branch:
-    weight, bias = norm.weight.detach(), norm.bias.detach()
-    return Branch(norm=Norm(weight, bias, scaled=norm.scaled), skip=False)
-
-
-def _attention(one: Mixing) -> DotProduct:
-    (q, q0), (k, k0), (v, v0), (o, o0) = map(_of, (one.query, one.key, one.value, one.out))
-    return DotProduct(
-        q, k, v, o, heads=4, query_bias=q0, key_bias=k0, value_bias=v0, output_bias=o0
-    )
 
 
 # --- trained here
@@ -174,7 +166,6 @@ def _attention(one: Mixing) -> DotProduct:
 class Trained:
     """A classifier in float64 and the inputs it is asked about, all classified correctly."""
 
-    name: str
     recipe: Recipe
     model: SmallTransformer
     inputs: list[Tensor]  # embedded, (n, d) each
@@ -182,51 +173,37 @@ class Trained:
     accuracy: float  # on the test windows
 
     @classmethod
-    def of(cls, name: str, texts: Sequence[str], keep: Path | None, steps: int = 300) -> Trained:
-        """Train a recipe, or read what was kept of it.
+    def of(cls, recipe: Recipe, texts: Sequence[str], steps: int = 300) -> Trained:
+        """Train a recipe.
 
         Adam on float32, cosine decay; every fifth segment of 200 words is held out. The inputs are
         the first of the test windows in an order drawn with seed 0.
         """
-        recipe = Recipe.of(name)
         train, test, size = _windows(texts, recipe.n)
         torch.manual_seed(0)
         words, model = nn.Embedding(size, recipe.d), SmallTransformer(recipe)
         nn.init.normal_(words.weight, std=0.5)
         places = nn.Parameter(0.1 * torch.randn(recipe.n, recipe.d))
-        whole = nn.ModuleDict({"words": words, "model": model})
-        whole.register_parameter("places", places)
-        kept = None if keep is None else keep / f"{name}.weights.pt"
-        if kept is not None and kept.is_file():
-            whole.load_state_dict(torch.load(kept, weights_only=True))
-        else:
-            _fit(whole, lambda ids: model(words(ids) + places), *train, steps)
-            if kept is not None:
-                torch.save(whole.state_dict(), kept)
-        whole.double().eval().requires_grad_(False)
+        source = torch.Generator().manual_seed(0)
+        adam = torch.optim.Adam([*words.parameters(), *model.parameters(), places], 2e-3)
+        decay = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
+        for _ in range(steps):
+            drawn = torch.randint(len(train[0]), (64,), generator=source)
+            ids, labels = (one[drawn] for one in train)
+            loss = nn.functional.cross_entropy(model(words(ids) + places), labels)
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+            decay.step()
+        model.double().eval().requires_grad_(False)
         ids, labels = test
         with torch.no_grad():
-            x = words(ids) + places
+            x = words.double()(ids) + places.double()
             right = model(x).argmax(1) == labels
         order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
         shown = order[right[order]][:SHOWN]
         accuracy = float(right.double().mean())
-        return cls(name, recipe, model, list(x[shown]), labels[shown].tolist(), accuracy)
-
-
-def _fit(
-    whole: nn.Module, f: Callable[[Tensor], Tensor], ids: Tensor, labels: Tensor, steps: int
-) -> None:
-    source = torch.Generator().manual_seed(0)
-    adam = torch.optim.Adam(whole.parameters(), 2e-3)
-    decay = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
-    for _ in range(steps):
-        chosen = torch.randint(len(ids), (64,), generator=source)
-        loss = nn.functional.cross_entropy(f(ids[chosen]), labels[chosen])
-        adam.zero_grad()
-        loss.backward()
-        adam.step()
-        decay.step()
+        return cls(recipe, model, list(x[shown]), labels[shown].tolist(), accuracy)
 
 
 Labelled = tuple[Tensor, Tensor]
@@ -234,7 +211,7 @@ Labelled = tuple[Tensor, Tensor]
 
 def _windows(texts: Sequence[str], n: int) -> tuple[Labelled, Labelled, int]:
     """Windows of n words with the text they are of, to train on and to test on; vocabulary."""
-    found = [_words(text)[:_MOST] for text in texts]
+    found = [re.findall(r"[a-z]+|[^\sa-z]", text.lower())[:_MOST] for text in texts]
     counts = Counter(itertools.chain(*found))
     index = {word: i + 1 for i, (word, k) in enumerate(counts.most_common()) if k >= 3}
     parts: tuple[list[tuple[list[int], int]], ...] = ([], [])
@@ -248,7 +225,3 @@ def _windows(texts: Sequence[str], n: int) -> tuple[Labelled, Labelled, int]:
         (torch.tensor([w for w, _ in p]), torch.tensor([y for _, y in p])) for p in parts
     )
     return train, test, len(index) + 1
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"[a-z]+|[^\sa-z]", text.lower())

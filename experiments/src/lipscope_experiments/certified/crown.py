@@ -74,11 +74,9 @@ def _normed(norm: Norm, x: Tensor) -> Tensor:
 
 
 def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    found = nn.Linear(weight.shape[1], weight.shape[0])
-    given = weight.new_zeros(len(weight)) if bias is None else bias
-    found.weight, found.bias = (
-        nn.Parameter(one.detach(), requires_grad=False) for one in (weight, given)
-    )
+    found = nn.Linear(weight.shape[1], len(weight), dtype=weight.dtype).requires_grad_(False)
+    found.weight.copy_(weight)
+    found.bias.copy_(torch.zeros_like(found.bias) if bias is None else bias)
     return found
 
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lipscope import InputError
 from lipscope.certificates import NetworkBall, certify_network
 from lipscope.charts import Panel, Series
 from lipscope_experiments.certified.classifiers import LICENCES, Recipe, Trained, described
 from lipscope_experiments.certified.crown import peer, peer_radius
-from lipscope_experiments.certified.deept import FOLDER, deept
+from lipscope_experiments.certified.deept import deept, folder_for
 from lipscope_experiments.certified.flips import least_margin, margins_with_slopes, smallest_flip
 from lipscope_experiments.experiment import Study, experiment
 from lipscope_experiments.findings import Record, chosen, grouped, middle
@@ -60,22 +59,22 @@ _POINTS = 100_000  # at which the bounds of a network are held against its margi
 def decisions(study: Study) -> None:
     """Small classifiers of one to three blocks, and DeepT's: certified and attacked."""
     plan, found, missing = study.pick(_QUICK, _FULL), list[Record](), list[str]()
-    with tempfile.TemporaryDirectory() as folder:
-        for name, counts in plan.items():
-            source = _source(study, name)
-            if isinstance(source, str):
-                missing.append(source)
-                continue
-            asked = zip(BALLS, counts, strict=True)
-            keys = [{"name": name, "ball": b, "index": i} for b, k in asked for i in range(k)]
-            points = math.ceil(_POINTS / len(keys) / len(SHARES))
+    for name, counts in plan.items():
+        try:
+            source = functools.cache(_source(study, name))
+        except InputError as why:
+            missing.append(str(why))
+            continue
+        asked = zip(BALLS, counts, strict=True)
+        keys = [{"name": name, "ball": b, "index": i} for b, k in asked for i in range(k)]
+        points = math.ceil(_POINTS / len(keys) / len(SHARES))
 
-            def one(
-                name: str, ball: Ball, index: int, source: Source = source, points: int = points
-            ) -> Record:
-                return decided(source(Path(folder)), ball, index, points)
+        def one(
+            name: str, ball: Ball, index: int, source: Source = source, points: int = points
+        ) -> Record:
+            return decided(source(), ball, index, points)
 
-            found += study.values(name, keys, one)
+        found += study.values(name, keys, one)
     for ball, words in BALLS.items():
         for over in ("CROWN", "attack"):
             study.claim(
@@ -127,22 +126,20 @@ def decisions(study: Study) -> None:
     )
 
 
-Source = Callable[[Path], Trained]
+Source = Callable[[], Trained]
 
 
-def _source(study: Study, name: str) -> Source | str:
-    """What gives a network, or why there is none."""
+def _source(study: Study, name: str) -> Source:
+    """What gives a network; an error says why there is none."""
     if name.startswith("DeepT"):
-        folder = os.environ.get(FOLDER)
-        if not folder:
-            return f"{name} was left out: {FOLDER} names no folder."
-        return lambda _: deept(Path(folder), int(name[-1]))
-    texts = tuple(path.read_text("utf-8") for path in LICENCES if path.is_file())
-    if Recipe.of(name).task == "prose":
-        texts = tuple(text.content for text in study.texts[:2])
+        return functools.partial(deept, folder_for(name), int(name[-1]))
+    recipe = Recipe.of(name)
+    texts = [path.read_text("utf-8") for path in LICENCES if path.is_file()]
+    if recipe.task == "prose":
+        texts = [text.content for text in study.texts[:2]]
     if len(texts) < 2:
-        return f"{name} was left out: one of its two texts is not there."
-    return lambda keep: Trained.of(name, texts, keep)
+        raise InputError(f"{name} was left out: one of its two texts is not there.")
+    return functools.partial(Trained.of, recipe, texts)
 
 
 def _draw(study: Study, found: Sequence[Record]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipscope import InputError
 from lipscope_experiments.certified.classifiers import SHOWN, Recipe, SmallTransformer, Trained
 
 FOLDER = "LIPSCOPE_DEEPT"  # the environment variable that names it
@@ -45,7 +47,14 @@ def deept(folder: Path, blocks: int) -> Trained:
             if len(ids) <= 16 and len(inputs) < SHOWN:
                 inputs.append(x)
                 labels.append(one["label"])
-    return Trained(f"DeepT-{blocks}", recipe, model, inputs, labels, right / len(asked))
+    return Trained(recipe, model, inputs, labels, right / len(asked))
+
+
+def folder_for(name: str) -> Path:
+    """The folder that the environment names, for a data set or network."""
+    if not os.environ.get(FOLDER):
+        raise InputError(f"{name} was left out: {FOLDER} names no folder.")
+    return Path(os.environ[FOLDER])
 
 
 def sentences(folder: Path, part: str) -> list[dict[str, Any]]:

@@ -72,16 +72,16 @@ def least_margin(
     """
     source, few = torch.Generator().manual_seed(0), 12
     many = points - 40 * few
-    e = _sized(torch.randn(many, *x.shape, generator=source).to(x) * moves, _all(many, radius, x))
+    e = _sized(torch.randn(many, *x.shape, generator=source).to(x) * moves, radius)
     mix = torch.rand(many, 1, 1, generator=source).to(x)
     mix[::4], mix[1] = 0, 1
-    e = _inside(mix * _sized(point[None], _all(1, radius, x)) + (1 - mix) * e, radius)
+    e = _inside(mix * _sized(point[None], radius) + (1 - mix) * e, radius)
     with torch.no_grad():  # in parts: a graph of all points would take gigabytes
         least = min(float(margins(model, x + some, label).min()) for some in e.split(_AT_ONCE))
     e = e[:few]
     for k in range(40):
         _, slope = margins_with_slopes(model, x + e, label, moves)
-        e = _inside(e - _sized(slope, _all(few, 0.4 * radius * 0.03 ** (k / 40), x)), radius)
+        e = _inside(e - _sized(slope, 0.4 * radius * 0.03 ** (k / 40)), radius)
         least = min(least, float(margins(model, x + e, label).detach().min()))
     return least
 
@@ -101,16 +101,12 @@ def margins_with_slopes(
     return found.detach(), torch.autograd.grad(found.sum(), at)[0] * moves
 
 
-def _sized(e: Tensor, size: Tensor) -> Tensor:
+def _sized(e: Tensor, size: Tensor | float) -> Tensor:
     return e * _wide(size / e.flatten(1).norm(dim=1).clamp_min(1e-12))
 
 
 def _inside(e: Tensor, radius: float) -> Tensor:
     return e * _wide((radius / e.flatten(1).norm(dim=1).clamp_min(1e-12)).clamp_max(1))
-
-
-def _all(count: int, value: float, like: Tensor) -> Tensor:
-    return torch.full((count,), value, dtype=like.dtype)
 
 
 def _wide(scalars: Tensor) -> Tensor:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -15,13 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from lipscope import InputError, SmoothTransformer, lipschitz_bound, load_model
+from lipscope.attention import Clip, spectral_norm
 from lipscope.charts import Panel
+from lipscope.control import MeanPool
 from lipscope_experiments.certified.crown import peer, peer_radius
 from lipscope_experiments.certified.decisions import ratios
-from lipscope_experiments.certified.deept import FOLDER, sentences, words_of
+from lipscope_experiments.certified.deept import folder_for, sentences, words_of
 from lipscope_experiments.digits import digits
 from lipscope_experiments.experiment import Study, experiment, grid
-from lipscope_experiments.findings import Record, chosen, line, middle, percentage
+from lipscope_experiments.findings import Record, line, middle, percentage
 from lipscope_experiments.training import SHARPER, train
 
 CAPS = {"cap 0.5": 0.5, "cap 1": 1.0, "cap 2": 2.0, "ordinary": None}
@@ -29,39 +29,30 @@ LINEAR = "linear"
 # Classifiers whose decisions are certified, and how many of the first test inputs are asked.
 _ASKED = {"SST": (("cap 0.5", "cap 1"), 5), "digits": (tuple(CAPS), 30)}
 _MANY = 20  # of these, for a curve
+_STEPS = (150, 1000)  # of a quick run, and of a full one
 _SIZES: dict[str, Any] = {"width": 16, "heads": 4, "depth": 2}
 _WORDS = 16  # of a sentence, the first ones
 _BY = ("bound", "certificate", "CROWN", "no flip")  # what proves radii, and an attack
 _PAIRS = (("certificate", "CROWN"), ("no flip", "certificate"))
-_RADII = {
-    "SST": (0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
-    "digits": (0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
-}
+_RADII = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 @dataclass(frozen=True)
 class Task:
     """Inputs of one length with their classes, to train on and to test on."""
 
-    name: str
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
-    vocabulary: int | None  # of inputs that are ids
-
-    @property
-    def classes(self) -> int:
-        """How many there are."""
-        return int(self.train[1].max()) + 1
+    vocabulary: int | None = None  # of inputs that are ids
 
 
 def task(name: str) -> Task:
     """The digits as eight rows of eight pixels, or sentences of SST, cut or filled to 16 words."""
     if name == "digits":
         found = digits()
-        shown = found.images.squeeze(1), found.labels
-        return Task(name, shown, (found.test_images.squeeze(1), found.test_labels), None)
-    folder = Path(os.environ[FOLDER])
-    parts = [sentences(folder, part) for part in ("train", "test")]
+        shown, tested = found.images.squeeze(1), found.test_images.squeeze(1)
+        return Task((shown, found.labels), (tested, found.test_labels))
+    parts = [sentences(folder_for("SST"), part) for part in ("train", "test")]
     counts = Counter(w for one in parts[0] for w in words_of(one))
     index = {w: i + 2 for i, w in enumerate(sorted(w for w, k in counts.items() if k > 9))}
 
@@ -69,69 +60,20 @@ def task(name: str) -> Task:
         ids = [index.get(w, 1) for w in words_of(one)][:_WORDS]
         return ids + [0] * (_WORDS - len(ids))
 
-    pairs = [
+    train, test = (
         (torch.tensor([as_ids(one) for one in part]), torch.tensor([one["label"] for one in part]))
         for part in parts
-    ]
-    return Task(name, pairs[0], pairs[1], len(index) + 2)
+    )
+    return Task(train, test, len(index) + 2)
 
 
-class LinearModel(nn.Module):
-    """The mean of token vectors in the ball, or all pixels, and one linear map."""
+def fitted(of: Task, kind: str, steps: int, seed: int) -> Any:
+    """A classifier of a kind, trained: the last part is its ``head``.
 
-    def __init__(self, of: Task, width: int) -> None:
-        super().__init__()
-        self.radius = width**0.5
-        words = of.vocabulary
-        self.embedding = None if words is None else nn.Embedding(words, width)
-        if self.embedding is not None:
-            nn.init.normal_(self.embedding.weight)
-        pixels = of.train[0][0].numel()
-        self.head = nn.Linear(pixels if words is None else width, of.classes, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Scores."""
-        if self.embedding is None:
-            return self.head(x.flatten(1))
-        z = self.embedding(x)
-        z = z * (self.radius / z.norm(dim=-1, keepdim=True)).clamp_max(1.0)
-        return self.head(z.mean(1))
-
-    @property
-    def slope(self) -> float:
-        """Of what the head reads, exactly."""
-        return 1.0 if self.embedding is None else _WORDS**-0.5
-
-
-def slope_before_head(model: SmoothTransformer | LinearModel) -> float:
-    """A bound of how far what the head reads moves, by the joint l2 move of inputs."""
-    if isinstance(model, LinearModel):
-        return model.slope
-    whole = min(float(lipschitz_bound(model, norm=n)) for n in ("max-token", "frobenius"))
-    return whole * _entry(model) / _norm(model.head.weight)
-
-
-def _entry(model: SmoothTransformer) -> float:
-    """How far the stream moves at most by a move of the input: of word vectors, as far."""
-    return _norm(model.embedding.weight) if isinstance(model.embedding, nn.Linear) else 1.0
-
-
-def _norm(weight: Tensor) -> float:
-    return float(torch.linalg.matrix_norm(weight.detach().double(), 2))
-
-
-def radii(scores: Tensor, head: Tensor, labels: Tensor, slope: float) -> Tensor:
-    """``min_c (z_y - z_c) / (slope |w_y - w_c|)`` over the other classes; 0 where it is wrong."""
-    w, scores = head.detach().double(), scores.double()
-    apart = (w[:, None] - w[None]).norm(dim=-1)[labels].clamp_min(1e-30)
-    each = (scores.gather(1, labels[:, None]) - scores) / (slope * apart)
-    own = nn.functional.one_hot(labels, len(w)).bool()
-    return each.masked_fill(own, torch.inf).amin(1).clamp_min(0.0)
-
-
-def fitted(of: Task, kind: str, steps: int, seed: int) -> SmoothTransformer | LinearModel:
-    """A classifier of a kind, trained."""
+    The linear ones read all pixels, or the mean of word vectors in the ball.
+    """
     (x, y), gen = of.train, torch.Generator().manual_seed(seed)
+    classes, width = int(y.max()) + 1, _SIZES["width"]
 
     def loss() -> Tensor:
         some = torch.randint(len(y), (64,), generator=gen)
@@ -140,7 +82,14 @@ def fitted(of: Task, kind: str, steps: int, seed: int) -> SmoothTransformer | Li
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if kind == LINEAR:
-            model = LinearModel(of, _SIZES["width"])
+            model: Any = nn.Sequential(nn.Flatten())
+            if of.vocabulary is not None:
+                model = nn.Sequential(
+                    nn.Embedding(of.vocabulary, width), Clip(width**0.5), MeanPool()
+                )
+                nn.init.normal_(model[0].weight)
+            read = x[0].numel() if of.vocabulary is None else width
+            model.add_module("head", nn.Linear(read, classes, bias=False))
             adam = torch.optim.Adam(model.parameters(), lr=0.01)
             for _ in range(steps):
                 adam.zero_grad()
@@ -149,7 +98,7 @@ def fitted(of: Task, kind: str, steps: int, seed: int) -> SmoothTransformer | Li
             return model.eval()
         model = SmoothTransformer(
             **_SIZES,
-            outputs=of.classes,
+            outputs=classes,
             length=x.shape[1],
             vocabulary=of.vocabulary,
             features=None if of.vocabulary else x.shape[-1],
@@ -163,20 +112,33 @@ def fitted(of: Task, kind: str, steps: int, seed: int) -> SmoothTransformer | Li
     return model.eval()
 
 
-def judged(of: Task, model: SmoothTransformer | LinearModel, shown: int) -> Record:
-    """Accuracy, certified accuracy by the bound, and its radii of the first inputs."""
-    x, y = of.test
-    with torch.no_grad():
-        scores = model(x)
-    slope = slope_before_head(model)
-    sure = radii(scores, model.head.weight, y, slope)
-    return {
-        "accuracy": int((scores.argmax(1) == y).sum()),
-        "tested": len(y),
-        "slope": slope,
-        "certified": [int((sure > r).sum()) for r in _RADII[of.name]],
-        "first": sure[:shown].tolist(),
-    }
+def slope_before_head(model: Any) -> float:
+    """A bound of how far what the head reads moves, by the joint l2 move of inputs.
+
+    Of a linear classifier the slope itself: of an image, or of the mean of words.
+    """
+    if not isinstance(model, SmoothTransformer):
+        return 1.0 if isinstance(model[0], nn.Flatten) else _WORDS**-0.5
+    whole = min(float(lipschitz_bound(model, norm=n)) for n in ("max-token", "frobenius"))
+    return whole * _entry(model) / _norm(model.head.weight)
+
+
+def _entry(model: SmoothTransformer) -> float:
+    """How far the stream moves at most by a move of the input: of word vectors, as far."""
+    return _norm(model.embedding.weight) if isinstance(model.embedding, nn.Linear) else 1.0
+
+
+def _norm(weight: Tensor) -> float:
+    return float(spectral_norm(weight.detach().double()))
+
+
+def radii(scores: Tensor, head: Tensor, labels: Tensor, slope: float) -> Tensor:
+    """``min_c (z_y - z_c) / (slope |w_y - w_c|)`` over the other classes; 0 where it is wrong."""
+    w, scores = head.detach().double(), scores.double()
+    apart = (w[:, None] - w[None]).norm(dim=-1)[labels].clamp_min(1e-30)
+    each = (scores.gather(1, labels[:, None]) - scores) / (slope * apart)
+    own = nn.functional.one_hot(labels, len(w)).bool()
+    return each.masked_fill(own, torch.inf).amin(1).clamp_min(0.0)
 
 
 def beside(model: SmoothTransformer, x: Tensor) -> Record:
@@ -191,23 +153,35 @@ def beside(model: SmoothTransformer, x: Tensor) -> Record:
     return {name: r and r / _entry(model) for name, r in known.items()}
 
 
-def classified(study: Study, of: Task) -> list[Record]:
-    """A record a classifier; of those that are asked with radii of the first inputs."""
-    (asked, most), steps = _ASKED[of.name], study.pick(150, 1000)
-    model: Any = functools.cache(lambda kind, seed: fitted(of, kind, steps, seed))
+def classified(study: Study, name: str, of: Task) -> list[Record]:
+    """A record a classifier, with the rows of its first inputs; of those that are asked, radii."""
+    (asked, most), steps = _ASKED[name], study.pick(*_STEPS)
+    model = functools.cache(lambda kind, seed: fitted(of, kind, steps, seed))
 
     def whole(kind: str, seed: int, shown: int, **_: Any) -> Record:
-        return judged(of, model(kind, seed), shown)
+        """Accuracy, certified accuracy by the bound, and its radii of the first inputs."""
+        net, (x, y) = model(kind, seed), of.test
+        with torch.no_grad():
+            scores = net(x)
+        slope = slope_before_head(net)
+        sure = radii(scores, net.head.weight, y, slope)
+        return {
+            "accuracy": int((scores.argmax(1) == y).sum()),
+            "tested": len(y),
+            "slope": slope,
+            "certified": [int((sure > r).sum()) for r in _RADII],
+            "first": sure[:shown].tolist(),
+        }
 
     def single(kind: str, seed: int, index: int, **_: Any) -> Record:
         return beside(model(kind, seed), of.test[0][index])
 
     found, shown = list[Record](), {"shown": study.pick(1, most)}
-    keys = grid(task=[of.name], kind=(*CAPS, LINEAR), steps=[steps], seed=[0])
-    for one in study.values(of.name, [key | shown for key in keys], whole):
-        key = {name: one[name] for name in keys[0]}
+    keys = grid(task=[name], kind=(*CAPS, LINEAR), steps=[steps], seed=[0])
+    wholes = study.values(name, [key | shown for key in keys], whole)
+    for key, one in zip(keys, wholes, strict=True):
         right = [i for i, r in enumerate(one["first"]) if r > 0 and one["kind"] in asked]
-        each = study.values(f"{of.name}, inputs", [key | {"index": i} for i in right], single)
+        each = study.values(f"{name}, inputs", [key | {"index": i} for i in right], single)
         found.append(one | {"inputs": [r | {"bound": one["first"][r["index"]]} for r in each]})
     return found
 
@@ -219,7 +193,7 @@ def by_each(one: Record) -> list[Record]:
         each["exact"] = [r for r in one["first"] if r > 0]
     return [
         {"kind": one["kind"], "by": by, "shown": one["shown"], "median": median(known)}
-        | {"certified": [sum(r > at for r in known) for at in (0.0, *_RADII[one["task"]])]}
+        | {"certified": [sum(r > at for r in known) for at in (0.0, *_RADII)]}
         for by, known in each.items()
         if known
     ]
@@ -233,95 +207,21 @@ def by_each(one: Record) -> list[Record]:
 )
 def smooth(study: Study) -> None:
     """Capped, ordinary and linear classifiers: accuracy, and certified accuracy by each way."""
-    missing, found = list[str](), list[Record]()
-    for name in _RADII:
-        if name == "SST" and not os.environ.get(FOLDER):
-            missing.append(f"SST was left out: {FOLDER} names no folder.")
-            continue
+    missing, found = list[str](), dict[str, list[Record]]()
+    for name in _ASKED:
         try:
             of = task(name)
         except InputError as why:
             missing.append(str(why))
             continue
-        found += classified(study, of)
-    for name in dict.fromkeys(one["task"] for one in found):
-        mine = chosen(found, task=name)
-        study.claim(
-            f"{name}: accuracy",
-            "–",
-            "; ".join(f"{one['kind']}: {one['accuracy'] / one['tested']:.1%}" for one in mine),
-        )
-        for above, below in _PAIRS:
-            study.claim(
-                f"{name}: {above} over {below}, radii of the same inputs",
-                "at least 1" if above == "no flip" else "–",
-                "; ".join(
-                    f"{one['kind']}: {middle(both)}"
-                    for one in mine
-                    if (both := ratios(one["inputs"], above, below))
-                ),
-            )
-        study.table(
-            f"{name}: accuracy, and certified accuracy by the bound, at radii",
-            mine,
-            {
-                "classifier": "kind",
-                "slope": "slope",
-                "accuracy": lambda one: percentage(one["accuracy"], one["tested"]),
-                **{
-                    f"{r:g}": lambda one, i=i: f"{one['certified'][i] / one['tested']:.1%}"
-                    for i, r in enumerate(_RADII[name])
-                },
-            },
-        )
-        study.table(
-            f"{name}: certified accuracy of the first {mine[0]['shown']} test inputs, at radii",
-            [row for one in mine for row in by_each(one)],
-            {
-                "classifier": "kind",
-                "by": "by",
-                "median radius": "median",
-                **{
-                    f"{r:g}" if r else "right": lambda row, i=i: percentage(
-                        row["certified"][i], row["shown"], ".0%"
-                    )
-                    for i, r in enumerate((0.0, *_RADII[name]))
-                },
-            },
-        )
+        found[name] = classified(study, name, of)
+        _of_task(study, name, found[name])
     _draw(study, found)
-    _remarks(study, found, missing)
-
-
-def _draw(study: Study, found: Sequence[Record]) -> None:
-    panels, axes = list[Panel](), ("radius (joint l2)", "certified accuracy")
-    names = dict.fromkeys(one["task"] for one in found)
-    for name in names:
-        series = [
-            line(one["kind"], _RADII[name], [k / one["tested"] for k in one["certified"]])
-            for one in chosen(found, task=name)
-        ]
-        panels.append(Panel(f"{name}: by the bound", series, *axes, log_y=False))
-    for name in names:
-        mine = [row for one in chosen(found, task=name) for row in by_each(one)]
-        if not mine or mine[0]["shown"] < _MANY:
-            continue
-        series = [
-            line(row["kind"], _RADII[name], [k / row["shown"] for k in row["certified"][1:]])
-            for row in mine
-            if row["by"] in ("certificate", "exact")
-        ]
-        title = f"{name}: by certificates, {mine[0]['shown']} inputs"
-        panels.append(Panel(title, series, *axes, log_y=False))
-    study.draw("smooth", "Certified accuracy", panels, columns=2)
-
-
-def _remarks(study: Study, found: Sequence[Record], missing: Sequence[str]) -> None:
-    steps = max((one["steps"] for one in found), default=0)
     study.remark(
         f"Width {_SIZES['width']}, {_SIZES['heads']} heads, {_SIZES['depth']} blocks with ReLU, a "
-        f"mean pool, {steps} steps of 64 inputs, one seed; cross-entropy of {SHARPER:g} times the "
-        "scores. Caps after each step. Ordinary: the same training without caps.",
+        f"mean pool, {study.pick(*_STEPS)} steps of 64 inputs, one seed; cross-entropy of "
+        f"{SHARPER:g} times the scores. Caps after each step. Ordinary: the same training without "
+        "caps.",
         f"Radii of SST are joint l2 moves of the vectors of {_WORDS} words (the first ones of a "
         "sentence, or filled up), each of norm at most 4; of digits, of the image. Linear: the "
         "mean of word vectors in the same ball, or all pixels, and one linear map: its radius is "
@@ -339,3 +239,67 @@ def _remarks(study: Study, found: Sequence[Record], missing: Sequence[str]) -> N
         else "CROWN was left out: auto_LiRPA cannot be imported.",
         *missing,
     )
+
+
+def _of_task(study: Study, name: str, found: list[Record]) -> None:
+    """Claims and tables of one task."""
+    study.claim(
+        f"{name}: accuracy",
+        "–",
+        "; ".join(f"{one['kind']}: {one['accuracy'] / one['tested']:.1%}" for one in found),
+    )
+    for above, below in _PAIRS:
+        both = {one["kind"]: ratios(one["inputs"], above, below) for one in found}
+        study.claim(
+            f"{name}: {above} over {below}, radii of the same inputs",
+            "at least 1" if above == "no flip" else "–",
+            "; ".join(f"{kind}: {middle(known)}" for kind, known in both.items() if known),
+        )
+    study.table(
+        f"{name}: accuracy, and certified accuracy by the bound, at radii",
+        found,
+        {
+            "classifier": "kind",
+            "slope": "slope",
+            "accuracy": lambda one: percentage(one["accuracy"], one["tested"]),
+            **{
+                f"{r:g}": lambda one, i=i: f"{one['certified'][i] / one['tested']:.1%}"
+                for i, r in enumerate(_RADII)
+            },
+        },
+    )
+    study.table(
+        f"{name}: certified accuracy of the first {found[0]['shown']} test inputs, at radii",
+        [row for one in found for row in by_each(one)],
+        {
+            "classifier": "kind",
+            "by": "by",
+            "median radius": "median",
+            **{
+                f"{r:g}" if r else "right": lambda row, i=i: percentage(
+                    row["certified"][i], row["shown"], ".0%"
+                )
+                for i, r in enumerate((0.0, *_RADII))
+            },
+        },
+    )
+
+
+def _draw(study: Study, found: Mapping[str, list[Record]]) -> None:
+    """Certified accuracy against the radius: by the bound of all, by certificates of the first."""
+    panels, curves, axes = list[Panel](), list[Panel](), ("radius (joint l2)", "certified accuracy")
+    for name, mine in found.items():
+        rows = [row for one in mine for row in by_each(one)]
+        proved = [row for row in rows if row["by"] in ("certificate", "exact")]
+        whole, few = (
+            [
+                line(one["kind"], _RADII, [k / one[of] for k in one["certified"][-len(_RADII) :]])
+                for one in shown
+            ]
+            for shown, of in ((mine, "tested"), (proved, "shown"))
+        )
+        panels.append(Panel(f"{name}: by the bound", whole, *axes, log_y=False))
+        if rows and rows[0]["shown"] >= _MANY:
+            title = f"{name}: by certificates, {rows[0]['shown']} inputs"
+            curves.append(Panel(title, few, *axes, log_y=False))
+    study.draw("smooth", "Certified accuracy", panels + curves, columns=2)

@@ -4,102 +4,153 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lipscope import SmoothTransformer
+from lipscope import MultiheadAttention, SmoothTransformer, linearise
 from lipscope.charts import Panel
+from lipscope.linalg import max_token_norm, start_named
 from lipscope.pages import number
 from lipscope.records import stable_id
 from lipscope_experiments.experiment import Study, experiment, grid
-from lipscope_experiments.findings import (
-    Record,
-    average,
-    chosen,
-    curve,
-    geometric,
-    grouped,
-    line,
-)
-from lipscope_experiments.newhouse2025.bounds import (
-    as_rms,
-    formula,
-    largest_found,
-    sigma_at,
-)
+from lipscope_experiments.findings import Record, average, chosen, curve, geometric, grouped, line
 from lipscope_experiments.texts import Corpus, corpus
 from lipscope_experiments.training import SHARPER, train
 
 CAPS = (1.0, 1.25, 1.5, 2.0, None)
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "dot product": ("dot-product", {}),
-    "L2, tied": ("l2", {}),
-    "cosine": ("scaled-cosine", {"temperature": 4.0, "gain": 4.0, "eps": 16.0}),
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dot product": {},
+    "L2, tied": {"variant": "l2"},
+    "cosine": {"variant": "scaled-cosine", "temperature": 4.0, "gain": 4.0, "eps": 16.0},
 }
+_GELU_SLOPE = 1.1289
 _SEEDS = 3
 _BLOCKS = 20  # of the held-out text, for the interval
 _READINGS = 4  # along training
 _WINDOWS = 2  # of text, at which sigma is measured
 
 
-@dataclass(frozen=True)
-class TrainingRun:
-    """Everything that decides on a run besides its text."""
-
-    variant: str  # one of `VARIANTS`
-    cap: float | None  # ``w_max``
-    seed: int
-    steps: int
-    width: int
-    length: int  # of windows, in characters
-    batch: int  # windows of a step
-    heads: int = 4
-    depth: int = 3
-
-    def model(self, characters: int) -> SmoothTransformer:
-        """The model before training."""
-        kind, options = VARIANTS[self.variant]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            return SmoothTransformer(
-                self.width,
-                self.heads,
-                self.depth,
-                outputs=characters,
-                length=self.length,
-                vocabulary=characters,
-                variant=kind,
-                causal=True,
-                cap=self.cap,
-                capped="after-step",
-                **options,
-            )
+# --- bounds, and values below them, of the largest root mean square of a token
 
 
-def trained(run: TrainingRun, data: Corpus) -> tuple[SmoothTransformer, Record]:
+def bound_of(model: SmoothTransformer) -> float:
+    """The model's own bound."""
+    return _as_rms(model) * float(model.bound.detach())
+
+
+def formula(model: SmoothTransformer, *, right: bool) -> float:
+    """The bound of phess2/lipschitz-transformers at commit 9173461, or the same put right.
+
+    From the norms of whole matrices. ``right``: scores are divided by the width of a head, so that
+    their slope has a factor H; heads add up, to at most √H of one; the slope of GELU, which the
+    network is divided by, is divided out once.
+    """
+    a = bound = 1.0  # largest root mean square of a token; the bound so far
+    for one in model.sums:
+        if isinstance(one.part, MultiheadAttention):
+            layer: Any = one.part.attention
+            q, k, v, o = map(_rms_norm, (layer.query, layer.key, layer.value, layer.output))
+            heads = layer.num_heads if right else 1
+            grown = math.sqrt(heads) * o * v
+            slope = grown * (1 + 2 * heads * a**2 * q * k)
+        else:
+            inner, _, outer = one.part
+            grown = _rms_norm(inner.weight) * _rms_norm(outer.weight)
+            slope = _GELU_SLOPE * grown if right else grown
+        bound *= 1 - one.alpha + one.alpha * slope
+        a *= 1 - one.alpha + one.alpha * grown
+    return bound * _rms_norm(model.head.weight)
+
+
+def _rms_norm(weight: Tensor) -> float:
+    rows, columns = weight.shape
+    return float(torch.linalg.matrix_norm(weight.detach().double(), 2)) * math.sqrt(columns / rows)
+
+
+def _as_rms(model: SmoothTransformer) -> float:
+    """What makes of a bound by norms of tokens one by their root mean squares."""
+    outputs, width = model.head.weight.shape
+    return math.sqrt(width / outputs)
+
+
+def sigma_at(model: SmoothTransformer, tokens: Tensor) -> float:
+    """How far a row of scores moves when tokens move, at one input: a lower value."""
+    op = linearise(lambda x: model.scores(x[None])[0], tokens)
+    return _as_rms(model) * max_token_norm(op, dense=0).lower
+
+
+def largest_found(model: SmoothTransformer, num_tokens: int, starts: int, steps: int) -> float:
+    """The largest `sigma_at` that an ascent in the tokens finds, all of them in the ball.
+
+    Inputs and moves climb together by Adam, from normal inputs; the best one is measured anew.
+    """
+    gen = start_named(f"{starts} starts")
+    width = model.head.in_features
+    x, e = torch.randn(2, starts, num_tokens, width, generator=gen, dtype=torch.float64).float()
+    x, e = x.requires_grad_(), e.requires_grad_()
+    adam, most, best = torch.optim.Adam([x, e], lr=0.1), -math.inf, x
+    for step in range(steps):
+        adam.param_groups[0]["lr"] = 0.1 * (1 - step / steps)
+        move = e / e.norm(dim=-1, keepdim=True)
+        inside = 0.999 * model.clip(x)
+        moved = torch.func.jvp(model.scores, (inside,), (move,))[1]
+        found = moved.reshape(starts, -1, moved.shape[-1]).norm(dim=-1).amax(-1)
+        if float(found.detach().max()) > most:
+            most, best = float(found.detach().max()), inside[int(found.argmax())].detach()
+        x.grad, e.grad = torch.autograd.grad(-found.log().sum(), (x, e))
+        adam.step()
+    return sigma_at(model.double(), best.double())
+
+
+def bounded(model: SmoothTransformer, data: Corpus, *ascent: int) -> Record:
+    """Bounds, the largest sigma found by an ascent of these sizes, and sigmas on text."""
+    attack, dots = largest_found(model, *ascent), model.sizes["variant"] == "dot-product"
+    model = model.double()
+    texts = [model.tokens(one[None, :-1])[0].detach() for one in data.held[:_WINDOWS]]
+    return {
+        "coded": formula(model, right=False) if dots else None,
+        "right": formula(model, right=True) if dots else None,
+        "ours": bound_of(model),
+        "attack": attack,
+        "on_text": [sigma_at(model, one) for one in texts],
+    }
+
+
+# --- training
+
+
+def trained(run: Record, data: Corpus) -> tuple[SmoothTransformer, Record]:
     """A model, what it predicts of the held-out text by blocks, and bound and sigma on the way."""
-    model, gen = run.model(data.characters), torch.Generator().manual_seed(run.seed)
-    span, probe = torch.arange(run.length + 1), data.held[0, :-1]
+    gen, length = torch.Generator().manual_seed(run["seed"]), run["length"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(run["seed"])
+        model = SmoothTransformer(
+            **{name: run[name] for name in ("width", "heads", "depth", "length", "cap")},
+            **VARIANTS[run["variant"]],
+            outputs=data.characters,
+            vocabulary=data.characters,
+            causal=True,
+            capped="after-step",
+        )
+    span, probe = torch.arange(length + 1), data.held[:1, :-1]
     curve: list[list[float]] = []
 
     def loss() -> Tensor:
-        starts = torch.randint(0, len(data.train) - run.length, (run.batch,), generator=gen)
+        starts = torch.randint(0, len(data.train) - length, (run["batch"],), generator=gen)
         windows = data.train[starts[:, None] + span]
         return _nats(model(windows[:, :-1]), windows)
 
-    for step, _ in train(model, loss, run.steps):
-        drawn = run.seed == 0 and run.cap is None
-        if drawn and step % (run.steps // _READINGS) == 0:
+    for step, _ in train(model, loss, run["steps"]):
+        drawn = run["seed"] == 0 and run["cap"] is None
+        if drawn and step % (run["steps"] // _READINGS) == 0:
             with torch.no_grad():
-                tokens = model.tokens(probe[None])[0, : run.length // 4]
-            bound = float(model.bound.detach())
-            curve.append([step, bound * as_rms(model), sigma_at(model, tokens) * as_rms(model)])
+                tokens = model.tokens(probe)[0, : length // 4]
+            curve.append([step, bound_of(model), sigma_at(model, tokens)])
     model.eval()
-    return model, held_out(model, data, run.length) | {"curve": curve}
+    return model, held_out(model, data, length) | {"curve": curve}
 
 
 def _nats(scores: Tensor, windows: Tensor) -> Tensor:
@@ -121,55 +172,42 @@ def held_out(model: SmoothTransformer, data: Corpus, length: int) -> Record:
     return {"accuracy": hits, "bits": bits}
 
 
-def bounded(model: SmoothTransformer, data: Corpus, ascent: dict[str, int]) -> Record:
-    """Bounds of root mean squares, the largest sigma found by an ascent, and sigmas on text."""
-    times, dots = as_rms(model), model.sizes["variant"] == "dot-product"
-    worst = times * largest_found(model, **ascent)
-    model = model.double()
-    texts = [model.tokens(one[None, :-1])[0].detach() for one in data.held[:_WINDOWS]]
-    return {
-        "coded": formula(model, right=False) if dots else None,
-        "right": formula(model, right=True) if dots else None,
-        "ours": times * float(model.bound.detach()),
-        "attack": worst,
-        "on_text": [times * sigma_at(model, one) for one in texts],
-    }
-
-
 @experiment(
     "newhouse2025/shakespeare",
     title="Training Transformers with Enforced Lipschitz Constants: characters of Shakespeare",
 )
 def shakespeare(study: Study) -> None:
     """Three kinds of attention at four caps and at none: what is learnt, and what can move."""
-    size: Any = study.pick(
+    size: Record = study.pick(
         {"steps": 300, "width": 32, "length": 32, "batch": 8},
         {"steps": 600, "width": 64, "length": 64, "batch": 16},
     )
     data = corpus(study.texts[-1], size["length"])
+    size |= {"heads": 4, "depth": 3, "text": data.text.name, "sha256": data.text.sha256}
     ascent = {"num_tokens": study.pick(8, 16), "starts": 4, "steps_of_ascent": study.pick(40, 100)}
-    every = grid(seed=range(study.pick(1, _SEEDS)), cap=CAPS, variant=VARIANTS)
-    of_text = {"text": data.text.name, "sha256": data.text.sha256}
-    runs: list[Record] = [asdict(TrainingRun(**one, **size)) | of_text for one in every]
+    runs = grid(seed=range(study.pick(1, _SEEDS)), cap=CAPS, variant=VARIANTS)
+    runs = [one | size for one in runs]
 
     def weights(run: Record) -> Any:
         return study.folder.path / f"{stable_id(run)}.safetensors"
 
-    def one_run(text: str, sha256: str, **run: Any) -> Record:
-        model, found = trained(TrainingRun(**run), data)
-        model.save(weights(run | {"text": text, "sha256": sha256}))
+    def one_run(**run: Any) -> Record:
+        model, found = trained(run, data)
+        model.save(weights(run))
         return found
 
     def one_bound(num_tokens: int, starts: int, steps_of_ascent: int, **run: Any) -> Record:
-        size = {"num_tokens": num_tokens, "starts": starts, "steps": steps_of_ascent}
-        return bounded(SmoothTransformer.load(weights(run)), data, size)
+        model = SmoothTransformer.load(weights(run))
+        return bounded(model, data, num_tokens, starts, steps_of_ascent)
 
     learnt = study.values("runs", runs, one_run)
     bounds = study.values("bounds", [one | ascent for one in runs], one_bound)
     found = [one | other for one, other in zip(bounds, learnt, strict=True)]
+    for one in found:  # of networks of the same seed that are as accurate, or more
+        same, least = chosen(found, seed=one["seed"]), fmean(one["accuracy"])
+        one["least"] = min(r["ours"] for r in same if fmean(r["accuracy"]) >= least)
     _say(study, data, found)
     _draw(study, found)
-    _remarks(study, data, found)
 
 
 def _name_of(cap: float | None) -> str:
@@ -184,109 +222,43 @@ def _say(study: Study, data: Corpus, found: Sequence[Record]) -> None:
         "what a model that reads one character can reach",
         f"{hits:.3f}, {bits:.2f}",
     )
-    dots = chosen(found, variant="dot product")
+    capped = [one for one in found if one["cap"] is not None]
+    dots = chosen(capped, variant="dot product")
     study.claim(
         "how many times the least of our bounds, of all networks that are at least as accurate, is "
         "below the formula as coded",
         "below 1: it is above",
-        _by_cap(dots, lambda one: one["coded"] / _least_bound(found, one)),
+        _by_cap(chosen(found, variant="dot product"), "coded", "least"),
     )
-    capped = [one for one in dots if one["cap"] is not None]
     study.claim(
         "how many times our bound is smaller than the formula as coded: same dot-product networks, "
         "so equal accuracy",
         "below 1: ours is larger; ours is a theorem",
-        _by_cap(capped, lambda one: one["coded"] / one["ours"]),
+        _by_cap(dots, "coded", "ours"),
     )
-    study.claim(
-        "how many times it is smaller than the formula put right",
-        "both are true",
-        _by_cap(capped, lambda one: one["right"] / one["ours"]),
-    )
+    about = "how many times it is smaller than the formula put right"
+    study.claim(about, "both are true", _by_cap(dots, "right", "ours"))
     for variant in VARIANTS:
-        mine = [one for one in chosen(found, variant=variant) if one["cap"] is not None]
-        study.claim(
-            f"our bound over the largest sigma found by attack, {variant}",
-            "at least 1",
-            _by_cap(mine, lambda one: one["ours"] / one["attack"]),
-        )
+        about = f"our bound over the largest sigma found by attack, {variant}"
+        study.claim(about, "at least 1", _by_cap(chosen(capped, variant=variant), "ours", "attack"))
     study.claim(
         "largest sigma found over the bound as coded",
         "at most 1, if the formula were true",
-        _by_cap(capped, lambda one: one["attack"] / one["coded"]),
+        _by_cap(dots, "attack", "coded"),
     )
+    means = {"as coded": "coded", "heads right": "right", "our bound": "ours", "attack": "attack"}
     study.table(
         "What was learnt, and what can move (root mean squares, largest over tokens)",
         grouped(found, "variant", "cap"),
         {
-            "attention": lambda key, _: key[0],
+            "attention": "variant",
             "w_max": lambda key, _: _name_of(key[1]),
             "accuracy": lambda _, mine: _of_blocks(mine, "accuracy"),
             "bits per character": lambda _, mine: _of_blocks(mine, "bits"),
-            "as coded": lambda _, mine: _mean(mine, "coded"),
-            "heads right": lambda _, mine: _mean(mine, "right"),
-            "our bound": lambda _, mine: _mean(mine, "ours"),
-            "attack": lambda _, mine: _mean(mine, "attack"),
+            **{name: lambda _, mine, what=what: _mean(mine, what) for name, what in means.items()},
             "sigma on text": lambda _, mine: geometric([s for one in mine for s in one["on_text"]]),
         },
     )
-
-
-def _least_bound(found: Sequence[Record], than: Record) -> float:
-    """Of networks of the same seed that are as accurate as one, or more."""
-    same = chosen(found, seed=than["seed"])
-    least = fmean(than["accuracy"])
-    return min(one["ours"] for one in same if fmean(one["accuracy"]) >= least)
-
-
-def _by_cap(found: Sequence[Record], ratio: Any) -> str:
-    """The geometric mean of a ratio at every cap, with smallest and largest of several seeds."""
-    said = []
-    for cap, mine in grouped(found, "cap"):
-        values = [ratio(one) for one in mine]
-        mean, *ends = (number(v, 3) for v in (_geometric(values), min(values), max(values)))
-        spread = f" ({ends[0]} to {ends[1]})" if len(values) > 1 else ""
-        said.append(f"w_max {_name_of(cap)}: {mean}{spread}")
-    return "; ".join(said)
-
-
-def _geometric(values: Sequence[float]) -> float:
-    return math.exp(fmean(map(math.log, values)))
-
-
-def _of_blocks(found: Sequence[Record], what: str) -> str:
-    """The mean over seeds of every block of text, with its interval over blocks."""
-    return average([fmean(each) for each in zip(*(one[what] for one in found), strict=True)])
-
-
-def _mean(found: Sequence[Record], what: str) -> str:
-    values = [one[what] for one in found]
-    return "–" if None in values else number(_geometric(values), 3)
-
-
-def _draw(study: Study, found: Sequence[Record]) -> None:
-    """Accuracy against bound, and bound and sigma along training."""
-
-    def series(name: str, variant: str, what: str) -> Any:
-        mine = chosen(found, variant=variant)
-        points = sorted(mine, key=lambda one: one[what])
-        return curve(name, points, what, lambda one: 100 * fmean(one["accuracy"]))
-
-    drawn = [series(variant, variant, "ours") for variant in VARIANTS]
-    drawn.append(series("dot product, as coded", "dot product", "coded"))
-    axes = {"x": "bound, root mean squares", "y": "accuracy, %", "log_y": False}
-    panels = [Panel("Accuracy against bound", drawn, **axes)]
-    for name, index in (("Our bound", 1), ("Sigma on text", 2)):
-        along = []
-        for variant in VARIANTS:
-            read = chosen(found, variant=variant, seed=0, cap=None)[0]["curve"]
-            along.append(line(variant, [step[0] for step in read], [step[index] for step in read]))
-        title = f"{name} along training, no cap"
-        panels.append(Panel(title, along, x="step", y="root mean squares", log_x=False))
-    study.draw("shakespeare", "Accuracy against bound; bound and sigma along training", panels)
-
-
-def _remarks(study: Study, data: Corpus, found: Sequence[Record]) -> None:
     one = found[0]
     study.remark(
         f"{data.text.name}: the last tenth, {len(data.rest):,} characters, is held out and read "
@@ -313,3 +285,43 @@ def _remarks(study: Study, data: Corpus, found: Sequence[Record]) -> None:
         f"attack climbs {one['starts']} inputs of {one['num_tokens']} tokens for "
         f"{one['steps_of_ascent']} steps. Sigma on text: {_WINDOWS} held-out windows a model.",
     )
+
+
+def _by_cap(found: Sequence[Record], above: str, below: str) -> str:
+    """The geometric mean of a ratio at every cap, with smallest and largest of several seeds."""
+    said = []
+    for cap, mine in grouped(found, "cap"):
+        values = [one[above] / one[below] for one in mine]
+        mean, low, high = (number(of(values), 3) for of in (geometric_mean, min, max))
+        said.append(f"w_max {_name_of(cap)}: {mean}" + f" ({low} to {high})" * (len(values) > 1))
+    return "; ".join(said)
+
+
+def _of_blocks(found: Sequence[Record], what: str) -> str:
+    """The mean over seeds of every block of text, with its interval over blocks."""
+    return average([fmean(each) for each in zip(*(one[what] for one in found), strict=True)])
+
+
+def _mean(found: Sequence[Record], what: str) -> str:
+    values = [one[what] for one in found]
+    return "–" if None in values else number(geometric_mean(values), 3)
+
+
+def _draw(study: Study, found: Sequence[Record]) -> None:
+    """Accuracy against bound, and bound and sigma along training."""
+    shown = [(variant, variant, "ours") for variant in VARIANTS]
+    shown.append(("dot product, as coded", "dot product", "coded"))
+    series = []
+    for name, variant, what in shown:
+        points = sorted(chosen(found, variant=variant), key=lambda one: one[what])
+        series.append(curve(name, points, what, lambda one: 100 * fmean(one["accuracy"])))
+    axes = {"x": "bound, root mean squares", "y": "accuracy, %", "log_y": False}
+    panels = [Panel("Accuracy against bound", series, **axes)]
+    for index, name in enumerate(("Our bound", "Sigma on text"), 1):
+        along = []
+        for one in chosen(found, seed=0, cap=None):
+            steps = [read[0] for read in one["curve"]]
+            along.append(line(one["variant"], steps, [read[index] for read in one["curve"]]))
+        title = f"{name} along training, no cap"
+        panels.append(Panel(title, along, x="step", y="root mean squares", log_x=False))
+    study.draw("shakespeare", "Accuracy against bound; bound and sigma along training", panels)
