@@ -16,7 +16,7 @@ from lipscope.linalg import max_token_norm, start_named
 from lipscope.pages import number
 from lipscope.records import stable_id
 from lipscope_experiments.experiment import Study, experiment, grid
-from lipscope_experiments.findings import Record, average, chosen, curve, geometric, grouped, line
+from lipscope_experiments.findings import Record, average, chosen, geometric, grouped, line
 from lipscope_experiments.texts import Corpus, corpus
 from lipscope_experiments.training import SHARPER, train
 
@@ -313,8 +313,10 @@ def _draw(study: Study, found: Sequence[Record]) -> None:
     shown.append(("dot product, as coded", "dot product", "coded"))
     series = []
     for name, variant, what in shown:
-        points = sorted(chosen(found, variant=variant), key=lambda one: one[what])
-        series.append(curve(name, points, what, lambda one: 100 * fmean(one["accuracy"])))
+        caps = [mine for _, mine in grouped(chosen(found, variant=variant), "cap")]
+        bounds = [geometric_mean([one[what] for one in mine]) for mine in caps]
+        hits = [100 * fmean([h for one in mine for h in one["accuracy"]]) for mine in caps]
+        series.append(line(name, bounds, hits))
     axes = {"x": "bound, root mean squares", "y": "accuracy, %", "log_y": False}
     panels = [Panel("Accuracy against bound", series, **axes)]
     for index, name in enumerate(("Our bound", "Sigma on text"), 1):
