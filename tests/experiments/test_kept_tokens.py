@@ -10,7 +10,7 @@ import torch
 
 from lipscope_experiments.joint_test import flips
 from lipscope_experiments.questions import kept_tokens
-from lipscope_experiments.questions.kept_tokens import CachedRun, on_grid, tokens_kept
+from lipscope_experiments.questions.kept_tokens import cached_run, on_grid, tokens_kept
 from tiny import tiny
 
 N, LATER = 6, 4
@@ -33,8 +33,8 @@ def test_evicting_is_masking_in_the_model_itself() -> None:
     """Against one pass of its own attention, with a mask for later rows only."""
     loaded = tiny("llama", scale=2.0)
     model: Any = loaded.model
-    with CachedRun(loaded, IDS).reading() as run:
-        found = run.costs(EVICTED, 0)
+    with cached_run(loaded, IDS) as (_, cost):
+        found = cost(EVICTED, 0)
     model.set_attn_implementation("eager")
     table, losses = model.get_input_embeddings().weight.detach(), []
     for kept in EVICTED:
@@ -53,9 +53,9 @@ def test_evicting_from_an_encoder_is_a_mask_of_keys() -> None:
     loaded = tiny("bert", scale=2.0)
     model: Any = loaded.model
     ids = IDS[:N]
-    with CachedRun(loaded, ids).reading() as run:
-        found = run.costs(EVICTED, 0)
-        assert run.costs(torch.ones(1, N).bool(), 2)["hidden"] == pytest.approx([0.0], abs=1e-6)
+    with cached_run(loaded, ids) as (_, cost):
+        found = cost(EVICTED, 0)
+        assert cost(torch.ones(1, N).bool(), 2)["hidden"] == pytest.approx([0.0], abs=1e-6)
     with torch.no_grad():
         hidden = model(ids.expand(3, -1), attention_mask=EVICTED.long()).last_hidden_state
     cosine = torch.cosine_similarity(hidden.mean(1), hidden[:1].mean(1)).tolist()
@@ -67,9 +67,9 @@ def test_evicting_from_an_encoder_is_a_mask_of_keys() -> None:
 
 def test_many_bits_lose_nothing_and_few_lose_more() -> None:
     """Heads of four entries: of two, both would be ends of the grid."""
-    with CachedRun(tiny("qwen3", scale=2.0), IDS).reading() as run:
+    with cached_run(tiny("qwen3", scale=2.0), IDS) as (_, cost):
         none = torch.zeros(1, N, dtype=torch.bool)
-        lost = [run.costs(none, bits)["divergence"][0] for bits in (20, 8, 4, 2)]
+        lost = [cost(none, bits)["divergence"][0] for bits in (20, 8, 4, 2)]
     assert lost == sorted(lost) and lost[0] < 1e-6 < lost[-1]
 
 

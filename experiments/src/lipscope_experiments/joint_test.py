@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 from jaxtyping import Float
+from numpy.typing import ArrayLike
 from scipy import stats
 from torch import Generator, Tensor
 
@@ -15,7 +16,7 @@ Ranks = Sequence[Tensor]  # one ``(units, columns)`` for each stratum
 _DRAWS = 2000
 
 
-def ranks(values: Sequence[Sequence[float]]) -> Float[Tensor, "units columns"]:
+def ranks(values: ArrayLike) -> Float[Tensor, "units columns"]:
     """Ranks over units, of each column by itself, centred and of unit length; zero where constant.
 
     The inner product of two such columns is Spearman's correlation.
@@ -23,6 +24,11 @@ def ranks(values: Sequence[Sequence[float]]) -> Float[Tensor, "units columns"]:
     found = torch.from_numpy(stats.rankdata(values, axis=0))
     found = found - found.mean(0)
     return found / found.norm(dim=0).clamp_min(1e-12)
+
+
+def correlations(known: ArrayLike, change: ArrayLike) -> list[float]:
+    """Spearman's correlation over units, column by column; 0 where one of them is constant."""
+    return (ranks(known) * ranks(change)).sum(0).tolist()
 
 
 def mean_correlation(known: Ranks, truth: Ranks) -> float:
@@ -84,6 +90,22 @@ def flips(values: Mapping[Key, Sequence[float]]) -> dict[Key, tuple[float, float
     levels = [float((tops >= float(one) - 1e-9).double().mean()) for one in scaled.mean(1).abs()]
     means = every.mean(1).tolist()
     return dict(zip(values, zip(means, levels, strict=True), strict=True))
+
+
+def shown(found: tuple[float, float], digits: int = 2) -> str:
+    """A gap or correlation with its joint level.
+
+    >>> shown((0.25, 0.01))
+    '+0.25 (p 0.010)'
+    """
+    return f"{found[0]:+.{digits}f} (p {found[1]:.3f})"
+
+
+def verdict(gaps: Mapping[str, tuple[float, float]], digits: int = 2) -> str:
+    """Gaps with their joint levels, and which refute that each is above 0 at a level of 0.05."""
+    lost = [name for name, (gap, p) in gaps.items() if gap <= 0 or p >= 0.05]
+    said = "; ".join(f"{name} {shown(one, digits)}" for name, one in gaps.items())
+    return f"{said}. " + (f"Refuted by {', '.join(lost)}" if lost else "Not refuted")
 
 
 def _level(tops: Sequence[float], found: float) -> float:
