@@ -136,12 +136,12 @@ def _rounded_model(study: Study, source: Source) -> RoundedCase:
         [key | {"layers": layers}],
         lambda **_: _rounding_errors(source.model, at),
     )
-    run = functools.cache(lambda: RoundedModel(source.model, asked))
+    run = RoundedModel(source.model, asked)
     paths = [row.module for row in sigmas["block"]][: len(layers)]
     done = study.values(
         f"rounded, {source.where}",
         [one | key for one in grid(path=paths, bits=_BITS, what=_WHAT)],
-        lambda path, bits, what, **_: run().rounded(path, bits, what),
+        lambda path, bits, what, **_: run.rounded(path, bits, what),
     )
 
     def by_layer(values: Sequence[float | None]) -> np.ndarray:
