@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lipscope_experiments.joint_test import flips
+from lipscope_experiments.joint_test import flips, verdict
 from lipscope_experiments.questions import kept_tokens
 from lipscope_experiments.questions.kept_tokens import cached_run, on_grid, tokens_kept
 from tiny import tiny
@@ -114,3 +114,10 @@ def test_levels_of_flips_are_counted_by_hand() -> None:
         assert found[name][0] == pytest.approx(sum(one) / 5)
         assert found[name][1] == sum(top >= mine - 1e-9 for top in tops) / 32
     assert found["all"][1] == 2 / 32 and flips({"half": [-1.0] * 5})["half"] == (-1.0, 2 / 32)
+
+
+def test_what_is_not_above_zero_or_not_sure_refutes() -> None:
+    gaps = {"a": (0.25, 0.01), "b": (-0.5, 0.001), "c": (0.125, 0.05)}
+    said = "a +0.250 (p 0.010); b -0.500 (p 0.001); c +0.125 (p 0.050)"
+    assert verdict(gaps, 3) == f"{said}. Refuted by b, c"
+    assert verdict({"a": gaps["a"]}) == "a +0.25 (p 0.010). Not refuted"

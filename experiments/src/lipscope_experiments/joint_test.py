@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -57,22 +58,20 @@ def better(
     Predictor and baseline are swapped in random units, all columns alike: the gap of those that
     predict alike has either sign as often. The largest gap of all pairs counts.
     """
-    pairs = [(a, b) for a in tested for b in baselines]
-    weights = [1 / (len(truth) * one.shape[1]) for one in truth]
     parts = {
         (a, b): torch.cat(
             [
-                ((one - other) * z).sum(1) * weight
-                for one, other, z, weight in zip(known[a], known[b], truth, weights, strict=True)
+                ((one - other) * z).mean(1) / len(truth)
+                for one, other, z in zip(known[a], known[b], truth, strict=True)
             ]
         )
-        for a, b in pairs
+        for a, b in itertools.product(tested, baselines)
     }
-    every = torch.stack([parts[pair] for pair in pairs])
+    every = torch.stack([*parts.values()])
     signs = torch.randint(0, 2, (every.shape[1], _DRAWS), generator=Generator().manual_seed(0))
     tops = (every @ (2 * signs - 1).to(every)).amax(0).tolist()
     gaps = every.sum(1).tolist()
-    return {pair: (gap, _level(tops, gap)) for pair, gap in zip(pairs, gaps, strict=True)}
+    return {pair: (gap, _level(tops, gap)) for pair, gap in zip(parts, gaps, strict=True)}
 
 
 def flips(values: Mapping[Key, Sequence[float]]) -> dict[Key, tuple[float, float]]:
@@ -93,11 +92,7 @@ def flips(values: Mapping[Key, Sequence[float]]) -> dict[Key, tuple[float, float
 
 
 def shown(found: tuple[float, float], digits: int = 2) -> str:
-    """A gap or correlation with its joint level.
-
-    >>> shown((0.25, 0.01))
-    '+0.25 (p 0.010)'
-    """
+    """A gap or correlation with its joint level."""
     return f"{found[0]:+.{digits}f} (p {found[1]:.3f})"
 
 

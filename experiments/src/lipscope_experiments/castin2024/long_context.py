@@ -64,7 +64,8 @@ def long_context(study: Study) -> None:
         "equal (derived here)",
         f"to {error:.1e} up to n = {max(r['n'] for r in both):,}",
     )
-    slopes = [fit for rows in real.values() for fit in rows.growth().values() if fit]
+    fits = [(at, k.layer, fit) for at, rows in real.items() for k, fit in rows.growth().items()]
+    slopes = [fit for *_, fit in fits if fit]
     longest = max(row.num_tokens for rows in real.values() for row in rows)
     study.claim(
         f"real text to n = {longest:,}",
@@ -80,11 +81,7 @@ def long_context(study: Study) -> None:
             **{k: lambda _, own, k=k: chosen(own, case=k)[0]["sigma"] for k in _RADII},
         },
     )
-    lines = [
-        (place, str(key.layer), exponent(fit))
-        for place, rows in real.items()
-        for key, fit in rows.growth().items()
-    ]
+    lines = [(place, str(layer), exponent(fit)) for place, layer, fit in fits]
     study.table("Real text", lines, ("where", "layer", "exponent"))
 
 

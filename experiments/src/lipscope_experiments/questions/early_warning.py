@@ -178,19 +178,13 @@ def areas(
 
 def _of_runs(study: Study, name: str, runs: Sequence[Record]) -> list[Panel]:
     """What is said of the runs with or without a norm of queries and keys."""
-    stable, diverging = (
-        [bool(one["alerts"]) for one in runs if (one["onset"] is None) == k] for k in (True, False)
-    )
-    study.claim(
-        f"{name}: runs that diverge", "about half, by design", share(len(diverging), len(runs))
-    )
-    for kind, told, said in (
-        ("stable", stable, "none"),
-        ("diverging", diverging, "all, before they diverge"),
-    ):
-        if told:
+    kinds = grouped(runs, lambda one: "diverging" if one["onset"] else "stable")
+    diverged = share(len(kinds.get("diverging", ())), len(runs))
+    study.claim(f"{name}: runs that diverge", "about half, by design", diverged)
+    for kind, said in (("stable", "none"), ("diverging", "all, before they diverge")):
+        if some := kinds.get(kind):
             about = f"{name}: {kind} runs with an alert of the monitor, at its defaults"
-            study.claim(about, said, share(sum(told), len(told)))
+            study.claim(about, said, share(sum(bool(one["alerts"]) for one in some), len(some)))
     early = [one["onset"] - one["alerts"][0] for one in runs if one["onset"] and one["alerts"]]
     if early:
         study.claim(f"{name}: steps from the first alert to divergence", "–", f"{median(early):g}")

@@ -36,6 +36,7 @@ LATE = f"attention of the last {_ROWS} rows"
 SHARE, COLUMN = "sigma's share", "frozen column"
 BASELINES = (PLACE, NORM, RECEIVED, LATE)
 TESTED = (SHARE, COLUMN)
+SCORES = (*BASELINES, *TESTED)
 FIRST, LAST, RANDOM = "first k", "last k", "random"
 STREAM = f"first {_SINKS}, then last"
 _DRAWN = (STREAM, RANDOM, *BASELINES[1:], *TESTED)
@@ -100,13 +101,12 @@ def kept_tokens(study: Study) -> None:
 
 def _correlations(w: Record, outcome: str, treatment: str) -> dict[str, float]:
     """What is said of each score against the costs of single tokens of a window."""
-    names = (*BASELINES, *TESTED)
-    known = ranks(np.transpose([w["scores"][name] for name in names]))
+    known = ranks(np.transpose([w["scores"][name] for name in SCORES]))
     cost = ranks(np.transpose([w["costs"][treatment]["alone"][outcome]]))
     given = known[:, : len(BASELINES)]
-    rho = dict(zip(names, (known.T @ cost).flatten().tolist(), strict=True))
+    rho = dict(zip(SCORES, (known.T @ cost).flatten().tolist(), strict=True))
     left = (_left(known, given).T @ _left(cost, given)).flatten().tolist()
-    rest = dict(zip(names, left, strict=True))
+    rest = dict(zip(SCORES, left, strict=True))
     said = dict(rho)
     for name in TESTED:
         said[f"{name}, given the baselines"] = rest[name]
@@ -204,7 +204,7 @@ def _of_budgets(study: Study, name: str, texts: Texts) -> list[Panel]:
         lines = [(p, *map(average, costs[t, p].T.tolist())) for p in _POLICIES]
         study.table(f"{name}: {WORDS[outcome]}, others {t}", lines, ("policy", *kept))
         curves = [
-            line(p, _BUDGETS, costs[t, p].mean(0), "dashes" if p == RANDOM else "line")
+            line(p, _BUDGETS, costs[t, p].mean(0).tolist(), "dashes" if p == RANDOM else "line")
             for p in _DRAWN
         ]
         axes = f"tokens kept of {_CONTEXT}", WORDS[outcome]
@@ -313,18 +313,10 @@ def cached_run(
 
 
 def _attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: object,
-    scaling: float,
-    held: dict[int, tuple[Tensor, Tensor]],
-    kept: Tensor | None = None,
-    bits: int = 0,
-    **_: object,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: object, **given: Any
 ) -> tuple[Tensor, None]:
     """Attention that holds keys and values of a decoder's context, and reads them changed."""
+    held, kept, bits = given["held"], given.get("kept"), given.get("bits", 0)
     if kept is None:
         held[module.layer_idx] = key, value
         kept = torch.ones(1, key.shape[2], dtype=torch.bool)
@@ -334,12 +326,12 @@ def _attend(
     rows, columns = query.shape[2], key.shape[2]
     kept = pad(kept, (0, columns - kept.shape[1]), value=True)[:, None]
     seen = torch.ones(rows, columns, dtype=torch.bool)
-    seen = seen.tril(columns - rows) if module.is_causal else seen
+    seen = seen.tril(columns - rows if module.is_causal else columns)
     if bits:
         key, value = (torch.where(kept[..., None], x, on_grid(x, bits)) for x in (key, value))
     else:
         seen = seen & kept[:, :, None]
     read = scaled_dot_product_attention(
-        query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True
+        query, key, value, attn_mask=seen, scale=given["scaling"], enable_gqa=True
     )
     return read.transpose(1, 2), None

@@ -72,9 +72,7 @@ def long_context(study: Study) -> None:
     _draw_parts(study, cases)
     for case in cases:
         _of_parts(study, case)
-    for case in cases:
-        _growth_table(study, case)
-        _part_table(study, case)
+        _tables(study, case)
     study.remark(
         f"The map `attention` of layer 0 and the middle one; sigma to {_TOL:.0%}. No two "
         "windows share text, at one length or at two, and none has special tokens. A tenth "
@@ -164,26 +162,24 @@ def _wins(case: RestrictedCase, layer: int) -> str:
     return share(sum(hits), len(hits))
 
 
-def _growth_table(study: Study, case: RestrictedCase) -> None:
+def _tables(study: Study, case: RestrictedCase) -> None:
     lines = [
         (name, str(layer), exponent(growth(rows, paired=False)))
         for name, layers in case.rows.items()
         for layer, rows in layers.items()
     ]
+    columns = ("what moves and is read", "layer")
     ends = f"{case.lengths[0]} to {case.longest_trained}"
     title = f"{case.where}: exponents of sigma in n, {ends} tokens"
-    study.table(title, lines, ("what moves and is read", "layer", "exponent"))
-
-
-def _part_table(study: Study, case: RestrictedCase) -> None:
+    study.table(title, lines, (*columns, "exponent"))
     lines = [
         (name, str(layer), *(average(case.parts(name, layer, n), (0.0, 1.0)) for n in case.lengths))
         for name in case.rows
         if name != _ALL
         for layer in case.layers
     ]
-    columns = ("what moves and is read", "layer", *(f"n = {n}" for n in case.lengths))
-    study.table(f"{case.where}: part of sigma of all tokens", lines, columns)
+    title = f"{case.where}: part of sigma of all tokens"
+    study.table(title, lines, (*columns, *(f"n = {n}" for n in case.lengths)))
 
 
 def _draw_parts(study: Study, cases: Sequence[RestrictedCase]) -> None:

@@ -12,7 +12,7 @@ from lipscope.charts import Panel
 from lipscope.models import LoadedModel
 from lipscope_experiments import joint_test
 from lipscope_experiments.experiment import Study, batch_of, experiment, grid, layers_of
-from lipscope_experiments.findings import Record, average, grouped, line, middle
+from lipscope_experiments.findings import Record, average, chosen, grouped, line, middle
 from lipscope_experiments.questions.precision import decides
 from lipscope_experiments.simple_layers import embedding
 from lipscope_experiments.texts import Text
@@ -105,11 +105,12 @@ def _windows(study: Study, loaded: LoadedModel, text: Text) -> Windows:
         [one | key for one in grid(sample=run.order, layer=layers)],
         lambda sample, layer, **_: run.flipped(sample, layer),
     )
-    known = {
-        (row.sample, row.layer): {"sigma": row.sigma, "relative": row.relative} for row in rows
-    }
     return [
-        [r | known[sample, r["layer"]] | {"first": mine[0]["gain"]} for r in mine]
+        [
+            r | {"sigma": row.sigma, "relative": row.relative, "first": mine[0]["gain"]}
+            for r in mine
+            for row in chosen(rows, sample=sample, layer=r["layer"])
+        ]
         for sample, mine in grouped(found, "sample")
     ]
 
@@ -154,11 +155,8 @@ class StreamRun:
             return args, kwargs | {"hidden_states": kwargs["hidden_states"] + move}
 
         block = self.loaded.get_submodule(self.paths[layer])
-        hook = block.register_forward_pre_hook(before, with_kwargs=True)
-        try:
+        with block.register_forward_pre_hook(before, with_kwargs=True):
             return self.read(sample).last_hidden_state[0]
-        finally:
-            hook.remove()
 
     def flipped(self, sample: int, layer: int) -> Record:
         """Margin and gain at a layer's stream, and the sizes of moves that change the answer."""
@@ -173,15 +171,9 @@ class StreamRun:
                 for one in (sample, after)
             )
         margin, gain, flip = deepfool(scores, x)
-        answer, patch = answer_at(scores, 0 * x), other - x
-        changes = answer_at(scores, patch) != answer
-        return {
-            "margin": margin,
-            "gain": gain,
-            "norm": float(x.norm()),
-            "flip": None if flip is None else float(flip.norm()),
-            "patch": float(_shortest(scores, patch, answer).norm()) if changes else None,
-        }
+        moves = {"flip": flip, "patch": shortest(scores, other - x)}
+        sizes = {name: None if e is None else float(e.norm()) for name, e in moves.items()}
+        return {"margin": margin, "gain": gain, "norm": float(x.norm()), **sizes}
 
 
 def deepfool(scores: Scores, x: Tensor) -> tuple[float, float, Tensor | None]:
@@ -214,24 +206,26 @@ def deepfool(scores: Scores, x: Tensor) -> tuple[float, float, Tensor | None]:
         if not sizes:
             break
         move = move - max(_BEYOND * min(sizes), 1e-6 * float(x.norm())) * sizes[min(sizes)]
-        if answer_at(scores, move) != answer:
-            return margin, gain, _shortest(scores, move, answer)
+        if (found := shortest(scores, move)) is not None:
+            return margin, gain, found
         near = gaps(move)
     return margin, gain, None
 
 
-def _shortest(scores: Scores, move: Tensor, answer: int) -> Tensor:
-    low, high = 0.0, 1.0
+def shortest(scores: Scores, move: Tensor) -> Tensor | None:
+    """The part of a move at which the largest score changes, if it does by its end."""
+
+    @torch.no_grad()
+    def answer(part: float) -> int:
+        return int(scores(part * move).argmax())
+
+    low, high, before = 0.0, 1.0, answer(0.0)
+    if answer(high) == before:
+        return None
     for _ in range(_BISECTIONS):
         half = (low + high) / 2
-        low, high = (low, half) if answer_at(scores, half * move) != answer else (half, high)
+        low, high = (low, half) if answer(half) != before else (half, high)
     return high * move
-
-
-def answer_at(scores: Scores, move: Tensor) -> int:
-    """Index of the largest score after a move."""
-    with torch.no_grad():
-        return int(scores(move).argmax())
 
 
 def _of_model(study: Study, name: str, texts: Sequence[Windows]) -> None:
@@ -254,7 +248,7 @@ def _of_model(study: Study, name: str, texts: Sequence[Windows]) -> None:
         gaps = joint_test.better(
             known, truth, [k for k in PREDICTORS if k not in BASELINES], BASELINES
         )
-        lines = [
+        lines: list[tuple[str, ...]] = [
             (
                 key,
                 f"{joint_test.mean_correlation(mine, truth):.2f}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -27,7 +28,7 @@ from lipscope.models import (
 )
 from lipscope.pages import number
 from lipscope.records import grouped, mean_interval
-from lipscope_experiments.experiment import Source, Study, batch_of, experiment, grid, layers_of
+from lipscope_experiments.experiment import Source, Study, batch_of, experiment, grid
 from lipscope_experiments.findings import Record, average, chosen, line
 from lipscope_experiments.joint_test import correlations
 
@@ -62,11 +63,6 @@ class RoundedCase:
     known: dict[str, dict[str, np.ndarray]]
     change: dict[str, dict[str, np.ndarray]]
 
-    @property
-    def main(self) -> tuple[str, dict[str, np.ndarray]]:
-        """The main measure, and what rounding did by it."""
-        return next(iter(self.change.items()))
-
 
 @experiment(
     "questions/precision",
@@ -82,8 +78,6 @@ def precision(study: Study) -> None:
     _draw_rounding(study, cases)
     for case in cases:
         _of_rounding(study, case)
-    for case in cases:
-        _rounding_tables(study, case)
     study.remark(
         f"Windows of {_TOKENS} tokens (pictures: at the model's own side). One Transformer "
         f"block at a time, at most {_LAYERS} of a model, evenly spread; all of its linear maps "
@@ -125,60 +119,40 @@ def _rounded_model(study: Study, source: Source) -> RoundedCase:
         asked["lengths"] = [_TOKENS]
     if source.asked.get("images", "random") == "random":
         asked["samples"] = study.pick(4, 8)
-    at = {"layers": layers, **asked}
     sigmas = {
-        map: study.measure(f"{map}, {source.where}", source.model, map=map, tol=tol, **at)
+        map: study.measure(
+            f"{map}, {source.where}", source.model, map=map, tol=tol, layers=layers, **asked
+        )
         for map, tol in _TOLS.items()
     }
+    # Rows are of one window after the other, each layer by layer.
+    pairs = zip(*sigmas.values(), strict=True)
+    sites = [(block.module or "", attention.module or "") for block, attention in pairs]
     key = {name: value for name, value in asked.items() if name != "data"}
-    (errors,) = study.values(
-        f"errors, {source.where}",
-        [key | {"layers": layers}],
-        lambda **_: _rounding_errors(source.model, at),
-    )
     run = RoundedModel(source.model, asked)
-    paths = [row.module for row in sigmas["block"]][: len(layers)]
     done = study.values(
         f"rounded, {source.where}",
-        [one | key for one in grid(path=paths, bits=_BITS, what=_WHAT)],
-        lambda path, bits, what, **_: run.rounded(path, bits, what),
+        [one | key for one in grid(layer=layers, bits=_BITS, what=_WHAT)],
+        lambda layer, bits, what, **_: run.rounded(*sites[layers.index(layer)], bits, what),
     )
-
-    def by_layer(values: Sequence[float | None]) -> np.ndarray:
-        """From windows one after the other, each layer by layer; NaN where there is no value."""
-        return np.array(values, dtype=float).reshape(-1, len(layers)).T
-
     case = RoundedCase(source.where, layers, {}, defaultdict(dict))
     for bits, what in itertools.product(_BITS, _WHAT):
-        mine, way = chosen(done, bits=bits, what=what), f"{bits}-bit {what}"
-        for name in ("divergence", "loss") if "loss" in mine[0] else ("hidden", "cosine"):
-            case.change[WORDS[name]][way] = np.array([r[name] for r in mine])
-        local = np.array([r["local"] for r in mine])
-        known = {LOCAL: local, INDEX: np.broadcast_to(np.array(layers)[:, None], local.shape)}
+        way, mine = f"{bits}-bit {what}", chosen(done, bits=bits, what=what)
+        found = {name: np.array([r[name] for r in mine]) for name in mine[0]}
+        for name in ("divergence", "loss") if "loss" in found else ("hidden", "cosine"):
+            case.change[WORDS[name]][way] = found[name]
+        index = np.broadcast_to(np.array(layers)[:, None], found["local"].shape)
+        known = {ERROR: found["error, block"], INDEX: index, LOCAL: found["local"]}
         for map, rows in sigmas.items():
-            error = by_layer(errors[f"{map if what == 'inputs' else what}, {bits}"])
-            relative = by_layer([row.relative for row in rows])
-            moved = by_layer([row.sigma for row in rows]) * by_layer([r.input_norm for r in rows])
-            values = (relative, relative * error, moved * error)
+            sigma, norm, relative = (
+                np.array(column, dtype=float).reshape(-1, len(layers)).T  # NaN for None
+                for column in zip(*((r.sigma, r.input_norm, r.relative) for r in rows), strict=True)
+            )
+            error = found[f"error, {map}"]
+            values = (relative, relative * error, sigma * norm * error)
             known |= {f"{name}, {map}": v for name, v in zip(_OF_SIGMA, values, strict=True)}
-            known.setdefault(ERROR, error)  # that of the block, which comes first
         case.known[way] = known
     return case
-
-
-def _rounding_errors(model: LoadedModel, asked: Record) -> dict[str, list[float]]:
-    """Relative rounding errors, of weights and by map of inputs, in the order of rows."""
-    found = defaultdict[str, list[float]](list)
-    for map in _TOLS:
-        for one in layers_of(model, map=map, dtype="float32", **asked):
-            for bits in _BITS:
-                found[f"{map}, {bits}"].append(
-                    float((rounded(one.x, bits) - one.x).norm() / one.x.norm())
-                )
-                if map == "block":
-                    block = model.model.get_submodule(one.module or "")
-                    found[f"weights, {bits}"].append(rounding_error(block, bits))
-    return found
 
 
 def holds(known: Mapping[str, np.ndarray], change: np.ndarray, name: str) -> tuple[bool, bool]:
@@ -200,7 +174,7 @@ def holds(known: Mapping[str, np.ndarray], change: np.ndarray, name: str) -> tup
 
 def _of_rounding(study: Study, case: RoundedCase) -> None:
     """Which predictors made of sigma are advice for this model on this text, and how good."""
-    measure, change = case.main
+    measure, change = next(iter(case.change.items()))
     words, advice = [], []
     for name in PREDICTORS:
         answers = [holds(case.known[way], own, name) for way, own in change.items()]
@@ -216,7 +190,11 @@ def _of_rounding(study: Study, case: RoundedCase) -> None:
     study.claim(
         f"{case.where}: {measure}, largest block / smallest",
         "far above 1, if it matters which block is kept",
-        "; ".join(f"{way}: {_range(own.mean(1))}" for way, own in change.items()),
+        "; ".join(
+            f"{way}: {number(high / low, 3)} times ({number(high, 2)} at most)"
+            for way, own in change.items()
+            for low, high in [(own.mean(1).min(), own.mean(1).max())]
+        ),
     )
     for name in ("relative sigma, block", "relative sigma · error, block", *BASELINES):
         study.claim(
@@ -227,6 +205,18 @@ def _of_rounding(study: Study, case: RoundedCase) -> None:
                 for way, own in change.items()
             ),
         )
+    for kind, changes in case.change.items():
+        lines = [
+            (name, *(_mean_correlation(case.known[way][name], own) for way, own in changes.items()))
+            for name in (*PREDICTORS, *BASELINES, LOCAL)
+        ]
+        title = f"rank correlation over {len(case.layers)} blocks with the {kind}"
+        study.table(f"{case.where}: {title}", lines, ("what is known before", *changes))
+    lines = [
+        (str(layer), *(average(own[i].tolist()) for own in change.values()))
+        for i, layer in enumerate(case.layers)
+    ]
+    study.table(f"{case.where}: {measure}, one block rounded", lines, ("block", *change))
 
 
 def _mean_correlation(known: np.ndarray, change: np.ndarray) -> str:
@@ -236,38 +226,16 @@ def _mean_correlation(known: np.ndarray, change: np.ndarray) -> str:
     return f"{mean:z.2f}{ends}"
 
 
-def _range(means: np.ndarray) -> str:
-    low, high = means.min(), means.max()
-    ratio = f"{number(high / low, 3)} times" if low > 0 else "–"
-    return f"{ratio} ({number(high, 2)} at most)"
-
-
-def _rounding_tables(study: Study, case: RoundedCase) -> None:
-    for measure, change in case.change.items():
-        lines = [
-            (name, *(_mean_correlation(case.known[way][name], own) for way, own in change.items()))
-            for name in (*PREDICTORS, *BASELINES, LOCAL)
-        ]
-        title = f"rank correlation over {len(case.layers)} blocks with the {measure}"
-        study.table(f"{case.where}: {title}", lines, ("what is known before", *change))
-    measure, change = case.main
-    lines = [
-        (str(layer), *(average(own[i].tolist()) for own in change.values()))
-        for i, layer in enumerate(case.layers)
-    ]
-    study.table(f"{case.where}: {measure}, one block rounded", lines, ("block", *change))
-
-
 def _draw_rounding(study: Study, cases: Sequence[RoundedCase]) -> None:
     """One line of panels a model: trained weights on the first text; the rest is in the tables."""
     panels = []
     for case, *_ in grouped(cases, lambda one: one.where.partition(",")[0]).values():
-        measure, change = case.main
-        curves = [line(way, case.layers, own.mean(1)) for way, own in change.items()]
+        measure, change = next(iter(case.change.items()))
+        curves = [line(way, case.layers, own.mean(1).tolist()) for way, own in change.items()]
         panels.append(Panel(case.where, curves, "block", measure, log_x=False))
         for name in ("relative sigma, block", ERROR):
             known = {way: _over_mean(case.known[way][name]) for way in change}
-            ends = [of([*known.values()]) for of in (np.min, np.max)]
+            ends = [of(map(of, known.values())) for of in (min, max)]
             dots = [line(way, known[way], _over_mean(own), "points") for way, own in change.items()]
             dots.append(line("in proportion", ends, ends, "dashes"))
             axes = f"{name}, over its mean", "change of the output, over its mean"
@@ -275,8 +243,8 @@ def _draw_rounding(study: Study, cases: Sequence[RoundedCase]) -> None:
     study.draw("precision", "What rounding one block does, and what was known before", panels)
 
 
-def _over_mean(values: np.ndarray) -> np.ndarray:
-    return values.mean(1) / values.mean()
+def _over_mean(values: np.ndarray) -> list[float]:
+    return (values.mean(1) / values.mean()).tolist()
 
 
 class RoundedModel:
@@ -287,29 +255,41 @@ class RoundedModel:
         self._as_it_is = functools.lru_cache(maxsize=1)(self._run)
 
     @torch.no_grad()
-    def _run(self, path: str) -> tuple[Tensor, Tensor]:
-        """The last hidden state, and the output of one block on the way."""
-        model, held = self.loaded.model, list[Tensor]()
-        hook = model.get_submodule(path).register_forward_hook(
-            lambda _, __, output: held.append(first_tensor(output))
-        )
-        try:
-            return model(**self.arguments).last_hidden_state, held[0]
-        finally:
-            hook.remove()
+    def _run(self, *paths: str) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """The last hidden state; inputs and outputs of modules on the way."""
+        model, held = self.loaded.model, dict[str, tuple[Tensor, Tensor]]()
 
-    def rounded(self, path: str, bits: int, what: Rounds) -> Record:
+        def keep(path: str, *call: Any) -> None:
+            _, args, kwargs, output = call
+            held[path] = first_tensor([*args, *kwargs.values()]), first_tensor(output)
+
+        with contextlib.ExitStack() as hooks:
+            for path in paths:
+                module, hook = model.get_submodule(path), functools.partial(keep, path)
+                hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
+            hidden = model(**self.arguments).last_hidden_state
+        return hidden, [held[path] for path in paths]
+
+    def rounded(self, block: str, attention: str, bits: int, what: Rounds) -> Record:
         """What rounding the weights or inputs of one block does, by window.
 
-        ``local``: relative change of the block's output. For the others see `output_changes`.
+        ``local``: relative change of the block's output; ``error``: relative rounding error of its
+        weights, or of its inputs and those of its attention. For others see `output_changes`.
         """
-        before, own = self._as_it_is(path)
-        with rounding(self.loaded.model.get_submodule(path), what, bits):
-            hidden, block = self._run(path)
-        ids = self.arguments.get("input_ids")
-        return {"local": relative_change(block, own)} | output_changes(
-            self.loaded, before, hidden, ids
+        before, seen = self._as_it_is(block, attention)
+        module = self.loaded.model.get_submodule(block)
+        errors = (
+            [rounding_error(module, bits)] * len(x)
+            if what == "weights"
+            else relative_change(rounded(x, bits), x)
+            for x, _ in seen
         )
+        found = {f"error, {map}": error for map, error in zip(_TOLS, errors, strict=True)}
+        with rounding(module, what, bits):
+            hidden, [(_, output)] = self._run(block)
+        found["local"] = relative_change(output, seen[0][1])
+        ids = self.arguments.get("input_ids")
+        return found | output_changes(self.loaded, before, hidden, ids)
 
 
 def decides(loaded: LoadedModel) -> bool:
