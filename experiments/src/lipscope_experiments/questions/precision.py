@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -28,7 +27,7 @@ from lipscope.models import (
 )
 from lipscope.pages import number
 from lipscope.records import grouped, mean_interval
-from lipscope_experiments.experiment import Source, Study, batch_of, experiment, grid
+from lipscope_experiments.experiment import Source, Study, batch_of, experiment, grid, layers_of
 from lipscope_experiments.findings import Record, average, chosen, line
 from lipscope_experiments.joint_test import correlations
 
@@ -119,22 +118,29 @@ def _rounded_model(study: Study, source: Source) -> RoundedCase:
         asked["lengths"] = [_TOKENS]
     if source.asked.get("images", "random") == "random":
         asked["samples"] = study.pick(4, 8)
+    at = {"layers": layers, **asked}
     sigmas = {
-        map: study.measure(
-            f"{map}, {source.where}", source.model, map=map, tol=tol, layers=layers, **asked
-        )
+        map: study.measure(f"{map}, {source.where}", source.model, map=map, tol=tol, **at)
         for map, tol in _TOLS.items()
     }
-    # Rows are of one window after the other, each layer by layer.
-    pairs = zip(*sigmas.values(), strict=True)
-    sites = [(block.module or "", attention.module or "") for block, attention in pairs]
     key = {name: value for name, value in asked.items() if name != "data"}
+    (lost,) = study.values(
+        f"errors, {source.where}",
+        [key | {"layers": layers}],
+        lambda **_: _rounding_errors(source, at),
+    )
     run = RoundedModel(source.model, asked)
+    paths = [row.module for row in sigmas["block"]][: len(layers)]
     done = study.values(
         f"rounded, {source.where}",
-        [one | key for one in grid(layer=layers, bits=_BITS, what=_WHAT)],
-        lambda layer, bits, what, **_: run.rounded(*sites[layers.index(layer)], bits, what),
+        [one | key for one in grid(path=paths, bits=_BITS, what=_WHAT)],
+        lambda path, bits, what, **_: run.rounded(path, bits, what),
     )
+
+    def by_layer(values: Iterable[float | None]) -> np.ndarray:
+        """From rows, windows one after the other, each layer by layer; NaN where there is none."""
+        return np.array([*values], dtype=float).reshape(-1, len(layers)).T
+
     case = RoundedCase(source.where, layers, {}, defaultdict(dict))
     for bits, what in itertools.product(_BITS, _WHAT):
         way, mine = f"{bits}-bit {what}", chosen(done, bits=bits, what=what)
@@ -142,17 +148,32 @@ def _rounded_model(study: Study, source: Source) -> RoundedCase:
         for name in ("divergence", "loss") if "loss" in found else ("hidden", "cosine"):
             case.change[WORDS[name]][way] = found[name]
         index = np.broadcast_to(np.array(layers)[:, None], found["local"].shape)
-        known = {ERROR: found["error, block"], INDEX: index, LOCAL: found["local"]}
+        known = {INDEX: index, LOCAL: found["local"]}
         for map, rows in sigmas.items():
-            sigma, norm, relative = (
-                np.array(column, dtype=float).reshape(-1, len(layers)).T  # NaN for None
-                for column in zip(*((r.sigma, r.input_norm, r.relative) for r in rows), strict=True)
-            )
-            error = found[f"error, {map}"]
-            values = (relative, relative * error, sigma * norm * error)
-            known |= {f"{name}, {map}": v for name, v in zip(_OF_SIGMA, values, strict=True)}
+            name = f"weights, {bits}, {{}}" if what == "weights" else f"{map}, {bits}, {{}}, {{}}"
+            error = by_layer(lost["errors"][name.format(row.layer, row.sample)] for row in rows)
+            relative = by_layer(row.relative for row in rows)
+            moved = by_layer(row.sigma for row in rows) * by_layer(row.input_norm for row in rows)
+            values = (relative, relative * error, moved * error)
+            known |= {f"{of}, {map}": v for of, v in zip(_OF_SIGMA, values, strict=True)}
+            known.setdefault(ERROR, error)  # that of the block, which comes first
         case.known[way] = known
     return case
+
+
+def _rounding_errors(source: Source, asked: Record) -> Record:
+    """Relative rounding errors, of the inputs by map, bits, layer and window, and of weights."""
+    found: Record = {}
+    for map in ("block", "attention"):
+        for one in layers_of(source.model, map=map, dtype="float32", **asked):
+            x = one.x.detach()
+            for bits in _BITS:
+                error = float((rounded(x, bits) - x).norm() / x.norm())
+                found[f"{map}, {bits}, {one.layer}, {one.sample}"] = error
+                if map == "block" and one.sample == 0:
+                    block = source.model.model.get_submodule(one.module or "")
+                    found[f"weights, {bits}, {one.layer}"] = rounding_error(block, bits)
+    return {"errors": found}
 
 
 def holds(known: Mapping[str, np.ndarray], change: np.ndarray, name: str) -> tuple[bool, bool]:
@@ -255,41 +276,25 @@ class RoundedModel:
         self._as_it_is = functools.lru_cache(maxsize=1)(self._run)
 
     @torch.no_grad()
-    def _run(self, *paths: str) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """The last hidden state; inputs and outputs of modules on the way."""
-        model, held = self.loaded.model, dict[str, tuple[Tensor, Tensor]]()
+    def _run(self, path: str) -> tuple[Tensor, Tensor]:
+        """The last hidden state, and the output of one block on the way."""
+        model, held = self.loaded.model, list[Tensor]()
+        with model.get_submodule(path).register_forward_hook(
+            lambda _, __, output: held.append(first_tensor(output))
+        ):
+            return model(**self.arguments).last_hidden_state, held[0]
 
-        def keep(path: str, *call: Any) -> None:
-            _, args, kwargs, output = call
-            held[path] = first_tensor([*args, *kwargs.values()]), first_tensor(output)
-
-        with contextlib.ExitStack() as hooks:
-            for path in paths:
-                module, hook = model.get_submodule(path), functools.partial(keep, path)
-                hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
-            hidden = model(**self.arguments).last_hidden_state
-        return hidden, [held[path] for path in paths]
-
-    def rounded(self, block: str, attention: str, bits: int, what: Rounds) -> Record:
+    def rounded(self, path: str, bits: int, what: Rounds) -> Record:
         """What rounding the weights or inputs of one block does, by window.
 
-        ``local``: relative change of the block's output; ``error``: relative rounding error of its
-        weights, or of its inputs and those of its attention. For others see `output_changes`.
+        ``local``: relative change of the block's output. For the others see `output_changes`.
         """
-        before, seen = self._as_it_is(block, attention)
-        module = self.loaded.model.get_submodule(block)
-        errors = (
-            [rounding_error(module, bits)] * len(x)
-            if what == "weights"
-            else relative_change(rounded(x, bits), x)
-            for x, _ in seen
-        )
-        found = {f"error, {map}": error for map, error in zip(_TOLS, errors, strict=True)}
-        with rounding(module, what, bits):
-            hidden, [(_, output)] = self._run(block)
-        found["local"] = relative_change(output, seen[0][1])
+        before, own = self._as_it_is(path)
+        with rounding(self.loaded.model.get_submodule(path), what, bits):
+            hidden, block = self._run(path)
+        local = {"local": relative_change(block, own)}
         ids = self.arguments.get("input_ids")
-        return found | output_changes(self.loaded, before, hidden, ids)
+        return local | output_changes(self.loaded, before, hidden, ids)
 
 
 def decides(loaded: LoadedModel) -> bool:
