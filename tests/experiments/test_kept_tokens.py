@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lipscope_experiments.joint_test import flips
+from lipscope_experiments.joint_test import flips, verdict
 from lipscope_experiments.questions import kept_tokens
-from lipscope_experiments.questions.kept_tokens import CachedRun, on_grid, tokens_kept
+from lipscope_experiments.questions.kept_tokens import cached_run, on_grid, tokens_kept
 from tiny import tiny
 
 N, LATER = 6, 4
@@ -33,8 +33,8 @@ def test_evicting_is_masking_in_the_model_itself() -> None:
     """Against one pass of its own attention, with a mask for later rows only."""
     loaded = tiny("llama", scale=2.0)
     model: Any = loaded.model
-    with CachedRun(loaded, IDS).reading() as run:
-        found = run.costs(EVICTED, 0)
+    with cached_run(loaded, IDS) as (_, cost):
+        found = cost(EVICTED, 0)
     model.set_attn_implementation("eager")
     table, losses = model.get_input_embeddings().weight.detach(), []
     for kept in EVICTED:
@@ -53,9 +53,9 @@ def test_evicting_from_an_encoder_is_a_mask_of_keys() -> None:
     loaded = tiny("bert", scale=2.0)
     model: Any = loaded.model
     ids = IDS[:N]
-    with CachedRun(loaded, ids).reading() as run:
-        found = run.costs(EVICTED, 0)
-        assert run.costs(torch.ones(1, N).bool(), 2)["hidden"] == pytest.approx([0.0], abs=1e-6)
+    with cached_run(loaded, ids) as (_, cost):
+        found = cost(EVICTED, 0)
+        assert cost(torch.ones(1, N).bool(), 2)["hidden"] == pytest.approx([0.0], abs=1e-6)
     with torch.no_grad():
         hidden = model(ids.expand(3, -1), attention_mask=EVICTED.long()).last_hidden_state
     cosine = torch.cosine_similarity(hidden.mean(1), hidden[:1].mean(1)).tolist()
@@ -67,9 +67,9 @@ def test_evicting_from_an_encoder_is_a_mask_of_keys() -> None:
 
 def test_many_bits_lose_nothing_and_few_lose_more() -> None:
     """Heads of four entries: of two, both would be ends of the grid."""
-    with CachedRun(tiny("qwen3", scale=2.0), IDS).reading() as run:
+    with cached_run(tiny("qwen3", scale=2.0), IDS) as (_, cost):
         none = torch.zeros(1, N, dtype=torch.bool)
-        lost = [run.costs(none, bits)["divergence"][0] for bits in (20, 8, 4, 2)]
+        lost = [cost(none, bits)["divergence"][0] for bits in (20, 8, 4, 2)]
     assert lost == sorted(lost) and lost[0] < 1e-6 < lost[-1]
 
 
@@ -114,3 +114,10 @@ def test_levels_of_flips_are_counted_by_hand() -> None:
         assert found[name][0] == pytest.approx(sum(one) / 5)
         assert found[name][1] == sum(top >= mine - 1e-9 for top in tops) / 32
     assert found["all"][1] == 2 / 32 and flips({"half": [-1.0] * 5})["half"] == (-1.0, 2 / 32)
+
+
+def test_what_is_not_above_zero_or_not_sure_refutes() -> None:
+    gaps = {"a": (0.25, 0.01), "b": (-0.5, 0.001), "c": (0.125, 0.05)}
+    said = "a +0.250 (p 0.010); b -0.500 (p 0.001); c +0.125 (p 0.050)"
+    assert verdict(gaps, 3) == f"{said}. Refuted by b, c"
+    assert verdict({"a": gaps["a"]}) == "a +0.25 (p 0.010). Not refuted"

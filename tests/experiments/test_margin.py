@@ -57,7 +57,7 @@ def test_gain_and_moves_at_a_stream(family: str) -> None:
 
         hook = block.register_forward_pre_hook(before)
         with torch.no_grad():
-            hidden = loaded.model(**run.arguments[sample]).last_hidden_state[0]
+            hidden = run.read(sample).last_hidden_state[0]
         hook.remove()
         return run.scores(hidden)
 

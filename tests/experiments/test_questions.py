@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -14,6 +15,7 @@ from lipscope.models import LoadedModel, rounded
 from lipscope.records.folder import RunFolder
 from lipscope_experiments import experiments
 from lipscope_experiments.experiment import Source, Study
+from lipscope_experiments.joint_test import correlations
 from lipscope_experiments.questions import long_context, precision, sink
 from lipscope_experiments.questions.precision import RoundedModel
 from lipscope_experiments.texts import Text
@@ -71,24 +73,25 @@ def test_attention_received_is_the_mean_of_the_columns() -> None:
 
 
 def test_a_predictor_is_advice_where_it_beats_the_baselines() -> None:
-    gen = torch.Generator().manual_seed(0)
-    change = torch.rand(8, 12, generator=gen).tolist()
-    noise = torch.rand(8, 12, generator=gen).tolist()
+    gen = np.random.default_rng(0)
+    change, noise = gen.random((2, 12, 8))
     known = {
-        "itself": [[v**3 for v in window] for window in change],
-        "constant": [[1.0] * 12] * 8,
+        "itself": change**3,
+        "constant": np.ones((12, 8)),
         precision.ERROR: noise,
-        precision.INDEX: [[float(i) for i in range(12)]] * 8,
+        precision.INDEX: np.arange(12.0)[:, None].repeat(8, 1),
     }
     assert precision.holds(known, change, "itself") == (True, True)
     assert precision.holds(known, change, "constant") == (False, False)
     assert precision.holds(known, known[precision.INDEX], precision.INDEX) == (True, False)
-    expected = [stats.spearmanr(x, y).statistic for x, y in zip(noise, change, strict=True)]
-    assert precision.correlations(noise, change) == pytest.approx(expected)
+    assert not precision.holds(known | {precision.ERROR: known["itself"]}, change, "itself")[1]
+    expected = [stats.spearmanr(x, y).statistic for x, y in zip(noise.T, change.T, strict=True)]
+    assert correlations(noise, change) == pytest.approx(expected)
+    assert correlations(known["constant"], change) == [0.0] * 8
 
 
 def run_of(loaded: LoadedModel) -> RoundedModel:
-    return RoundedModel(Source(loaded, "text", {"data": TEXT}), {"lengths": [9], "samples": 3})
+    return RoundedModel(loaded, {"data": TEXT, "lengths": [9], "samples": 3})
 
 
 def test_rounding_what_is_on_the_grid_changes_nothing() -> None:
@@ -112,20 +115,23 @@ def test_rounding_what_is_on_the_grid_changes_nothing() -> None:
 def test_what_rounding_does_to_the_next_token() -> None:
     """Against the divergence and the loss of torch."""
     loaded = tiny("gpt2")
-    run, model = run_of(loaded), loaded.model
-    found = run.rounded("h.0", 4, "weights")
-    assert run.ids is not None and run.log_p is not None
+    run = run_of(loaded)
+    model: Any = loaded.model
+    ids, table = run.arguments["input_ids"], model.get_input_embeddings().weight
+
+    def log_probabilities() -> torch.Tensor:
+        with torch.no_grad():
+            return (model(ids).last_hidden_state @ table.T).log_softmax(-1)
+
+    log_p, found = log_probabilities(), run.rounded("h.0", 4, "weights")
     with torch.no_grad():
         for one in (model.get_submodule("h.0").attn, model.get_submodule("h.0").mlp):
             for part in (one.c_proj, getattr(one, "c_attn", None) or one.c_fc):
                 part.weight.data = rounded(part.weight.data.T.contiguous(), 4).T.contiguous()
-        hidden = model(run.ids).last_hidden_state
-        log_q = (hidden @ model.get_input_embeddings().weight.T).log_softmax(-1)
+    log_q = log_probabilities()
     for w in range(3):
-        kl = torch.nn.functional.kl_div(
-            log_q[w], run.log_p[w], reduction="batchmean", log_target=True
-        )
-        lost = [torch.nn.functional.nll_loss(p[w, :-1], run.ids[w, 1:]) for p in (log_q, run.log_p)]
+        kl = torch.nn.functional.kl_div(log_q[w], log_p[w], reduction="batchmean", log_target=True)
+        lost = [torch.nn.functional.nll_loss(p[w, :-1], ids[w, 1:]) for p in (log_q, log_p)]
         assert found["divergence"][w] == pytest.approx(float(kl), rel=1e-4, abs=1e-6)
         assert found["loss"][w] == pytest.approx(float(lost[0] - lost[1]), rel=1e-3, abs=1e-5)
 

@@ -74,21 +74,23 @@ def test_the_smallest_flip_of_a_linear_read_out_is_the_nearest_hyperplane() -> N
     for _ in range(20):
         weight = torch.randn(4, X.numel(), generator=g).double()
         scores = weight @ X.flatten()
-        margin, move = deepfool(lambda e, w=weight: w @ (X + e).flatten(), X)
+        margin, gain, move = deepfool(lambda e, w=weight: w @ (X + e).flatten(), X)
         answer = int(scores.argmax())
         others = [k for k in range(4) if k != answer]
         distances = [
             float((scores[answer] - scores[k]) / (weight[answer] - weight[k]).norm())
             for k in others
         ]
-        assert margin == pytest.approx(float(scores[answer] - scores[others].max()))
+        rival = max(others, key=scores.__getitem__)
+        assert margin == pytest.approx(float(scores[answer] - scores[rival]))
+        assert gain == pytest.approx(float((weight[answer] - weight[rival]).norm()))
         # Bisection leaves 2^-12 of a move that goes 2 % beyond the plane.
         assert move is not None and float(move.norm()) == pytest.approx(min(distances), rel=1e-3)
 
 
 def test_an_answer_that_nothing_changes_has_no_move() -> None:
     fixed = torch.tensor([2.0, 1.0, 0.0, -1.0]).double()
-    assert deepfool(lambda e: fixed + 1e-9 * e.sum(), X)[1] is None
+    assert deepfool(lambda e: fixed + 1e-9 * e.sum(), X)[2] is None
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.6])

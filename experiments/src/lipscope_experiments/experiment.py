@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from lipscope import InputError, LayerAtInput, Measurement, OpenModel, Rows, bounds, charts, measure
 from lipscope.engine import Progress as RowProgress, folder_of, measure_built
-from lipscope.models import LoadedModel, load_model
+from lipscope.models import LoadedModel, inputs_of, load_model
 from lipscope.records import Place, RunFolder, provenance, replaced, stable_id
 from lipscope_experiments.findings import (
     Claim,
@@ -266,6 +267,17 @@ def layers_of(model: LoadedModel, data: Any = None, **options: Any) -> Iterator[
     """Layers of a model at inputs, on the CPU, in float64 unless another type is asked for."""
     asked: dict[str, Any] = {"dtype": "float64", "device": "cpu", **options}
     return OpenModel(model).layers(data, **asked)
+
+
+def batch_of(model: LoadedModel, data: Any = None, **options: Any) -> dict[str, Any]:
+    """A model's arguments for all windows at once, which are spread over the text."""
+    asked: dict[str, Any] = {"lengths": None, "samples": None, **options}
+    found = inputs_of(model, data, windows="spread", special_tokens=True, **asked)
+    every = [dict(one.arguments) for one in found]
+    return {
+        name: torch.cat([one[name] for one in every]) if isinstance(value, Tensor) else value
+        for name, value in every[0].items()
+    }
 
 
 def reproduce(

@@ -10,7 +10,9 @@ from jaxtyping import Float
 from scipy.linalg import eigh
 from torch import Tensor
 
-from lipscope import Attention, Operator, top_singular
+from lipscope import Attention, Operator, linearise
+from lipscope.linalg import restrict
+from lipscope_experiments.simple_layers import top
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,13 @@ def frozen_column(layer: Attention, x: Float[Tensor, "n d"]) -> FrozenColumn:
     mass = float((written / written.sum() * own[token]).sum() / n)
     best, places = own.max(0)
     folded = torch.linalg.qr(output.transpose(0, 1), mode="r").R @ value  # as large as O_h V_h
-    norms = torch.linalg.matrix_norm(folded, 2)
+    sizes = torch.linalg.matrix_norm(folded, 2)
     heads = [
-        (int(s), math.sqrt(float(m) / n), float(m.sqrt() * norm))
-        for s, m, norm in zip(places, best, norms, strict=True)
+        (int(s), math.sqrt(float(m) / n), float(m.sqrt() * size))
+        for s, m, size in zip(places, best, sizes, strict=True)
     ]
-    top = math.sqrt(max(float(square), 0.0))
-    return FrozenColumn(token, top, math.sqrt(mass), float(p[..., token].mean()), tuple(heads))
+    norm = math.sqrt(max(float(square), 0.0))
+    return FrozenColumn(token, norm, math.sqrt(mass), float(p[..., token].mean()), tuple(heads))
 
 
 def column_sizes(layer: Attention, x: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
@@ -65,34 +67,16 @@ def frozen_norm(layer: Attention, x: Float[Tensor, "n d"]) -> float:
     """``‖Σ_h P_h ⊗ W_h‖``: sigma of the layer with its attention weights held fixed."""
     value, output, p = _parts(layer, x)
 
-    def forward(e: Tensor) -> Tensor:
-        read = p @ (e[..., None, :, :] @ value.mT)
-        return read.transpose(-3, -2).flatten(-2) @ output.flatten(1).T
+    def moved(e: Tensor) -> Tensor:
+        read = p @ (e @ value.mT)
+        return read.transpose(0, 1).flatten(1) @ output.flatten(1).T
 
-    def back(g: Tensor) -> Tensor:
-        written = (g @ output.flatten(1)).unflatten(-1, value.shape[:2]).transpose(-3, -2)
-        return (p.mT @ written @ value).sum(-3)
-
-    op = Operator(forward, back, tuple(x.shape), (len(x), len(output)), p.dtype)
-    return _sigma(op)
+    return top(linearise(moved, x.to(p)), tol=1e-2).sigma
 
 
 def column_norm(op: Operator, token: int) -> float:
     """The norm of one token's column of a Jacobian: sigma of moves of that token alone."""
-    n, width = op.in_shape
-    around = (0, 0, token, n - 1 - token)
-    alone = Operator(
-        lambda e: op.matvec(torch.nn.functional.pad(e[..., None, :], around)),
-        lambda g: op.rmatvec(g)[..., token, :],
-        (width,),
-        op.out_shape,
-        op.dtype,
-    )
-    return _sigma(alone)
-
-
-def _sigma(op: Operator) -> float:
-    return top_singular(op, tol=1e-2, generator=torch.Generator().manual_seed(0)).sigma
+    return top(restrict(op, move=torch.tensor([token])), tol=1e-2).sigma
 
 
 def _column_squares(value: Tensor, output: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
 from jaxtyping import Float
+from numpy.typing import ArrayLike
 from scipy import stats
 from torch import Generator, Tensor
 
@@ -15,7 +17,7 @@ Ranks = Sequence[Tensor]  # one ``(units, columns)`` for each stratum
 _DRAWS = 2000
 
 
-def ranks(values: Sequence[Sequence[float]]) -> Float[Tensor, "units columns"]:
+def ranks(values: ArrayLike) -> Float[Tensor, "units columns"]:
     """Ranks over units, of each column by itself, centred and of unit length; zero where constant.
 
     The inner product of two such columns is Spearman's correlation.
@@ -23,6 +25,11 @@ def ranks(values: Sequence[Sequence[float]]) -> Float[Tensor, "units columns"]:
     found = torch.from_numpy(stats.rankdata(values, axis=0))
     found = found - found.mean(0)
     return found / found.norm(dim=0).clamp_min(1e-12)
+
+
+def correlations(known: ArrayLike, change: ArrayLike) -> list[float]:
+    """Spearman's correlation over units, column by column; 0 where one of them is constant."""
+    return (ranks(known) * ranks(change)).sum(0).tolist()
 
 
 def mean_correlation(known: Ranks, truth: Ranks) -> float:
@@ -51,22 +58,20 @@ def better(
     Predictor and baseline are swapped in random units, all columns alike: the gap of those that
     predict alike has either sign as often. The largest gap of all pairs counts.
     """
-    pairs = [(a, b) for a in tested for b in baselines]
-    weights = [1 / (len(truth) * one.shape[1]) for one in truth]
     parts = {
         (a, b): torch.cat(
             [
-                ((one - other) * z).sum(1) * weight
-                for one, other, z, weight in zip(known[a], known[b], truth, weights, strict=True)
+                ((one - other) * z).mean(1) / len(truth)
+                for one, other, z in zip(known[a], known[b], truth, strict=True)
             ]
         )
-        for a, b in pairs
+        for a, b in itertools.product(tested, baselines)
     }
-    every = torch.stack([parts[pair] for pair in pairs])
+    every = torch.stack([*parts.values()])
     signs = torch.randint(0, 2, (every.shape[1], _DRAWS), generator=Generator().manual_seed(0))
     tops = (every @ (2 * signs - 1).to(every)).amax(0).tolist()
     gaps = every.sum(1).tolist()
-    return {pair: (gap, _level(tops, gap)) for pair, gap in zip(pairs, gaps, strict=True)}
+    return {pair: (gap, _level(tops, gap)) for pair, gap in zip(parts, gaps, strict=True)}
 
 
 def flips(values: Mapping[Key, Sequence[float]]) -> dict[Key, tuple[float, float]]:
@@ -84,6 +89,18 @@ def flips(values: Mapping[Key, Sequence[float]]) -> dict[Key, tuple[float, float
     levels = [float((tops >= float(one) - 1e-9).double().mean()) for one in scaled.mean(1).abs()]
     means = every.mean(1).tolist()
     return dict(zip(values, zip(means, levels, strict=True), strict=True))
+
+
+def shown(found: tuple[float, float], digits: int = 2) -> str:
+    """A gap or correlation with its joint level."""
+    return f"{found[0]:+.{digits}f} (p {found[1]:.3f})"
+
+
+def verdict(gaps: Mapping[str, tuple[float, float]], digits: int = 2) -> str:
+    """Gaps with their joint levels, and which refute that each is above 0 at a level of 0.05."""
+    lost = [name for name, (gap, p) in gaps.items() if gap <= 0 or p >= 0.05]
+    said = "; ".join(f"{name} {shown(one, digits)}" for name, one in gaps.items())
+    return f"{said}. " + (f"Refuted by {', '.join(lost)}" if lost else "Not refuted")
 
 
 def _level(tops: Sequence[float], found: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lipscope import Rows
+from lipscope import Rows, records
 from lipscope.attacks import two_cluster, weighted_two_atoms
 from lipscope.charts import Panel, power_law, training_end
 from lipscope.pages import number
@@ -64,7 +64,8 @@ def long_context(study: Study) -> None:
         "equal (derived here)",
         f"to {error:.1e} up to n = {max(r['n'] for r in both):,}",
     )
-    slopes = [fit for rows in real.values() for fit in rows.growth().values() if fit]
+    fits = [(at, k.layer, fit) for at, rows in real.items() for k, fit in rows.growth().items()]
+    slopes = [fit for *_, fit in fits if fit]
     longest = max(row.num_tokens for rows in real.values() for row in rows)
     study.claim(
         f"real text to n = {longest:,}",
@@ -72,12 +73,6 @@ def long_context(study: Study) -> None:
         f"exponents {middle(fit.slope for fit in slopes if fit.fits is not False)}; no power "
         f"law in {sum(fit.fits is False for fit in slopes)} of {len(slopes)}",
     )
-    lines = tuple(
-        (place, str(key.layer), exponent(fit))
-        for place, rows in real.items()
-        for key, fit in rows.growth().items()
-    )
-
     study.table(
         "Two clusters, A = -I: sigma",
         grouped(clusters, "n"),
@@ -86,6 +81,7 @@ def long_context(study: Study) -> None:
             **{k: lambda _, own, k=k: chosen(own, case=k)[0]["sigma"] for k in _RADII},
         },
     )
+    lines = [(place, str(layer), exponent(fit)) for place, layer, fit in fits]
     study.table("Real text", lines, ("where", "layer", "exponent"))
 
 
@@ -98,10 +94,10 @@ def _two_clusters(case: str, n: int, measured: bool) -> Record:
     return {"sigma": sigma, "direct": direct}
 
 
-def _growth_of(records: list[Record]) -> str:
-    most = max(records, key=lambda r: r["sigma"])
-    early = plain_exponent([(r["n"], r["sigma"]) for r in records if 32 <= r["n"] <= 512])
-    late = plain_exponent([(r["n"], r["sigma"]) for r in records if r["n"] >= 2**15])
+def _growth_of(mine: list[Record]) -> str:
+    most = max(mine, key=lambda r: r["sigma"])
+    early = plain_exponent([(r["n"], r["sigma"]) for r in mine if 32 <= r["n"] <= 512])
+    late = plain_exponent([(r["n"], r["sigma"]) for r in mine if r["n"] >= 2**15])
     return (
         f"exponent {early} from 32 to 512; {late} from 32,768 to 131,072; largest sigma "
         f"{number(most['sigma'])} at n = {most['n']:,}"
@@ -114,21 +110,14 @@ def _draw_contexts(study: Study, clusters: list[Record], real: dict[str, Rows]) 
     panels = [Panel("two clusters, A = -I", (*curves, law_of))]
     for place, rows in real.items():
         series = [
-            curve(
-                f"layer {layer}",
-                [r for r in rows if r.layer == layer],
-                "num_tokens",
-                "sigma",
-                "points",
-            )
-            for layer in dict.fromkeys(row.layer for row in rows)
+            curve(f"layer {layer}", mine, "num_tokens", "sigma", "points")
+            for layer, mine in records.grouped(rows, lambda row: row.layer).items()
         ]
         laws = (
             power_law(series[0].points, 0.25, "~ n^(1/4)"),
             power_law(series[-1].points, 0.5, "~ n^(1/2)"),
         )
         said = (f"layer {key.layer} {law(fit)}" for key, fit in rows.growth().items())
-        panels.append(
-            Panel(f"{place}: {', '.join(said)}", (*series, *laws), end=training_end(rows))
-        )
+        title = f"{place}: {', '.join(said)}"
+        panels.append(Panel(title, (*series, *laws), end=training_end(rows)))
     study.draw("long-context", "Long contexts", panels, columns=2)

@@ -17,6 +17,7 @@ from lipscope import InputError, Monitor
 from lipscope.charts import Panel
 from lipscope.control import Alarm
 from lipscope.models import load_model
+from lipscope.records import grouped
 from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, chosen, level, line, share
 
@@ -94,15 +95,19 @@ def _train_until_divergence(
     net: Any = load_model(
         f"random:{family}:{sizes},intermediate_size=64,vocab_size=256{more}", seed=seed
     ).model.train()
-    gen = torch.Generator().manual_seed(seed)
+    windows, gen = data.unfold(0, _LENGTH + 1, 1), torch.Generator().manual_seed(seed)
+
+    def draw(count: int) -> Tensor:
+        return windows[torch.randint(len(windows) - 1, (count,), generator=gen)]
+
     table = net.get_input_embeddings().weight
     optimiser = torch.optim.SGD(net.parameters(), lr=_PEAK, momentum=_MOMENTUM)
-    monitor = Monitor(net, _byte_windows(data, 1, gen)[:, :-1], every=every, alert=None)
+    monitor = Monitor(net, draw(1)[:, :-1], every=every, alert=None)
     alarm, losses, gradients = Alarm(), [], []
     onset: int | None = None
     for step in range(1, _STEPS + 1):
         optimiser.param_groups[0]["lr"] = _PEAK * _GROWS[schedule](step / _STEPS)
-        ids = _byte_windows(data, _BATCH, gen)
+        ids = draw(_BATCH)
         logits = net(ids[:, :-1]).last_hidden_state @ table.T
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         losses.append(float(loss.detach()))
@@ -121,29 +126,16 @@ def _train_until_divergence(
         except InputError:  # a weight is not finite any more
             onset = step + 1
             break
-    last = {LOSS: losses, GRADIENT: gradients}
-    readings = [one for one in monitor.readings if one.sigma is not None]
-    steps = [*dict.fromkeys(one.step for one in readings)]
-    found = {
-        name: [fmean(some[max(at - 5, 0) : max(at, 5)]) for at in steps]
-        for name, some in last.items()
+    readings = grouped((r for r in monitor.readings if r.sigma is not None), lambda r: r.step)
+    signals = {
+        name: [fmean(some[max(at - 5, 0) : max(at, 5)]) for at in readings]
+        for name, some in ((LOSS, losses), (GRADIENT, gradients))
     }
-    for name in (*BASELINES, *TESTED):
-        if name not in found:
-            worst = min if name == "entropy" else max
-            values = [[getattr(r, name) for r in readings if r.step == at] for at in steps]
-            found[name] = [worst(some) for some in values]
-    return {
-        "onset": onset,
-        "alerts": [one.step for one in alarm.told],
-        "steps": steps,
-        "signals": found,
-    }
-
-
-def _byte_windows(data: Tensor, count: int, gen: torch.Generator) -> Tensor:
-    starts = torch.randint(0, len(data) - _LENGTH - 1, (count,), generator=gen)
-    return torch.stack([data[i : i + _LENGTH + 1] for i in starts.tolist()])
+    for name in (BASELINES[-1], *TESTED):
+        worst = min if name == "entropy" else max
+        signals[name] = [worst(getattr(r, name) for r in some) for some in readings.values()]
+    alerts = [one.step for one in alarm.told]
+    return {"onset": onset, "alerts": alerts, "steps": [*readings], "signals": signals}
 
 
 def _diverged(losses: Sequence[float]) -> bool:
@@ -186,21 +178,13 @@ def areas(
 
 def _of_runs(study: Study, name: str, runs: Sequence[Record]) -> list[Panel]:
     """What is said of the runs with or without a norm of queries and keys."""
-    told = {
-        k: [bool(one["alerts"]) for one in runs if (one["onset"] is None) == k]
-        for k in (True, False)
-    }
-    study.claim(
-        f"{name}: runs that diverge", "about half, by design", share(len(told[False]), len(runs))
-    )
-    for stable, some in told.items():
-        if some:
-            study.claim(
-                f"{name}: {'stable' if stable else 'diverging'} runs with an alert of the monitor, "
-                "at its defaults",
-                "none" if stable else "all, before they diverge",
-                share(sum(some), len(some)),
-            )
+    kinds = grouped(runs, lambda one: "diverging" if one["onset"] else "stable")
+    diverged = share(len(kinds.get("diverging", ())), len(runs))
+    study.claim(f"{name}: runs that diverge", "about half, by design", diverged)
+    for kind, said in (("stable", "none"), ("diverging", "all, before they diverge")):
+        if some := kinds.get(kind):
+            about = f"{name}: {kind} runs with an alert of the monitor, at its defaults"
+            study.claim(about, said, share(sum(bool(one["alerts"]) for one in some), len(some)))
     early = [one["onset"] - one["alerts"][0] for one in runs if one["onset"] and one["alerts"]]
     if early:
         study.claim(f"{name}: steps from the first alert to divergence", "–", f"{median(early):g}")
@@ -213,14 +197,7 @@ def _of_runs(study: Study, name: str, runs: Sequence[Record]) -> list[Panel]:
             continue
         schedules = [one["schedule"] for one in known]
         same = torch.tensor([[a == b for b in schedules] for a in schedules])
-        at = [one["steps"].index(step) for one in known]
-        values = torch.tensor(
-            [
-                [_value(one, *signal, i) for signal in SIGNALS]
-                for one, i in zip(known, at, strict=True)
-            ]
-        )
-        found, without, ps = areas(values, bad, same)
+        found, without, ps = areas(torch.tensor([_values(one, step) for one in known]), bad, same)
         curves[step] = found
         if step in _ASKED:
             ends = zip(found.tolist(), _error(without).tolist(), ps, strict=True)
@@ -230,25 +207,16 @@ def _of_runs(study: Study, name: str, runs: Sequence[Record]) -> list[Panel]:
     lines = [(*signal, *(some[k] for some in cells.values())) for k, signal in enumerate(SIGNALS)]
     columns = ("signal", "what of it", *(f"area at step {step}" for step in cells))
     study.table(f"{name}: telling runs that will diverge", lines, columns)
-    return [
-        Panel(
-            f"{name}: {what}",
-            (
-                *(
-                    line(signal, curves, [float(one[k]) for one in curves.values()])
-                    for k, (signal, kind) in enumerate(SIGNALS)
-                    if kind == what
-                ),
-                level("chance", 0.5, curves),
-            ),
-            "step",
-            "area",
-            False,
-            False,
-        )
-        for what in (LEVEL, RISE)
-        if curves
-    ]
+    panels = []
+    for what in (LEVEL, RISE) if curves else ():
+        lines = [
+            line(signal, curves, [float(one[k]) for one in curves.values()])
+            for k, (signal, kind) in enumerate(SIGNALS)
+            if kind == what
+        ]
+        lines.append(level("chance", 0.5, curves))
+        panels.append(Panel(f"{name}: {what}", lines, "step", "area", False, False))
+    return panels
 
 
 def _of_sigma(
@@ -272,11 +240,14 @@ def _of_sigma(
     )
 
 
-def _value(run: Record, signal: str, what: str, at: int) -> float:
-    """A signal at a reading, higher where it is expected before divergence."""
-    values = run["signals"][signal]
-    value = values[at] - values[0] if what == RISE else values[at]
-    return -value if signal == "entropy" else value
+def _values(run: Record, step: int) -> list[float]:
+    """Every signal at a reading, higher where it is expected before divergence."""
+    at, found = run["steps"].index(step), []
+    for signal, what in SIGNALS:
+        values = run["signals"][signal]
+        value = values[at] - values[0] if what == RISE else values[at]
+        found.append(-value if signal == "entropy" else value)
+    return found
 
 
 def _error(without: Tensor) -> Tensor:

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from lipscope.charts import Panel
-from lipscope.models import LoadedModel, inputs_of
-from lipscope_experiments.experiment import Study, experiment, layers_of
+from lipscope.models import LoadedModel
+from lipscope_experiments.experiment import Study, batch_of, experiment, layers_of
 from lipscope_experiments.findings import Record, average, line, middle
 from lipscope_experiments.frozen import column_sizes
-from lipscope_experiments.joint_test import flips, ranks
-from lipscope_experiments.questions.precision import (
-    WORDS,
-    decides,
-    next_token,
-    next_token_changes,
-    relative_change,
-)
-from lipscope_experiments.simple_layers import embedding
+from lipscope_experiments.joint_test import flips, ranks, shown, verdict
+from lipscope_experiments.questions.precision import WORDS, decides, output_changes
 from lipscope_experiments.texts import Text
 
 Texts = Sequence[Sequence[Record]]
@@ -40,6 +36,7 @@ LATE = f"attention of the last {_ROWS} rows"
 SHARE, COLUMN = "sigma's share", "frozen column"
 BASELINES = (PLACE, NORM, RECEIVED, LATE)
 TESTED = (SHARE, COLUMN)
+SCORES = (*BASELINES, *TESTED)
 FIRST, LAST, RANDOM = "first k", "last k", "random"
 STREAM = f"first {_SINKS}, then last"
 _DRAWN = (STREAM, RANDOM, *BASELINES[1:], *TESTED)
@@ -104,23 +101,17 @@ def kept_tokens(study: Study) -> None:
 
 def _correlations(w: Record, outcome: str, treatment: str) -> dict[str, float]:
     """What is said of each score against the costs of single tokens of a window."""
-    names = (*BASELINES, *TESTED)
-    known = ranks([*zip(*(w["scores"][name] for name in names), strict=True)])
-    cost = ranks([[c] for c in w["costs"][treatment]["alone"][outcome]])
+    known = ranks(np.transpose([w["scores"][name] for name in SCORES]))
+    cost = ranks(np.transpose([w["costs"][treatment]["alone"][outcome]]))
     given = known[:, : len(BASELINES)]
+    rho = dict(zip(SCORES, (known.T @ cost).flatten().tolist(), strict=True))
     left = (_left(known, given).T @ _left(cost, given)).flatten().tolist()
-    rho = dict(zip(names, (known.T @ cost).flatten().tolist(), strict=True))
+    rest = dict(zip(SCORES, left, strict=True))
     said = dict(rho)
-    for name, rest in zip(TESTED, left[len(BASELINES) :], strict=True):
-        said[f"{name}, given the baselines"] = rest
+    for name in TESTED:
+        said[f"{name}, given the baselines"] = rest[name]
         said |= {f"{name}, less {b}": rho[name] - rho[b] for b in BASELINES}
     return said
-
-
-def _mean_of(texts: Texts, of: Callable[[Record], Sequence[float]]) -> list[list[float]]:
-    """By place in what is said of a window, and by text: the mean over its windows."""
-    means = [[fmean(some) for some in zip(*map(of, text), strict=True)] for text in texts]
-    return [[*one] for one in zip(*means, strict=True)]
 
 
 def _left(columns: Tensor, given: Tensor) -> Tensor:
@@ -133,16 +124,8 @@ def _windows(study: Study, loaded: LoadedModel, text: Text) -> list[Record]:
     """Windows of a text with scores of their tokens, and costs by treatment, policy, outcome."""
     count = int(loaded.config.num_hidden_layers)
     layers = [*range(0, count, study.pick(max(count // 2, 1), max(count // 6, 1)))]
-    later = _LATER if decides(loaded.config) else 0
-    samples = inputs_of(
-        loaded,
-        text.content,
-        lengths=[_CONTEXT + later],
-        samples=2,
-        windows="spread",
-        special_tokens=True,
-    )
-    ids = torch.cat([dict(one.arguments)["input_ids"] for one in samples])
+    later = _LATER if decides(loaded) else 0
+    ids = batch_of(loaded, text.content, lengths=[_CONTEXT + later], samples=2)["input_ids"]
     ids = ids[: study.pick(1, 1 if later else 2)]  # a decoder's take five times as long
     where = f"{loaded.name}, {text.name}"
     rows = study.measure(f"sigma, {where}", loaded, ids[:, :_CONTEXT], layers=layers, tol=1e-2)
@@ -166,32 +149,23 @@ def _outcomes(texts: Texts) -> tuple[str, str]:
 def _of_tokens(study: Study, name: str, texts: Texts) -> None:
     """The costs of single tokens, and what goes with them."""
     pairs = [*itertools.product(_outcomes(texts), _ALONE)]
-    words = [*_correlations(texts[0][0], *pairs[0])]
-    levels: dict[tuple[str, str, str], tuple[float, float]] = flips(
+    said = {pair: [[_correlations(w, *pair) for w in text] for text in texts] for pair in pairs}
+    words = [*said[pairs[0]][0][0]]
+    levels = flips(
         {
-            (*pair, one): values
-            for pair in pairs
-            for one, values in zip(
-                words,
-                _mean_of(texts, lambda w, p=pair: [*_correlations(w, *p).values()]),
-                strict=True,
-            )
+            (*pair, one): [fmean(w[one] for w in text) for text in some]
+            for pair, some in said.items()
+            for one in words
         }
     )
     for outcome, treatment in pairs:
-        asked = [one for one in words if one.startswith(SHARE)]
-        lost = [
-            f"{one} {rho:+.2f} (p {p:.3f})"
-            for one in asked
-            for rho, p in [levels[outcome, treatment, one]]
-            if rho <= 0 or p >= 0.05
-        ]
+        mine = {one: levels[outcome, treatment, one] for one in words if one.startswith(SHARE)}
+        lost = [f"{one} {shown(at)}" for one, at in mine.items() if at[0] <= 0 or at[1] >= 0.05]
         costs = [w["costs"][treatment]["alone"][outcome] for text in texts for w in text]
         study.claim(
             f"{name}: {SHARE} with the {WORDS[outcome]}, one token {treatment}",
             "above 0, also given the baselines, and above each of them, joint p < 0.05",
-            "{:+.2f} (p {:.3f}). ".format(*levels[outcome, treatment, SHARE])
-            + (f"Refuted: {'; '.join(lost)}" if lost else "Not refuted"),
+            f"{shown(mine[SHARE])}. " + (f"Refuted: {'; '.join(lost)}" if lost else "Not refuted"),
         )
         study.claim(
             f"{name}: {WORDS[outcome]}, the first token {treatment}, and the costliest other",
@@ -199,10 +173,7 @@ def _of_tokens(study: Study, name: str, texts: Texts) -> None:
             f"{middle((one[0] for one in costs), 4)}; {middle((max(one[1:]) for one in costs), 4)}",
         )
     for outcome in _outcomes(texts):
-        lines = [
-            (one, *("{:+.2f} (p {:.3f})".format(*levels[outcome, t, one]) for t in _ALONE))
-            for one in words
-        ]
+        lines = [(one, *(shown(levels[outcome, t, one]) for t in _ALONE)) for one in words]
         columns = ("rank correlation over tokens", *(f"{t} alone" for t in _ALONE))
         study.table(f"{name}: {WORDS[outcome]}, one token changed", lines, columns)
 
@@ -210,34 +181,30 @@ def _of_tokens(study: Study, name: str, texts: Texts) -> None:
 def _of_budgets(study: Study, name: str, texts: Texts) -> list[Panel]:
     """What keeping some tokens costs, policy by policy."""
     (outcome, _), panels = _outcomes(texts), []
-    costs = {
-        (t, p): _mean_of(texts, lambda w, t=t, p=p: w["costs"][t][p][outcome])
+    costs = {  # by text and budget
+        (t, p): np.array([[w["costs"][t][p][outcome] for w in text] for text in texts]).mean(1)
         for t, p in itertools.product(_TREATMENTS, _POLICIES)
     }
-    mean = {key: [fmean(text) for text in zip(*some, strict=True)] for key, some in costs.items()}
-    pairs = [(one, other) for one in TESTED for other in _POLICIES if one != other]
     levels = flips(
         {
-            (t, *pair): [b - a for a, b in zip(*(mean[t, p] for p in pair), strict=True)]
-            for t, pair in itertools.product(_TREATMENTS, pairs)
+            (t, one, other): (costs[t, other] - costs[t, one]).mean(1).tolist()
+            for t, one, other in itertools.product(_TREATMENTS, TESTED, _POLICIES)
+            if one != other
         }
     )
     for t, bits in _TREATMENTS.items():
         for one in TESTED:
-            gaps = {pair[1]: levels[t, *pair] for pair in pairs if pair[0] == one}
-            lost = [other for other, (gap, p) in gaps.items() if gap <= 0 or p >= 0.05]
             study.claim(
                 f"{name}: tokens kept by {one}, the others {t}: {WORDS[outcome]}, saved against",
                 "above 0 against each, joint p < 0.05",
-                "; ".join(f"{other} {gap:+.4f} (p {p:.3f})" for other, (gap, p) in gaps.items())
-                + (f". Refuted by {', '.join(lost)}" if lost else ". Not refuted"),
+                verdict({p: levels[t, one, p] for p in _POLICIES if p != one}, 4),
             )
         size = " kept" if not bits else " kept, {:.3g} bits"
         kept = (f"{k}{size}".format(bits + (16 - bits) * k / _CONTEXT) for k in _BUDGETS)
-        lines = [(p, *map(average, costs[t, p])) for p in _POLICIES]
+        lines = [(p, *map(average, costs[t, p].T.tolist())) for p in _POLICIES]
         study.table(f"{name}: {WORDS[outcome]}, others {t}", lines, ("policy", *kept))
         curves = [
-            line(p, _BUDGETS, map(fmean, costs[t, p]), "dashes" if p == RANDOM else "line")
+            line(p, _BUDGETS, costs[t, p].mean(0).tolist(), "dashes" if p == RANDOM else "line")
             for p in _DRAWN
         ]
         axes = f"tokens kept of {_CONTEXT}", WORDS[outcome]
@@ -248,27 +215,28 @@ def _of_budgets(study: Study, name: str, texts: Texts) -> list[Panel]:
 
 def _window(loaded: LoadedModel, ids: Tensor, layers: Sequence[int], share: Tensor) -> Record:
     """Scores of the tokens of one window, and what losing them costs."""
-    with CachedRun(loaded, ids).reading() as run:
-        scores = _scores(loaded, ids[None, :_CONTEXT], layers, run) | {SHARE: share}
+    with cached_run(loaded, ids) as (streams, cost):
+        scores = _scores(loaded, ids[None, :_CONTEXT], layers, streams) | {SHARE: share}
+        causal = len(ids) > _CONTEXT
         kept = {
-            policy: torch.stack([tokens_kept(policy, scores, k, run.later > 0) for k in _BUDGETS])
+            policy: torch.stack([tokens_kept(policy, scores, k, causal) for k in _BUDGETS])
             for policy in _POLICIES
         }
         costs = {
-            name: {p: run.costs(one, bits) for p, one in kept.items()}
+            name: {p: cost(one, bits) for p, one in kept.items()}
             for name, bits in _TREATMENTS.items()
         }
         for name in _ALONE:
             alone = ~torch.eye(_CONTEXT, dtype=torch.bool)
-            costs[name]["alone"] = run.costs(alone, _TREATMENTS[name])
+            costs[name]["alone"] = cost(alone, _TREATMENTS[name])
     return {"scores": {name: one.tolist() for name, one in scores.items()}, "costs": costs}
 
 
 def _scores(
-    loaded: LoadedModel, ids: Tensor, layers: Sequence[int], run: CachedRun
+    loaded: LoadedModel, ids: Tensor, layers: Sequence[int], streams: Sequence[Tensor]
 ) -> dict[str, Tensor]:
     gen = torch.Generator().manual_seed(int(ids.sum()))
-    norms = torch.stack([run.streams[layer].norm(dim=-1) for layer in layers])
+    norms = torch.stack([streams[layer].norm(dim=-1) for layer in layers])
     held: dict[str, list[Tensor]] = {NORM: [*norms]}
     for one in layers_of(loaded, ids, layers=layers, dtype="float32"):
         q, k, _ = one.attention.project(one.x)
@@ -302,73 +270,53 @@ def on_grid(x: Tensor, bits: int) -> Tensor:
     return low + ((x - low) / step).round() * step
 
 
-class CachedRun:
-    """A model at one window: what it reads later, when keys and values of the context change."""
+@contextlib.contextmanager
+def cached_run(
+    loaded: LoadedModel, ids: Tensor
+) -> Iterator[tuple[Sequence[Tensor], Callable[[Tensor, int], Record]]]:
+    """A model with attention of its own, which has read the context of a window.
 
-    def __init__(self, loaded: LoadedModel, ids: Tensor) -> None:
-        self.loaded, self.ids = loaded, ids
-        self.later = len(ids) - _CONTEXT
-        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+    Its streams there; and what it costs, by outcome and mask ``(masks, context)`` of tokens that
+    stay as they are, that keys and values of the others are rounded, or evicted where bits are 0.
+    """
+    from transformers import AttentionInterface
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[CachedRun]:
-        """The model with attention of its own, which reads the context first."""
-        from transformers import AttentionInterface
+    model: Any = loaded.model
+    usual, later = model.config._attn_implementation, len(ids) - _CONTEXT
+    places = torch.arange(len(ids))[None, -later:]
+    held: dict[int, tuple[Tensor, Tensor]] = {}
 
-        model: Any = self.loaded.model
-        usual = model.config._attn_implementation
-        AttentionInterface.register("kept_tokens", _attend)
-        model.set_attn_implementation("kept_tokens")
-        try:
-            with torch.no_grad():
-                context = self.ids[None, :_CONTEXT]
-                found = model(context, held=self.held, output_hidden_states=True, use_cache=False)
-                self.streams = [one[0] for one in found.hidden_states]
-                self.before = self._hidden(torch.ones(1, _CONTEXT, dtype=torch.bool), 0)
-                yield self
-        finally:
-            model.set_attn_implementation(usual)
-
-    def _hidden(self, kept: Tensor, bits: int) -> Tensor:
-        model: Any = self.loaded.model
-        at = torch.arange(len(self.ids))[None, -self.later :].expand(len(kept), -1)
+    def hidden(kept: Tensor, bits: int) -> Tensor:
+        at = places.expand(len(kept), -1)
         return model(
-            self.ids[at], position_ids=at, held=self.held, kept=kept, bits=bits, use_cache=False
+            ids[at], position_ids=at, held=held, kept=kept, bits=bits, use_cache=False
         ).last_hidden_state
 
-    def costs(self, kept: Tensor, bits: int) -> Record:
-        """By outcome, for each mask ``(masks, context)`` of tokens that stay as they are.
-
-        The others are rounded, or evicted where ``bits`` is 0.
-        """
-        found: dict[str, list[float]] = {}
+    def cost(kept: Tensor, bits: int) -> Record:
+        found = defaultdict[str, list[float]](list)
         for some in kept.split(_BATCH):
-            hidden = self._hidden(some, bits)
-            if self.later:
-                p, q = (next_token(self.loaded, h) for h in (self.before, hidden))
-                changes = next_token_changes(p, q, self.ids[None, -self.later :])
-            else:
-                before = embedding(self.before[0].double())
-                cosine = [1 - float(embedding(h.double()) @ before) for h in hidden]
-                changes = {"cosine": cosine, "hidden": relative_change(hidden, self.before)}
+            changes = output_changes(loaded, before, hidden(some, bits), ids[places])
             for name, values in changes.items():
-                found.setdefault(name, []).extend(values)
+                found[name] += values
         return found
+
+    AttentionInterface.register("kept_tokens", _attend)
+    model.set_attn_implementation("kept_tokens")
+    try:
+        with torch.no_grad():
+            context = ids[None, :_CONTEXT]
+            found = model(context, held=held, output_hidden_states=True, use_cache=False)
+            before = hidden(torch.ones(1, _CONTEXT, dtype=torch.bool), 0)
+            yield [one[0] for one in found.hidden_states], cost
+    finally:
+        model.set_attn_implementation(usual)
 
 
 def _attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: object,
-    scaling: float,
-    held: dict[int, tuple[Tensor, Tensor]],
-    kept: Tensor | None = None,
-    bits: int = 0,
-    **_: object,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: object, **given: Any
 ) -> tuple[Tensor, None]:
     """Attention that holds keys and values of a decoder's context, and reads them changed."""
+    held, kept, bits = given["held"], given.get("kept"), given.get("bits", 0)
     if kept is None:
         held[module.layer_idx] = key, value
         kept = torch.ones(1, key.shape[2], dtype=torch.bool)
@@ -376,14 +324,14 @@ def _attend(
         context = (one.expand(len(query), -1, -1, -1) for one in held[module.layer_idx])
         key, value = (torch.cat([one, x], 2) for one, x in zip(context, (key, value), strict=True))
     rows, columns = query.shape[2], key.shape[2]
-    kept = torch.nn.functional.pad(kept, (0, columns - kept.shape[1]), value=True)[:, None]
+    kept = pad(kept, (0, columns - kept.shape[1]), value=True)[:, None]
     seen = torch.ones(rows, columns, dtype=torch.bool)
-    seen = seen.tril(columns - rows) if module.is_causal else seen
+    seen = seen.tril(columns - rows if module.is_causal else columns)
     if bits:
         key, value = (torch.where(kept[..., None], x, on_grid(x, bits)) for x in (key, value))
     else:
         seen = seen & kept[:, :, None]
-    read = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True
+    read = scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, scale=given["scaling"], enable_gqa=True
     )
     return read.transpose(1, 2), None

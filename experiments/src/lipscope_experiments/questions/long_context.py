@@ -8,26 +8,21 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from lipscope import Measurement
-from lipscope.charts import Panel, Series, training_end
+from lipscope.charts import Panel, training_end
 from lipscope.models import LoadedModel, reinitialised
-from lipscope.records import growth
+from lipscope.records import grouped, growth
+from lipscope_experiments.castin2024.protocol import first_and_middle, is_deep
 from lipscope_experiments.experiment import Study, experiment
-from lipscope_experiments.findings import average, exponent, share
+from lipscope_experiments.findings import average, exponent, line, share
 from lipscope_experiments.texts import Text
 
 _TOL = 1e-2
 _MOST, _MOST_IF_DEEP = 2**9, 2**8  # tokens; where there are more than twelve layers
 _ALL, _LAST = "all tokens", "read at the last token"
 _PARTS = {"first tenth": "0%:10%", "middle tenth": "45%:55%", "last tenth": "90%:100%"}
-_ASKED = {
-    _ALL: {},
-    _LAST: {"read": "last"},
-    **{f"{name} moves": {"move": part} for name, part in _PARTS.items()},
-    **{
-        f"{name} moves, read at the last token": {"move": part, "read": "last"}
-        for name, part in _PARTS.items()
-    },
-}
+_ALONE = {f"{name} moves": {"move": part} for name, part in _PARTS.items()}
+_AT_LAST = {f"{name}, {_LAST}": {**asked, "read": "last"} for name, asked in _ALONE.items()}
+_ASKED = {_ALL: {}, _LAST: {"read": "last"}, **_ALONE, **_AT_LAST}
 
 
 @dataclass(frozen=True)
@@ -42,20 +37,27 @@ class RestrictedCase:
         """The layers."""
         return [*self.rows[_ALL]]
 
-    def parts(self, asked: str, layer: int, num_tokens: int) -> list[float]:
-        """Sigma of what was asked, as a part of sigma of all tokens, by window."""
-        whole = _sigma_by_window(self.rows[_ALL][layer], num_tokens)
-        mine = _sigma_by_window(self.rows[asked][layer], num_tokens)
-        return [mine[s] / whole[s] for s in sorted(whole.keys() & mine.keys())]
-
     @property
     def lengths(self) -> list[int]:
         """The numbers of tokens, increasing."""
         return sorted({row.num_tokens for row in self.rows[_ALL][self.layers[0]]})
 
+    @property
+    def longest_trained(self) -> int:
+        """The longest windows that the model was trained on, as far as its files say."""
+        row = self.rows[_ALL][self.layers[0]][0]
+        fit = [n for n in self.lengths if n <= (row.trained_length or math.inf)]
+        return max(fit, default=self.lengths[-1])
 
-def _sigma_by_window(rows: Sequence[Measurement], num_tokens: int) -> dict[int, float]:
-    return {row.sample: row.sigma for row in rows if row.num_tokens == num_tokens and row.sigma}
+    def sigmas(self, asked: str, layer: int, num_tokens: int) -> dict[int, float]:
+        """Sigma of what was asked, by window."""
+        rows = self.rows[asked][layer]
+        return {row.sample: row.sigma for row in rows if row.num_tokens == num_tokens and row.sigma}
+
+    def parts(self, asked: str, layer: int, num_tokens: int, of: str = _ALL) -> list[float]:
+        """Sigma of what was asked, as a part of another one, by window."""
+        mine, whole = (self.sigmas(one, layer, num_tokens) for one in (asked, of))
+        return [mine[s] / whole[s] for s in sorted(whole.keys() & mine.keys())]
 
 
 @experiment(
@@ -70,9 +72,7 @@ def long_context(study: Study) -> None:
     _draw_parts(study, cases)
     for case in cases:
         _of_parts(study, case)
-    for case in cases:
-        _growth_table(study, case)
-        _part_table(study, case)
+        _tables(study, case)
     study.remark(
         f"The map `attention` of layer 0 and the middle one; sigma to {_TOL:.0%}. No two "
         "windows share text, at one length or at two, and none has special tokens. A tenth "
@@ -98,24 +98,22 @@ def long_context(study: Study) -> None:
 def _trained_and_random(study: Study, loaded: LoadedModel, text: Text) -> Iterator[RestrictedCase]:
     yield _restricted_case(study, loaded, text, [*_ASKED])
     if not loaded.weights.startswith("random"):
-        some = [name for name in _ASKED if "moves, read" not in name]
+        some = [name for name in _ASKED if name not in _AT_LAST]
         yield _restricted_case(study, reinitialised(loaded), text, some)
 
 
 def _restricted_case(
     study: Study, loaded: LoadedModel, text: Text, asked: Sequence[str]
 ) -> RestrictedCase:
-    depth = int(loaded.config.num_hidden_layers)
-    full = _MOST if depth <= 12 else _MOST_IF_DEEP
+    full = _MOST_IF_DEEP if is_deep(loaded) else _MOST
     most = min(loaded.max_tokens or full, study.pick(2**7, full))
-    layers = [0, depth // 2]
     found: dict[str, dict[int, list[Measurement]]] = {}
     for one in asked:
         rows = study.measure(
             f"{one}: {loaded.name}, {text.name}",
             loaded,
             text.content,
-            layers=layers,
+            layers=first_and_middle(loaded),
             lengths=[2**k for k in range(5, 10) if 2**k <= most],
             samples=study.pick(2, 4),
             windows="disjoint",
@@ -123,31 +121,20 @@ def _restricted_case(
             tol=_TOL,
             **_ASKED[one],
         )
-        found[one] = {layer: [row for row in rows if row.layer == layer] for layer in layers}
+        found[one] = grouped(rows, lambda row: row.layer or 0)
     return RestrictedCase(f"{loaded.name}, {text.name}", found)
 
 
-def _longest_trained(case: RestrictedCase) -> int:
-    """The longest windows that the model was trained on, as far as its files say."""
-    row = case.rows[_ALL][case.layers[0]][0]
-    fit = [n for n in case.lengths if n <= (row.trained_length or math.inf)]
-    return max(fit, default=case.lengths[-1])
-
-
 def _of_parts(study: Study, case: RestrictedCase) -> None:
-    n = _longest_trained(case)
+    n = case.longest_trained
     tenth = math.sqrt(math.ceil(n / 10) / n)
     asked = [
-        (f"read at the last token, n = {n}", f"{n**-0.5:.3f} = 1/√n", [_LAST]),
+        (f"{_LAST}, n = {n}", f"{n**-0.5:.3f} = 1/√n", [_LAST]),
+        (f"moves of a tenth, n = {n}: first; middle; last", f"{tenth:.3f} each", [*_ALONE]),
         (
-            f"moves of a tenth, n = {n}: first; middle; last",
-            f"{tenth:.3f} each",
-            [f"{name} moves" for name in _PARTS],
-        ),
-        (
-            f"moves of a tenth, read at the last token, n = {n}: first; middle; last",
+            f"moves of a tenth, {_LAST}, n = {n}: first; middle; last",
             f"{tenth * n**-0.5:.3f} each",
-            [f"{name} moves, read at the last token" for name in _PARTS],
+            [*_AT_LAST],
         ),
     ]
     for about, uniform, names in asked:
@@ -170,53 +157,40 @@ def _of_parts(study: Study, case: RestrictedCase) -> None:
 
 
 def _wins(case: RestrictedCase, layer: int) -> str:
-    first, middle = (case.rows[f"{name} moves"][layer] for name in ("first tenth", "middle tenth"))
-    held = ((_sigma_by_window(first, n), _sigma_by_window(middle, n)) for n in case.lengths)
-    hits = [a[s] > b[s] for a, b in held for s in a.keys() & b.keys()]
+    first, middle = "first tenth moves", "middle tenth moves"
+    hits = [part > 1 for n in case.lengths for part in case.parts(first, layer, n, middle)]
     return share(sum(hits), len(hits))
 
 
-def _growth_table(study: Study, case: RestrictedCase) -> None:
+def _tables(study: Study, case: RestrictedCase) -> None:
     lines = [
         (name, str(layer), exponent(growth(rows, paired=False)))
         for name, layers in case.rows.items()
         for layer, rows in layers.items()
     ]
-    ends = f"{case.lengths[0]} to {_longest_trained(case)}"
+    columns = ("what moves and is read", "layer")
+    ends = f"{case.lengths[0]} to {case.longest_trained}"
     title = f"{case.where}: exponents of sigma in n, {ends} tokens"
-    study.table(title, lines, ("what moves and is read", "layer", "exponent"))
-
-
-def _part_table(study: Study, case: RestrictedCase) -> None:
+    study.table(title, lines, (*columns, "exponent"))
     lines = [
         (name, str(layer), *(average(case.parts(name, layer, n), (0.0, 1.0)) for n in case.lengths))
         for name in case.rows
         if name != _ALL
         for layer in case.layers
     ]
-    columns = ("what moves and is read", "layer", *(f"n = {n}" for n in case.lengths))
-    study.table(f"{case.where}: part of sigma of all tokens", lines, columns)
+    title = f"{case.where}: part of sigma of all tokens"
+    study.table(title, lines, (*columns, *(f"n = {n}" for n in case.lengths)))
 
 
 def _draw_parts(study: Study, cases: Sequence[RestrictedCase]) -> None:
     """The first text of each model; the others are in the tables."""
-    shown: dict[str, RestrictedCase] = {}
-    for case in cases:
-        shown.setdefault(case.where.rpartition(",")[0], case)
     panels = []
-    for case in shown.values():
+    for case, *_ in grouped(cases, lambda one: one.where.rpartition(",")[0]).values():
         for layer in case.layers:
-            series = [
-                Series(name, _mean_sigmas(layers[layer]))
-                for name, layers in case.rows.items()
-                if "moves, read" not in name
-            ]
+            curves = []
+            for name in (_ALL, _LAST, *_ALONE):
+                means = [fmean(case.sigmas(name, layer, n).values()) for n in case.lengths]
+                curves.append(line(name, case.lengths, means))
             end = training_end(case.rows[_ALL][layer])
-            panels.append(Panel(f"{case.where}, layer {layer}", tuple(series), end=end))
+            panels.append(Panel(f"{case.where}, layer {layer}", curves, end=end))
     study.draw("long-context", "Who moves whom at long context", panels, columns=2)
-
-
-def _mean_sigmas(rows: Sequence[Measurement]) -> tuple[tuple[int, float], ...]:
-    lengths = sorted({row.num_tokens for row in rows})
-    held = {n: [row.sigma or math.nan for row in rows if row.num_tokens == n] for n in lengths}
-    return tuple((n, fmean(values)) for n, values in held.items())
