@@ -16,7 +16,7 @@ from lipscope_experiments.castin2024.divide_by_bound import (
     Linear,
     VisionTransformer,
     attacked,
-    attention_of,
+    certified,
     trained,
 )
 from lipscope_experiments.digits import Digits, digits
@@ -38,9 +38,9 @@ SLOW = [pytest.param(one, marks=pytest.mark.slow) for one in _KINDS if "3.3" in 
 def test_no_move_within_the_radius_changes_the_answer(kind) -> None:
     torch.manual_seed(0)
     data = blobs()
-    net = trained(VisionTransformer(attention_of(kind)), data, 5, 0)[0].double()
+    net = trained(VisionTransformer(kind), data, 5, 0)[0].double()
     images, labels = data.test_images.double(), data.test_labels
-    slope, radii = net.slope(), net.certified(images, labels)
+    slope, radii = net.slope(), certified(net, images, labels)
 
     def inner(x):
         held = []
@@ -64,7 +64,7 @@ def test_a_linear_map_is_certified_to_its_nearest_other_answer() -> None:
     data = blobs()
     net = trained(Linear(), data, 5, 0)[0].double()
     images, labels = data.test_images.double(), data.test_labels
-    radii, w = net.certified(images, labels), net.head.weight
+    radii, w = certified(net, images, labels), net.head.weight
     for i in (radii > 0).nonzero()[:5, 0].tolist():
         y, tied = int(labels[i]), []
         for c in set(range(10)) - {y}:

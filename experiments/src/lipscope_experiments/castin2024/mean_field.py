@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 
-from lipscope import DotProduct
 from lipscope.attacks import weighted_two_atoms
 from lipscope.charts import Panel
 from lipscope.pages import number
 from lipscope.records import slope_of
-from lipscope.theorems import NotApplicableError, catalogue, eigen_directions, evaluate, heads_of
+from lipscope.theorems import eigen_directions, heads_of
 from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, curve, grouped
-from lipscope_experiments.simple_layers import SIGNS, multiple
+from lipscope_experiments.simple_layers import SIGNS, bound_values, multiple
 
 _MOST = 1e7  # tokens
 _BOUNDS = {
@@ -21,6 +19,7 @@ _BOUNDS = {
     "mean-field bound derived here": "mean_field",
     "Theorem 3.3 at this n": "castin_thm_3_3",
 }
+_NAMES = {name: name for name in _BOUNDS.values()}
 
 
 @experiment(
@@ -108,23 +107,15 @@ def _at_radius(layer: str, radius: float) -> Record:
         "sigma": found.sigma,
         "moving": found.moving,
         "reference": t / 2 * math.exp(t),
-        **_bounds_at(own, found.num_tokens, radius),
+        **dict.fromkeys(_NAMES),
+        **bound_values(own, found.num_tokens, radius, **_NAMES),
     }
-
-
-def _bounds_at(layer: DotProduct, num_tokens: int, radius: float) -> dict[str, float | None]:
-    known = {one.name: one for one in catalogue()}
-    found: dict[str, float | None] = dict.fromkeys(_BOUNDS.values())
-    for name in found:
-        with contextlib.suppress(NotApplicableError):
-            found[name] = evaluate(known[name], layer, num_tokens=num_tokens, radius=radius)
-    return found
 
 
 def _against_n(n: int, radius: float) -> Record:
     layer = multiple(-1.0, 2)
     found = weighted_two_atoms(layer, radius=radius, num_tokens=n)
-    return {"sigma": found.sigma, **_bounds_at(layer, n, radius)}
+    return {"sigma": found.sigma, **bound_values(layer, n, radius, **_NAMES)}
 
 
 def _draw_clusters(study: Study, along: list[Record], across: list[Record]) -> None:

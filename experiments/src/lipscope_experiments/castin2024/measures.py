@@ -22,13 +22,20 @@ from lipscope.measures import (
 )
 from lipscope.models import LoadedModel
 from lipscope.pages import number
-from lipscope.theorems import catalogue, evaluate
 from lipscope_experiments.experiment import Study, experiment, grid, layers_of
 from lipscope_experiments.findings import Record, curve, grouped, middle, percentage
-from lipscope_experiments.simple_layers import SIGNS, eye, in_ball, multiple, normal, top
+from lipscope_experiments.simple_layers import (
+    SIGNS,
+    bound_values,
+    eye,
+    in_ball,
+    multiple,
+    normal,
+    top,
+)
 
 _SIZES = (1e-1, 1e-2, 1e-3, 1e-4)
-_STATED, _CORRECTED = "castin_thm_4_4", "causal_mean_field"
+_CAUSAL = {"stated": "castin_thm_4_4", "corrected": "causal_mean_field"}
 _NEAR = 1e-6  # above 1: what transport's rounding can do
 
 
@@ -180,7 +187,7 @@ def _in_a_ball(n: int, seed: int) -> Record:
     x, y = (radius * in_ball(gen, n, 3) for _ in range(2))
     mu, nu = in_order(x), in_order(y)
     found = max(local_constant(layer, mu), lipschitz_ratio(layer, mu, nu))
-    return {"found": found, "bound": _bound_of("castin_thm_3_3", layer, radius, n)}
+    return {"found": found, **bound_values(layer, n, radius, bound="castin_thm_3_3")}
 
 
 def _running_mean(n: int) -> Record:
@@ -189,11 +196,7 @@ def _running_mean(n: int) -> Record:
     mean = torch.ones(n, n, dtype=torch.float64).tril() / torch.arange(1, n + 1)[:, None]
     worst = torch.linalg.svd(mean)[2][0][:, None]
     mu, nu = in_order(torch.zeros(n, 1)), in_order(worst)
-    return {
-        "ratio": lipschitz_ratio(layer, mu, nu),
-        "stated": _bound_of(_STATED, layer, 1.0),
-        "corrected": _bound_of(_CORRECTED, layer, 1.0),
-    }
+    return {"ratio": lipschitz_ratio(layer, mu, nu), **bound_values(layer, None, 1.0, **_CAUSAL)}
 
 
 def _steepest_causal(seed: int) -> Record:
@@ -206,13 +209,7 @@ def _steepest_causal(seed: int) -> Record:
     mu = in_order(in_ball(gen, 8, 2))
     e = top_singular(weighted_jacobian(layer, mu), generator=gen, tol=1e-6).v
     ratio = lipschitz_ratio(layer, mu, mu.moved(mu.points + 1e-4 * e))
-    bounds = {"stated": _STATED, "corrected": _CORRECTED}
-    return {"ratio": ratio, **{k: _bound_of(name, layer, 1.0) for k, name in bounds.items()}}
-
-
-def _bound_of(name: str, layer: Attention, radius: float, n: int | None = None) -> float:
-    known = {one.name: one for one in catalogue()}
-    return evaluate(known[name], layer, radius=radius, num_tokens=n)
+    return {"ratio": ratio, **bound_values(layer, None, 1.0, **_CAUSAL)}
 
 
 def _exceeded(found: list[Record], key: str) -> str:
@@ -235,7 +232,7 @@ def _searched(sign: str, radius: float, steps: int, starts: int) -> Record:
         "ratio": found.ratio,
         "light": float(found.mu.weights.min()),
         "apart": float((found.mu.points[0] - found.mu.points[1]).norm()) / radius,
-        **{key: _bound_of(name, layer, radius) for key, name in names.items()},
+        **bound_values(layer, None, radius, **names),
     }
 
 
