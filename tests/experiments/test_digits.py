@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lipscope import DotProduct
+from lipscope.attacks import quadratic
 from lipscope.errors import InputError
 from lipscope_experiments import reproduce
 from lipscope_experiments.castin2024 import divide_by_bound
@@ -20,6 +22,7 @@ from lipscope_experiments.castin2024.divide_by_bound import (
     trained,
 )
 from lipscope_experiments.digits import Digits, digits
+from lipscope_experiments.simple_layers import bound_values
 
 
 def blobs() -> Digits:
@@ -111,3 +114,11 @@ def test_without_its_package_the_experiment_says_what_to_install(monkeypatch) ->
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(InputError, match=r"pip install '\.\[digits\]'"):
         digits()
+
+
+def test_the_limit_for_large_tokens_is_no_bound_on_a_ball() -> None:
+    """One dimension, A = 9, V = 1: sigma at (0, R, -R) is about 6 R², above √3."""
+    one = torch.ones(1, 1).double()
+    layer = DotProduct(9 * one, one, one, scale=1.0)
+    sigma = quadratic(layer, num_tokens=3, radius=1.0).predicted
+    assert 3**0.5 < sigma <= min(bound_values(layer, 3, 1.0).values())

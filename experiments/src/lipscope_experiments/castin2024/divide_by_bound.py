@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from lipscope import Attention, MultiheadAttention
+from lipscope import MultiheadAttention
 from lipscope.attention import Clip
 from lipscope.charts import Panel
 from lipscope.records import mean_interval
-from lipscope.theorems import bounds_at, catalogue
 from lipscope_experiments.digits import Digits, digits
 from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, chosen, column_mean, grouped, line
+from lipscope_experiments.simple_layers import bound_values
 
 PATCHES, WIDTH, HEADS, BLOCKS = 16, 32, 2, 2
 RADIUS = 4.0  # of the ball that tokens are brought into before attention
@@ -110,7 +110,10 @@ class VisionTransformer(nn.Module):
     def constants(self) -> list[float]:
         """A bound of every attention layer on the ball: the least of the catalogue."""
         layers = (block.attention for block in self.blocks if isinstance(block, SmoothBlock))
-        return [0.0 if one is None else least_constant(one.attention) for one in layers]
+        return [
+            0.0 if one is None else min(bound_values(one.attention, PATCHES, RADIUS).values())
+            for one in layers
+        ]
 
 
 class Linear(nn.Module):
@@ -145,13 +148,6 @@ def certified(net: VisionTransformer | Linear, images: Tensor, labels: Tensor) -
     each = (own - scores) / apart[labels].clamp_min(1e-30)
     same = nn.functional.one_hot(labels, 10).bool()
     return each.masked_fill(same, math.inf).amin(1).clamp_min(0.0) / net.slope()
-
-
-def least_constant(layer: Attention) -> float:
-    """The least bound of the catalogue for all inputs on the ball."""
-    every = bounds_at(layer.in_double(), num_tokens=PATCHES, radius=RADIUS, metric="frobenius")
-    sound = {one.name for one in catalogue() if one.kind == "upper" and one.sound}
-    return min(b.value for b in every if b.value is not None and b.theorem in sound)
 
 
 def _largest_singular_value(linear: nn.Module) -> float:
