@@ -95,7 +95,7 @@ def test_held_out_characters_are_not_trained_on() -> None:
 def test_untied_attention_has_the_derivative_of_autograd() -> None:
     gen = torch.Generator().manual_seed(0)
     weights = [torch.randn(6, 4, generator=gen, dtype=torch.float64) for _ in range(3)]
-    layer = UntiedL2(*weights, heads=2, causal=True)
+    layer = UntiedL2(*weights, heads=2, scale=1.0, causal=True)
     x = torch.randn(5, 4, generator=gen, dtype=torch.float64)
     agree(layer, x)
     q, k = ((x @ w.T)[:, :3] for w in weights[:2])

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lipscope import DotProduct
+from lipscope.attacks import quadratic
 from lipscope.errors import InputError
 from lipscope_experiments import reproduce
 from lipscope_experiments.castin2024 import divide_by_bound
@@ -16,10 +18,11 @@ from lipscope_experiments.castin2024.divide_by_bound import (
     Linear,
     VisionTransformer,
     attacked,
-    attention_of,
+    certified,
     trained,
 )
 from lipscope_experiments.digits import Digits, digits
+from lipscope_experiments.simple_layers import bound_values, top
 
 
 def blobs() -> Digits:
@@ -38,9 +41,9 @@ SLOW = [pytest.param(one, marks=pytest.mark.slow) for one in _KINDS if "3.3" in 
 def test_no_move_within_the_radius_changes_the_answer(kind) -> None:
     torch.manual_seed(0)
     data = blobs()
-    net = trained(VisionTransformer(attention_of(kind)), data, 5, 0)[0].double()
+    net = trained(VisionTransformer(kind), data, 5, 0)[0].double()
     images, labels = data.test_images.double(), data.test_labels
-    slope, radii = net.slope(), net.certified(images, labels)
+    slope, radii = net.slope(), certified(net, images, labels)
 
     def inner(x):
         held = []
@@ -64,7 +67,7 @@ def test_a_linear_map_is_certified_to_its_nearest_other_answer() -> None:
     data = blobs()
     net = trained(Linear(), data, 5, 0)[0].double()
     images, labels = data.test_images.double(), data.test_labels
-    radii, w = net.certified(images, labels), net.head.weight
+    radii, w = certified(net, images, labels), net.head.weight
     for i in (radii > 0).nonzero()[:5, 0].tolist():
         y, tied = int(labels[i]), []
         for c in set(range(10)) - {y}:
@@ -111,3 +114,11 @@ def test_without_its_package_the_experiment_says_what_to_install(monkeypatch) ->
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(InputError, match=r"pip install '\.\[digits\]'"):
         digits()
+
+
+def test_the_limit_for_large_tokens_is_no_bound_on_a_ball() -> None:
+    """One dimension, A = 9, V = 1: sigma at (0, R, -R) is about 6 R², above √3."""
+    one = torch.ones(1, 1).double()
+    layer = DotProduct(9 * one, one, one, scale=1.0)
+    sigma = top(layer.linearise(quadratic(layer, num_tokens=3, radius=1.0).x), tol=1e-8).sigma
+    assert 3**0.5 < sigma <= min(bound_values(layer, 3, 1.0).values())

@@ -13,8 +13,9 @@ from lipscope import DotProduct
 from lipscope.attacks import ascent_move, of_size, random_move, sign_move
 from lipscope.measures import repeated_tokens
 from lipscope.records.sampling import mean_interval, rank_correlation, share_interval
-from lipscope_experiments.castin2024.robustness import singular_move, split_change
+from lipscope_experiments.castin2024.robustness import split_change
 from lipscope_experiments.questions.margin_gain import deepfool
+from lipscope_experiments.simple_layers import top
 from small import drawn, line, sigma
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).double()
@@ -27,7 +28,7 @@ def test_all_moves_have_the_size(size: float) -> None:
         random_move(X, size, 1),
         sign_move(layer, X, size, 1),
         ascent_move(layer, X, size, 1, steps=3),
-        singular_move(layer.linearise(X), size, 1),
+        of_size(top(layer.linearise(X), 1).v, size),
         of_size(X, size),
     ]
     for move in moves:

@@ -180,10 +180,7 @@ class Study:
         digits: int = 4,
     ) -> None:
         """Add a table: lines of cells, or of the values of records by name or by function."""
-        if isinstance(columns, Mapping):
-            self._tables.append(records_table(title, items, columns, digits))
-        else:
-            self._tables.append(Table(title, tuple(columns), tuple(map(tuple, items))))
+        self._tables.append(records_table(title, items, columns, digits))
 
     def not_run(self, *names: str) -> list[str]:
         """A remark, if any, on models that the paper used and this run did not."""

@@ -71,9 +71,14 @@ def value_of(item: Any, what: Value) -> Any:
 
 
 def records_table(
-    title: str, items: Iterable[Any], columns: Mapping[str, Value], digits: int = 4
+    title: str,
+    items: Iterable[Any],
+    columns: Mapping[str, Value] | Sequence[str],
+    digits: int = 4,
 ) -> Table:
     """A table with a line for each record: its values by name or function, numbers rounded.
+
+    With names of columns alone an item holds the values themselves.
 
     >>> records_table("T", [{"n": 1, "x": 0.5}], {"n": "n", "twice": lambda r: 2 * r["x"]}, 2).lines
     (('1', '1.0'),)
@@ -82,8 +87,9 @@ def records_table(
     def cell(value: Any) -> str:
         return number(value, digits) if value is None or isinstance(value, float) else str(value)
 
-    lines = (tuple(cell(value_of(item, one)) for one in columns.values()) for item in items)
-    return Table(title, tuple(columns), tuple(lines))
+    if isinstance(columns, Mapping):
+        items = ([value_of(item, one) for one in columns.values()] for item in items)
+    return Table(title, tuple(columns), tuple(tuple(map(cell, line)) for line in items))
 
 
 def curve(name: str, items: Iterable[Any], x: Value, y: Value, kind: LineKind = "line") -> Series:
@@ -175,15 +181,6 @@ def plain_exponent(points: Sequence[tuple[float | int, float]]) -> str:
     return f"{slope_of(points):.2f}, off by {percent_off(off_line(points))} %"
 
 
-def column_mean(what: Value) -> Callable[..., str]:
-    """The mean of a value over the records of a group, as a column of a table.
-
-    >>> column_mean("x")("key", [{"x": 1.0}, {"x": 3.0}])
-    '2.00'
-    """
-    return lambda _, records: average([value_of(r, what) for r in records])
-
-
 def chosen(records: Iterable[Item], **wanted: Any) -> list[Item]:
     """The records, or rows, that have these values.
 
@@ -253,6 +250,15 @@ def average(
     mean, low, high = mean_interval([float(one) for one in values])
     ends = _ends(max(low, within[0]), min(high, within[1]), digits)
     return number(mean, digits) + ends * (len(values) >= least)
+
+
+def column_mean(what: Value, mean: Callable[[list[float]], str] = average) -> Callable[..., str]:
+    """The mean of a value over the records of a group that have it, as a column of a table.
+
+    >>> column_mean("x")("key", [{"x": 1.0}, {"x": 3.0}, {"x": None}])
+    '2.00'
+    """
+    return lambda _, records: mean([v for r in records if (v := value_of(r, what)) is not None])
 
 
 def _ends(low: float, high: float, digits: int) -> str:

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from lipscope import DotProduct, Operator, TopSingular, top_singular
+from lipscope import Attention, DotProduct, Operator, TopSingular, top_singular
 from lipscope.charts import Series
 from lipscope.linalg import start_named
+from lipscope.theorems import bounds_at, catalogue
 
 SIGNS = {"A = -I": -1.0, "A = +I": 1.0}
 
@@ -50,3 +51,19 @@ def embedding(hidden: Tensor) -> Tensor:
 def top(operator: Operator, seed: int = 0, **options: Any) -> TopSingular:
     """`lipscope.top_singular` from a start of this seed."""
     return top_singular(operator, generator=torch.Generator().manual_seed(seed), **options)
+
+
+def bound_values(
+    layer: Attention, num_tokens: int | None, radius: float, **names: str
+) -> dict[str, float]:
+    """Theorems in Frobenius norms at all inputs of this radius, those that apply, by other names.
+
+    Without names every upper bound that holds.
+    """
+    names = names or {
+        t.name: t.name for t in catalogue() if t.sound and t.kind == "upper" and t.scope != "limit"
+    }
+    size: dict[str, Any] = {"num_tokens": num_tokens, "radius": radius, "metric": "frobenius"}
+    every = bounds_at(layer.in_double(), names=names.values(), **size)
+    found = {bound.theorem: bound.value for bound in every if bound.value is not None}
+    return {key: found[name] for key, name in names.items() if name in found}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -13,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from lipscope import Attention, MultiheadAttention
+from lipscope import MultiheadAttention
 from lipscope.attention import Clip
-from lipscope.charts import Panel, Series
+from lipscope.charts import Panel
 from lipscope.records import mean_interval
-from lipscope.theorems import NotApplicableError, catalogue, evaluate
 from lipscope_experiments.digits import Digits, digits
 from lipscope_experiments.experiment import Study, experiment, grid
-from lipscope_experiments.findings import Record, average, chosen
+from lipscope_experiments.findings import Record, chosen, column_mean, grouped, line
+from lipscope_experiments.simple_layers import bound_values
 
 PATCHES, WIDTH, HEADS, BLOCKS = 16, 32, 2, 2
 RADIUS = 4.0  # of the ball that tokens are brought into before attention
@@ -81,11 +80,11 @@ class SmoothBlock(nn.Module):
 class VisionTransformer(nn.Module):
     """Patches of 2 x 2, two blocks, the sum of tokens over √n, a linear map to ten scores."""
 
-    def __init__(self, attention: Callable[[], MultiheadAttention | None]) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
         self.patches = nn.Linear(4, WIDTH)
         self.positions = nn.Parameter(0.3 * torch.randn(PATCHES, WIDTH))
-        self.blocks = nn.Sequential(*(SmoothBlock(attention()) for _ in range(BLOCKS)))
+        self.blocks = nn.Sequential(*(SmoothBlock(attention_of(kind)) for _ in range(BLOCKS)))
         self.head = nn.Linear(WIDTH, 10)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
@@ -101,26 +100,20 @@ class VisionTransformer(nn.Module):
         ``‖E‖ Π (1 + L_F) (1 + ‖W_1‖ ‖W_2‖)``, ``L_F`` the least bound of the catalogue
         for the ball; holds at all images.
         """
-        found = _largest_singular_value(self.patches.weight)
+        found = _largest_singular_value(self.patches)
         for block, layer in zip(self.blocks, self.constants(), strict=True):
             assert isinstance(block, SmoothBlock)
-            up, down = block.up.weight, block.down.weight
-            assert isinstance(up, Tensor) and isinstance(down, Tensor)
-            found *= (1 + layer) * (1 + _largest_singular_value(up) * _largest_singular_value(down))
+            inner = _largest_singular_value(block.up) * _largest_singular_value(block.down)
+            found *= (1 + layer) * (1 + inner)
         return found
 
     def constants(self) -> list[float]:
         """A bound of every attention layer on the ball: the least of the catalogue."""
         layers = (block.attention for block in self.blocks if isinstance(block, SmoothBlock))
-        return [0.0 if one is None else least_constant(one.attention) for one in layers]
-
-    @torch.no_grad()
-    def certified(self, images: Tensor, labels: Tensor) -> Tensor:
-        """The radius within which no image changes the answer; 0 where it is wrong.
-
-        ``min_c (z_y - z_c) / (L |w_y - w_c|)`` over the other classes ``c``.
-        """
-        return _margin_radii(self(images), self.head.weight, labels) / self.slope()
+        return [
+            0.0 if one is None else min(bound_values(one.attention, PATCHES, RADIUS).values())
+            for one in layers
+        ]
 
 
 class Linear(nn.Module):
@@ -138,37 +131,28 @@ class Linear(nn.Module):
         """1: the linear map takes the pixels themselves."""
         return 1.0
 
-    @torch.no_grad()
-    def certified(self, images: Tensor, labels: Tensor) -> Tensor:
-        """The distance to the nearest image with another answer, exactly; 0 where it is wrong."""
-        return _margin_radii(self(images), self.head.weight, labels)
-
 
 Net = TypeVar("Net", bound=VisionTransformer | Linear)
 
 
-def _margin_radii(scores: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """``min_c (z_y - z_c) / |w_y - w_c|`` over the classes ``c`` other than ``y``; 0 at least."""
-    w, scores = weight.double(), scores.double()
+@torch.no_grad()
+def certified(net: VisionTransformer | Linear, images: Tensor, labels: Tensor) -> Tensor:
+    """The radius within which no image changes the answer; 0 where it is wrong.
+
+    ``min_c (z_y - z_c) / (L |w_y - w_c|)`` over the other classes ``c``. Of `Linear` the distance
+    to the nearest image with another answer, exactly.
+    """
+    w, scores = net.head.weight.double(), net(images).double()
     apart = torch.cdist(w[None], w[None], compute_mode="donot_use_mm_for_euclid_dist")[0]
     own = scores.gather(1, labels[:, None])
     each = (own - scores) / apart[labels].clamp_min(1e-30)
-    others = torch.nn.functional.one_hot(labels, 10).bool()
-    return each.masked_fill(others, math.inf).amin(1).clamp_min(0.0)
+    same = nn.functional.one_hot(labels, 10).bool()
+    return each.masked_fill(same, math.inf).amin(1).clamp_min(0.0) / net.slope()
 
 
-def least_constant(layer: Attention) -> float:
-    """The least bound of the catalogue for all inputs on the ball."""
-    exact, found = layer.in_double(), []
-    for one in catalogue():
-        if one.kind == "upper" and one.sound and one.metric == "frobenius" and "x" not in one.needs:
-            with contextlib.suppress(NotApplicableError):
-                found.append(evaluate(one, exact, num_tokens=PATCHES, radius=RADIUS))
-    return min(found)
-
-
-def _largest_singular_value(weight: Tensor) -> float:
-    return float(torch.linalg.matrix_norm(weight.double(), 2))
+def _largest_singular_value(linear: nn.Module) -> float:
+    assert isinstance(linear.weight, Tensor)
+    return float(torch.linalg.matrix_norm(linear.weight.double(), 2))
 
 
 def trained(net: Net, data: Digits, epochs: int, seed: int) -> tuple[Net, int]:
@@ -208,14 +192,10 @@ def attacked(net: VisionTransformer | Linear, images: Tensor, labels: Tensor, ep
         (slope,) = torch.autograd.grad(
             nn.functional.cross_entropy(net(x), labels, reduction="sum"), x
         )
-        move = move + 2.5 * eps / _ASCENTS * slope / _image_norms(slope).clamp_min(1e-30)
-        move = move * (eps / _image_norms(move).clamp_min(1e-30)).clamp_max(1.0)
+        up = nn.functional.normalize(slope.flatten(1), eps=1e-30).view_as(slope)
+        move = (move + 2.5 * eps / _ASCENTS * up).renorm(2, 0, eps)
         safe &= net(images + move).argmax(1) == labels
     return safe
-
-
-def _image_norms(x: Tensor) -> Tensor:
-    return x.flatten(1).norm(dim=1)[:, None, None, None]
 
 
 _DIVISORS = ("theorem-3.3", "mean-field")
@@ -281,21 +261,18 @@ def divide_by_bound(study: Study) -> None:
     )
 
 
-def attention_of(kind: str) -> Callable[[], MultiheadAttention | None]:
-    """What makes the attention of a kind."""
+def attention_of(kind: str) -> MultiheadAttention | None:
+    """One attention layer of a kind."""
     if kind == _NONE:
-        return lambda: None
-    options: dict[str, Any] = {"batch_first": True}
-    if kind == "L2":
-        return lambda: MultiheadAttention(WIDTH, HEADS, "l2", **options)
-    options["bias"] = False
-    if kind == "undivided":
-        return lambda: MultiheadAttention(WIDTH, HEADS, **options)
-    if kind == "cosine":
-        options |= {"temperature": 4.0, "eps": _EPSILON}
-        return lambda: MultiheadAttention(WIDTH, HEADS, "scaled-cosine", **options)
-    options |= {"by": kind.removeprefix("divided by "), "num_tokens": PATCHES, "radius": RADIUS}
-    return lambda: MultiheadAttention(WIDTH, HEADS, "divided", **options)
+        return None
+    by = kind.removeprefix("divided by ")
+    divided: dict[str, Any] = {"variant": "divided", "by": by, "bias": False}
+    options = {
+        "undivided": {"bias": False},
+        "L2": {"variant": "l2"},
+        "cosine": {"variant": "scaled-cosine", "bias": False, "temperature": 4.0, "eps": _EPSILON},
+    }.get(kind, divided | {"num_tokens": PATCHES, "radius": RADIUS})
+    return MultiheadAttention(WIDTH, HEADS, batch_first=True, **options)
 
 
 def _trained_run(
@@ -303,10 +280,10 @@ def _trained_run(
 ) -> Record:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        net = Linear() if kind == _LINEAR else VisionTransformer(attention_of(kind))
+        net = Linear() if kind == _LINEAR else VisionTransformer(kind)
     net, done = trained(net, data[task], epochs, seed)
     images, labels = data[task].test_images, data[task].test_labels
-    radii = net.certified(images, labels)
+    radii = certified(net, images, labels)
     return {
         "done": done,
         "slope": net.slope(),
@@ -317,7 +294,7 @@ def _trained_run(
     }
 
 
-def _share_of(which: torch.Tensor) -> float:
+def _share_of(which: Tensor) -> float:
     return float(which.double().mean())
 
 
@@ -328,16 +305,14 @@ def _in_percent(values: Sequence[float]) -> str:
 
 def _draw_accuracy(study: Study, runs: Sequence[Record]) -> None:
     panels = []
+    axes = "size of the move (Frobenius)", "share of test images certified"
     for task, words in _TASKS.items():
         series = []
         for kind in _KINDS:
-            mine = chosen(runs, task=task, kind=kind)
-            means = [
-                (eps, fmean(r["certified"][at] for r in mine)) for at, eps in enumerate(_SIZES)
-            ]
-            series.append(Series(kind.replace("theorem-", "Theorem "), tuple(means)))
-        axes = "size of the move (Frobenius)", "share of test images certified"
-        panels.append(Panel(words, tuple(series), *axes, log_y=False))
+            shares = [r["certified"] for r in chosen(runs, task=task, kind=kind)]
+            means = map(fmean, zip(*shares, strict=True))
+            series.append(line(kind.replace("theorem-", "Theorem "), _SIZES, means))
+        panels.append(Panel(words, series, *axes, log_y=False))
     study.draw("divide-by-bound", "Certified accuracy, mean over seeds", panels, columns=2)
 
 
@@ -347,17 +322,17 @@ def _above(mine: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _of_task(study: Study, task: str, runs: Sequence[Record]) -> None:
-    by = {kind: chosen(runs, kind=kind) for kind in _KINDS}
+    by = dict(grouped(runs, "kind"))
     accuracy = {kind: [r["accuracy"] for r in mine] for kind, mine in by.items()}
-    sure = {
-        kind: [[r["certified"][at] for r in mine] for at in range(len(_SIZES))]
-        for kind, mine in by.items()
-    }
+
+    def sure(kind: str, at: int) -> list[float]:
+        return [r["certified"][at] for r in by[kind]]
+
     for kind in (f"divided by {one}" for one in _DIVISORS):
         better = [
             f"{eps:g}"
             for at, eps in enumerate(_SIZES)
-            if all(_above(sure[kind][at], sure[one][at]) for one in (_LINEAR, _NONE))
+            if all(_above(sure(kind, at), sure(one, at)) for one in (_LINEAR, _NONE))
         ]
         study.claim(
             f"{task}: accuracy, attention {kind}",
@@ -372,24 +347,23 @@ def _of_task(study: Study, task: str, runs: Sequence[Record]) -> None:
             "at least one, if dividing is of use",
             ", ".join(better) or "none",
         )
-    lines = []
-    for kind, mine in by.items():
-        cells = [_in_percent(accuracy[kind])]
-        for at in range(len(_SIZES)):
-            cells += [
-                _in_percent(sure[kind][at]),
-                _in_percent([r["adversarial"][at] for r in mine]),
-            ]
-        smooth = [average([r[name] for r in mine], digits=3) for name in ("constant", "slope")]
-        ran = "{} to {}".format(min(r["done"] for r in mine), max(r["done"] for r in mine))
-        lines.append((kind, *cells, *smooth, ran))
-    robust = (f"{what}, {eps:g}" for eps in _SIZES for what in ("certified", "under attack"))
-    columns = (
-        "attention",
-        "accuracy",
-        *robust,
-        "bound of a layer",
-        "bound of the network",
-        "epochs",
+    study.table(
+        f"{task}: accuracy, robustness and smoothness",
+        by.items(),
+        {
+            "attention": "kind",
+            "accuracy": lambda kind, _: _in_percent(accuracy[kind]),
+            **{
+                f"{what}, {eps:g}": lambda _, own, key=key, at=at: _in_percent(
+                    [r[key][at] for r in own]
+                )
+                for at, eps in enumerate(_SIZES)
+                for what, key in (("certified", "certified"), ("under attack", "adversarial"))
+            },
+            "bound of a layer": column_mean("constant"),
+            "bound of the network": column_mean("slope"),
+            "epochs": lambda _, own: " to ".join(
+                str(of(r["done"] for r in own)) for of in (min, max)
+            ),
+        },
     )
-    study.table(f"{task}: accuracy, robustness and smoothness", lines, columns)

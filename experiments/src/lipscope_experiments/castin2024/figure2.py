@@ -27,8 +27,42 @@ def figure2(study: Study) -> None:
     _draw_heads(study, found)
     heads = _over_texts(found)
     for model, mine in grouped(heads, "model"):
-        _of_factors(study, model, mine)
-    _factor_table(study, heads)
+        positive = _positive(mine)
+        study.claim(
+            f"{model}: γR² of a head",
+            "of the order of 10² to 10³ (authors' slides, January 2025; the paper's own numbers "
+            "were not legible)",
+            f"median {middle(positive, 1)}; {len(mine) - len(positive)} of {len(mine)} heads have "
+            "no positive γ",
+        )
+        study.claim(
+            f"{model}: γ*R², which needs no real eigenvalue",
+            "γ* ≥ γ (derived here)",
+            f"median {middle((r['star'] for r in mine), 1)}; "
+            f"{sum(100 <= r['star'] <= 1000 for r in mine)} of {len(mine)} in 10² to 10³",
+        )
+        study.claim(
+            f"{model}: heads for which n - 1 ≤ e^(2γR²)",
+            "always satisfied in practice (Section 3.2)",
+            ", ".join(f"{_holding(mine, n):.1%} at n = {n:,}" for n in _LENGTHS),
+        )
+    study.table(
+        "By layer",
+        grouped(heads, "model", "layer"),
+        {
+            "model": "model",
+            "layer": "layer",
+            "R": lambda _, mine: f"{mine[0]['radius']:.1f}",
+            "γR², median and range": lambda _, mine: middle(_positive(mine), 1),
+            "heads without positive γ": lambda _, mine: (
+                f"{len(mine) - len(_positive(mine))} of {len(mine)}"
+            ),
+            **{
+                f"condition holds at n = {n:,}": lambda _, mine, n=n: f"{_holding(mine, n):.0%}"
+                for n in _LENGTHS
+            },
+        },
+    )
     study.remark(
         *study.not_run("bert-base-uncased"),
         "R is the root mean square token norm of the layer's input, as in the scripts. Each "
@@ -39,36 +73,18 @@ def figure2(study: Study) -> None:
 
 def _over_texts(found: list[Record]) -> list[Record]:
     """One record a head: means over the texts."""
-
-    def mean(one: list[Record], key: str) -> float | None:
-        return None if one[0][key] is None else statistics.fmean(r[key] for r in one)
-
     return [
-        one[0] | {key: mean(one, key) for key in ("radius", "factor", "star")}
+        one[0]
+        | {
+            key: one[0][key] and statistics.fmean(r[key] for r in one)
+            for key in ("radius", "factor", "star")
+        }
         for _, one in grouped(found, "model", "layer", "head")
     ]
 
 
-def _of_factors(study: Study, model: str, heads: list[Record]) -> None:
-    positive = [r["factor"] for r in heads if r["factor"] is not None]
-    study.claim(
-        f"{model}: γR² of a head",
-        "of the order of 10² to 10³ (authors' slides, January 2025; the paper's own numbers were "
-        "not legible)",
-        f"median {middle(positive, 1)}; {len(heads) - len(positive)} of {len(heads)} heads have "
-        "no positive γ",
-    )
-    study.claim(
-        f"{model}: γ*R², which needs no real eigenvalue",
-        "γ* ≥ γ (derived here)",
-        f"median {middle((r['star'] for r in heads), 1)}; "
-        f"{sum(100 <= r['star'] <= 1000 for r in heads)} of {len(heads)} in 10² to 10³",
-    )
-    study.claim(
-        f"{model}: heads for which n - 1 ≤ e^(2γR²)",
-        "always satisfied in practice (Section 3.2)",
-        ", ".join(f"{_holding(heads, n):.1%} at n = {n:,}" for n in _LENGTHS),
-    )
+def _positive(heads: list[Record]) -> list[float]:
+    return [r["factor"] for r in heads if r["factor"] is not None]
 
 
 def _factors_of(study: Study, loaded: LoadedModel, text: Text) -> list[Record]:
@@ -120,26 +136,3 @@ def _draw_heads(study: Study, found: list[Record]) -> None:
         edges = (level(name, y, ends) for name, y in levels.items())
         panels.append(Panel(f"{model}, {text}", (heads, *edges), "layer", "γ R²", log_x=False))
     study.draw("figure2", "Figure 2: the scaling factor", panels, columns=2)
-
-
-def _factor_table(study: Study, heads: list[Record]) -> None:
-    def factors(mine: list[Record]) -> list[float]:
-        return [r["factor"] for r in mine if r["factor"] is not None]
-
-    study.table(
-        "By layer",
-        grouped(heads, "model", "layer"),
-        {
-            "model": "model",
-            "layer": "layer",
-            "R": lambda _, mine: f"{mine[0]['radius']:.1f}",
-            "γR², median and range": lambda _, mine: middle(factors(mine), 1),
-            "heads without positive γ": lambda _, mine: (
-                f"{len(mine) - len(factors(mine))} of {len(mine)}"
-            ),
-            **{
-                f"condition holds at n = {n:,}": lambda _, mine, n=n: f"{_holding(mine, n):.0%}"
-                for n in _LENGTHS
-            },
-        },
-    )

@@ -36,7 +36,17 @@ def figure4(study: Study) -> None:
     for name, rows, _ in places:
         if rows[0].layer:
             shown.setdefault(rows[0].model, (name, rows))
-    _draw_radii(study, list(shown.values()))
+    panels = []
+    for name, rows in shown.values():
+        norms = curve("radius", rows, "num_tokens", "radius_rms", "points")
+        sigma = curve("sigma", rows, "num_tokens", "sigma", "points")
+        both = curve("sigma", rows, "radius_rms", "sigma", "points")
+        panels += [
+            Panel(name, (norms,), y="radius"),
+            Panel(name, (sigma, power_law(sigma.points, 0.5, "~ n^(1/2)"))),
+            Panel(name, (both,), x="radius"),
+        ]
+    study.draw("figure4", "Figures 4 to 6: radius and sigma", panels, columns=3)
     radius = [slope_of((r.num_tokens, r.radius_rms or 0.0) for r in rows) for _, rows, _ in places]
     across = [_sigma_in_radius(rows) for _, rows, _ in places]
     steep = [slope for slope in across if math.isfinite(slope)]
@@ -103,17 +113,3 @@ def _sigma_in_radius(rows: Sequence[Measurement]) -> float:
     if max(norms) < _LEAST * min(norms):
         return math.nan
     return slope_of((row.radius_rms or 0.0, row.sigma or 0.0) for row in last)
-
-
-def _draw_radii(study: Study, places: Sequence[tuple[str, list[Measurement]]]) -> None:
-    panels = []
-    for name, rows in places:
-        radius = curve("radius", rows, "num_tokens", "radius_rms", "points")
-        sigma = curve("sigma", rows, "num_tokens", "sigma", "points")
-        both = curve("sigma", rows, "radius_rms", "sigma", "points")
-        panels += [
-            Panel(name, (radius,), y="radius"),
-            Panel(name, (sigma, power_law(sigma.points, 0.5, "~ n^(1/2)"))),
-            Panel(name, (both,), x="radius"),
-        ]
-    study.draw("figure4", "Figures 4 to 6: radius and sigma", panels, columns=3)

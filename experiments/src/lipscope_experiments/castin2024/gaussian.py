@@ -27,7 +27,7 @@ from lipscope_experiments.findings import (
     line,
     share,
 )
-from lipscope_experiments.simple_layers import eye, normal
+from lipscope_experiments.simple_layers import eye, multiple, normal
 
 # Public code: Euler's steps, projected to semidefinite matrices; blown up where the trace
 # exceeds 1,000, at rest where the velocity is below 1e-4; directions above 0.1 count.
@@ -60,8 +60,30 @@ def gaussian(study: Study) -> None:
     remarks = _animation(study)
     _of_blow_up(study, blown)
     _of_ranks(study, ranks)
-    _of_particles(study, particles)
-    _limit_table(study, limits)
+    for a, mine in grouped(particles, "a"):
+        errors = ((n, average([r["error"] for r in own])) for n, own in grouped(mine, "n"))
+        words = "; ".join(f"{n:,}: {error}" for n, error in errors)
+        slope = slope_of((r["n"], r["error"]) for r in mine)
+        study.claim(
+            f"particles against the closure, d = 1, aσ² from {a:g} to {2 * a:g}: variance",
+            "like 1 / √N (sampling), as long as e^(a x y) is averaged well by N tokens",
+            f"relative error {words}; like N^{number(slope, 2)}",
+        )
+
+    def low(d: int, mine: list[Record]) -> str:
+        ends = chosen(mine, status="done")
+        return share(sum(r["ranks"] <= (d + 1) // 2 for r in ends), len(ends)) if ends else "–"
+
+    study.table(
+        "V positive semidefinite, K = -Q: eigenvalues above 1 % of the largest",
+        grouped(limits, "kind", "d"),
+        {
+            "layer": "kind",
+            "d": "d",
+            "blow-up": lambda _, own: share(len(chosen(own, status="blow-up")), len(own)),
+            "others: rank at most ⌈d/2⌉ at t = 10⁴": lambda at, own: low(at[1], own),
+        },
+    )
     study.table(
         "Particles against the closure in the plane, t = 0.5: relative errors",
         grouped(plane, "kind", "n"),
@@ -138,18 +160,16 @@ def _of_blow_up(study: Study, found: Sequence[Record]) -> None:
         f"more than {_OFF:.0%} off in {share(len(late), len(found))}; "
         f"relative error {average(off)} in the mean, {number(max(off), 3)} at most",
     )
-
-    def known(mine: list[Record], key: str) -> list[float]:
-        return [r[key] for r in mine if r[key] is not None]
-
     study.table(
         "Times of blow-up, relative errors",
         grouped(found, "d"),
         {
             "d": "d",
             "time": column_mean("exact"),
-            "largest error, adaptive": lambda _, mine: f"{max(map(abs, known(mine, 'told'))):.0e}",
-            "mean error, Euler": lambda _, mine: average(known(mine, "euler")),
+            "largest error, adaptive": lambda _, mine: (
+                f"{max(abs(r['told']) for r in mine if r['told'] is not None):.0e}"
+            ),
+            "mean error, Euler": column_mean("euler"),
         },
     )
 
@@ -193,25 +213,23 @@ def _of_ranks(study: Study, found: Sequence[Record]) -> None:
         f"{average([float(r['steps']) for r in found])} steps, where the adaptive flow asks "
         f"{average([float(r['evaluations']) for r in found])} times, to t = {_FAR:g}",
     )
-    lines = []
-    for d, mine in grouped(found, "d"):
-        for name, key in (("exact limit", "kernel"), ("adaptive", "counted"), ("Euler", "euler")):
-            counts = [sum(r[key] == k for r in mine) for k in range(d + 1)]
-            lines.append((str(d), name, *(str(c) for c in counts), *["–"] * (5 - d)))
-    columns = ("d", "by", *(f"rank {k}" for k in range(6)))
-    title = "Ranks: of the exact limit, and eigenvalues above 0.1 at the same time"
-    study.table(title, tuple(lines), columns)
+    kinds = {"exact limit": "kernel", "adaptive": "counted", "Euler": "euler"}
+    study.table(
+        "Ranks: of the exact limit, and eigenvalues above 0.1 at the same time",
+        [
+            (d, name, *(sum(r[key] == k for r in mine) for k in range(d + 1)), *["–"] * (5 - d))
+            for d, mine in grouped(found, "d")
+            for name, key in kinds.items()
+        ],
+        ("d", "by", *(f"rank {k}" for k in range(6))),
+    )
 
 
 def _particles_on_a_line(a: float, n: int, seed: int) -> Record:
     """One dimension, half of the way to the blow-up: the variance has doubled then."""
     x = normal(f"line|{n}|{seed}", n, 1)
-    end = evolve(_interpolated(_on_a_line(a)), x, [1 / (4 * a)], rtol=1e-6).end
+    end = evolve(_interpolated(multiple(a, 1)), x, [1 / (4 * a)], rtol=1e-6).end
     return {"error": abs(float(end.var(correction=0)) / 2 - 1)}
-
-
-def _on_a_line(a: float) -> DotProduct:
-    return DotProduct(a * eye(1), eye(1), eye(1), scale=1.0)
 
 
 def _interpolated(layer: Attention, nodes: int = 96) -> Any:
@@ -233,26 +251,14 @@ def _interpolated(layer: Attention, nodes: int = 96) -> Any:
     return velocity
 
 
-def _of_particles(study: Study, found: Sequence[Record]) -> None:
-    for a, mine in grouped(found, "a"):
-        errors = ((n, average([r["error"] for r in own])) for n, own in grouped(mine, "n"))
-        words = "; ".join(f"{n:,}: {error}" for n, error in errors)
-        slope = slope_of((r["n"], r["error"]) for r in mine)
-        study.claim(
-            f"particles against the closure, d = 1, aσ² from {a:g} to {2 * a:g}: variance",
-            "like 1 / √N (sampling), as long as e^(a x y) is averaged well by N tokens",
-            f"relative error {words}; like N^{number(slope, 2)}",
-        )
-
-
 def _draw_laws(study: Study, particles: Sequence[Record]) -> None:
     times = torch.linspace(0, 0.48, 25)
-    flow = gaussian_flow(_on_a_line(1.0), torch.zeros(1), eye(1), times)
+    flow = gaussian_flow(multiple(1.0, 1), torch.zeros(1), eye(1), times)
     variance = flow.covariances[:, 0, 0].tolist()
     curves = [line("normal law", flow.times.tolist(), variance, "dashes")]
     for n in (100, study.pick(1000, 100_000)):
         x = normal(f"line|{n}|0", n, 1)
-        end = evolve(_interpolated(_on_a_line(1.0)), x, times, rtol=1e-5)
+        end = evolve(_interpolated(multiple(1.0, 1)), x, times, rtol=1e-5)
         curves.append(line(f"{n:,} tokens", times.tolist(), end.states.var((1, 2)).tolist()))
     by = grouped(particles, "a")
     near = [curve(f"A = {a:g}", mine, "n", "error", "points") for a, mine in by]
@@ -325,12 +331,11 @@ def _random_layer(kind: str, name: str, d: int) -> Attention:
     value = v.T @ v / d  # positive semidefinite, as in public code
     if kind == "L2":
         return L2Attention(q, value)
-    if kind == "Sinkhorn":
-        return SinkhornAttention(q, -q, value, scale=d**-0.5)
-    if kind == "dot product":
-        return DotProduct(q, -q, value, scale=d**-0.5)
-    values, output = torch.cat([value, value]), torch.cat([eye(d)] * 2, 1) / 2
-    return DotProduct(q, -q, values, output, heads=2, scale=d**-0.5)
+    if kind == "two heads":
+        values, output = torch.cat([value, value]), torch.cat([eye(d)] * 2, 1) / 2
+        return DotProduct(q, -q, values, output, heads=2, scale=d**-0.5)
+    of = SinkhornAttention if kind == "Sinkhorn" else DotProduct
+    return of(q, -q, value, scale=d**-0.5)
 
 
 _LAYERS = ("dot product", "two heads", "Sinkhorn", "L2")
@@ -343,25 +348,6 @@ def _limit(kind: str, d: int, seed: int) -> Record:
     layer, cov = _random_layer(kind, name, d), covariance(f"{name}|start", d)
     found = gaussian_flow(layer, torch.zeros(d), cov, [1e4], rtol=1e-6)
     return {"status": found.note or "done", "ranks": found.ranks(1e-2)[-1]}
-
-
-def _limit_table(study: Study, found: Sequence[Record]) -> None:
-    """Blow-ups, and ranks of the others."""
-
-    def low(d: int, mine: list[Record]) -> str:
-        ends = chosen(mine, status="done")
-        return share(sum(r["ranks"] <= (d + 1) // 2 for r in ends), len(ends)) if ends else "–"
-
-    study.table(
-        "V positive semidefinite, K = -Q: eigenvalues above 1 % of the largest",
-        grouped(found, "kind", "d"),
-        {
-            "layer": "kind",
-            "d": "d",
-            "blow-up": lambda _, own: share(len(chosen(own, status="blow-up")), len(own)),
-            "others: rank at most ⌈d/2⌉ at t = 10⁴": lambda at, own: low(at[1], own),
-        },
-    )
 
 
 def _particles_in_the_plane(kind: str, n: int, seed: int) -> Record:

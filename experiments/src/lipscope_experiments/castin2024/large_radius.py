@@ -32,10 +32,16 @@ def large_radius(study: Study) -> None:
         lambda group, which, scale: _beside_limit(places[group, which], scale),
     )
     known = [r for r in found if r["limit"] is not None]
-    _draw_limits(study, known)
+    panels = []
+    for group, mine in grouped(known, "group"):
+        heads = [rows for _, rows in grouped(mine, "which")][:6]
+        series = [curve(f"head {k}", rows, "scale", "share") for k, rows in enumerate(heads, 1)]
+        one = level("limit", 1.0, (of(r["scale"] for r in mine) for of in (min, max)))
+        panels.append(Panel(group, (*series, one), x="scale s", y="sigma(sX) / limit"))
+    study.draw("large-radius", "Theorem 3.7: large radii", panels, columns=2)
     groups = dict(grouped(chosen(known, scale=scales[-1]), "group"))
     few = scales[:: max(1, len(scales) // 4)]
-    tied = sum(r["limit"] is None and r["scale"] == 1.0 for r in found)
+    tied = len(chosen(found, limit=None, scale=1.0))
     own = chosen(known, scale=1.0)
     far = [r["share"] for r in own if not r["group"].startswith("random head")]
     for group, mine in groups.items():
@@ -110,13 +116,3 @@ def _beside_limit(place: tuple[DotProduct, Tensor], scale: float) -> Record:
     sigma = top(layer.linearise(scale * x), tol=1e-6).sigma
     degree = round((limit / head.norm_v) ** 2)
     return {"limit": limit, "sigma": sigma, "share": sigma / limit, "in_degree": degree}
-
-
-def _draw_limits(study: Study, found: list[Record]) -> None:
-    panels = []
-    for group, mine in grouped(found, "group"):
-        heads = [rows for _, rows in grouped(mine, "which")][:6]
-        series = [curve(f"head {k}", rows, "scale", "share") for k, rows in enumerate(heads, 1)]
-        one = level("limit", 1.0, (of(r["scale"] for r in mine) for of in (min, max)))
-        panels.append(Panel(group, (*series, one), x="scale s", y="sigma(sX) / limit"))
-    study.draw("large-radius", "Theorem 3.7: large radii", panels, columns=2)

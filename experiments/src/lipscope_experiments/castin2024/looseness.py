@@ -13,6 +13,7 @@ from lipscope.linalg import Metric, infinity_norm
 from lipscope.models import LoadedModel
 from lipscope.records import looseness as looseness_of
 from lipscope.theorems import bounds_at
+from lipscope_experiments.castin2024.protocol import some_layers
 from lipscope_experiments.experiment import Study, experiment, grid, layers_of
 from lipscope_experiments.findings import Record, chosen, grouped, line, middle
 from lipscope_experiments.simple_layers import top
@@ -44,7 +45,7 @@ def looseness(study: Study) -> None:
     for loaded, text in places:
         if loaded.config.model_type != "bert":  # a rotary embedding, or groups: it has none
             continue
-        key = {"model": [loaded.name], "text": [text.name], "layer": _three_layers(study, loaded)}
+        key = {"model": [loaded.name], "text": [text.name], "layer": some_layers(study, loaded)}
         found = study.values(
             "l2-attention",
             grid(**key, n=lengths, layers=["L2 attention"]),
@@ -88,11 +89,6 @@ def looseness(study: Study) -> None:
     )
 
 
-def _three_layers(study: Study, loaded: LoadedModel) -> list[int]:
-    count = int(loaded.config.num_hidden_layers)
-    return study.pick([count // 2], [0, count // 2, count - 1])
-
-
 def _above_sigma(
     study: Study, loaded: LoadedModel, text: Text, lengths: Sequence[int]
 ) -> Iterator[Record]:
@@ -101,7 +97,7 @@ def _above_sigma(
             f"{loaded.name}-{text.name}-{metric}",
             loaded,
             text.content,
-            layers=_three_layers(study, loaded),
+            layers=some_layers(study, loaded),
             lengths=lengths,
             samples=1,
             metric=metric,

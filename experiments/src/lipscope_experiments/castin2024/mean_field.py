@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 
-from lipscope import DotProduct
 from lipscope.attacks import weighted_two_atoms
 from lipscope.charts import Panel
 from lipscope.pages import number
 from lipscope.records import slope_of
-from lipscope.theorems import NotApplicableError, catalogue, eigen_directions, evaluate, heads_of
+from lipscope.theorems import eigen_directions, heads_of
 from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, curve, grouped
-from lipscope_experiments.simple_layers import SIGNS, multiple
+from lipscope_experiments.simple_layers import SIGNS, bound_values, multiple
 
 _MOST = 1e7  # tokens
 _BOUNDS = {
@@ -21,6 +19,7 @@ _BOUNDS = {
     "mean-field bound derived here": "mean_field",
     "Theorem 3.3 at this n": "castin_thm_3_3",
 }
+_NAMES = {name: name for name in _BOUNDS.values()}
 
 
 @experiment(
@@ -39,8 +38,17 @@ def mean_field(study: Study) -> None:
     along = study.values("against-R", keys, _at_radius)
     fine = study.pick(2, 6)
     counts = sorted({max(2, round(10 ** (k / fine))) for k in range(1, 1 + fine * 7)})
-    across = study.values("against-n", grid(n=counts, radius=[_RADIUS]), _against_n)
-    _draw_clusters(study, along, across)
+    across = study.values("against-n", grid(n=counts, radius=[_RADIUS]), _at_radius)
+    panels = []
+    for name, mine in [*grouped(along, "layer"), (f"A = -I, R = {_RADIUS}", across)]:
+        x = "radius" if mine is not across else "n"
+        series = [curve("sigma", mine, x, "sigma", "points")]
+        if mine is not across:
+            series.append(curve("(γ/2) R² e^(γR²)", mine, x, "reference"))
+        series += [curve(label, mine, x, key, "dashes") for label, key in _BOUNDS.items()]
+        words = "number of tokens n" if mine is across else "radius R"
+        panels.append(Panel(name, tuple(series), words))
+    study.draw("mean-field", "Two unbalanced clusters", panels, columns=3)
     last = {name: mine[-1] for name, mine in grouped(along, "layer")}
     edge = [(r["n"], r["sigma"]) for r in across]
     early = slope_of((n, s) for n, s in edge if 10 <= n <= 0.1 * _edge())
@@ -99,42 +107,15 @@ def _gamma(name: str) -> float:
     return eigen_directions(heads_of(multiple(SIGNS[name], 2))[0])[0].gamma
 
 
-def _at_radius(layer: str, radius: float) -> Record:
+def _at_radius(radius: float, layer: str = "A = -I", n: int | None = None) -> Record:
     own, t = multiple(SIGNS[layer], 2), _gamma(layer) * radius**2
-    found = weighted_two_atoms(own, radius=radius)
+    found = weighted_two_atoms(own, radius=radius, num_tokens=n)
     return {
         "t": t,
         "n": found.num_tokens,
         "sigma": found.sigma,
         "moving": found.moving,
         "reference": t / 2 * math.exp(t),
-        **_bounds_at(own, found.num_tokens, radius),
+        **dict.fromkeys(_NAMES),
+        **bound_values(own, found.num_tokens, radius, **_NAMES),
     }
-
-
-def _bounds_at(layer: DotProduct, num_tokens: int, radius: float) -> dict[str, float | None]:
-    known = {one.name: one for one in catalogue()}
-    found: dict[str, float | None] = dict.fromkeys(_BOUNDS.values())
-    for name in found:
-        with contextlib.suppress(NotApplicableError):
-            found[name] = evaluate(known[name], layer, num_tokens=num_tokens, radius=radius)
-    return found
-
-
-def _against_n(n: int, radius: float) -> Record:
-    layer = multiple(-1.0, 2)
-    found = weighted_two_atoms(layer, radius=radius, num_tokens=n)
-    return {"sigma": found.sigma, **_bounds_at(layer, n, radius)}
-
-
-def _draw_clusters(study: Study, along: list[Record], across: list[Record]) -> None:
-    panels = []
-    for name, mine in [*grouped(along, "layer"), (f"A = -I, R = {_RADIUS}", across)]:
-        x = "radius" if mine is not across else "n"
-        series = [curve("sigma", mine, x, "sigma", "points")]
-        if mine is not across:
-            series.append(curve("(γ/2) R² e^(γR²)", mine, x, "reference"))
-        series += [curve(label, mine, x, key, "dashes") for label, key in _BOUNDS.items()]
-        words = "number of tokens n" if mine is across else "radius R"
-        panels.append(Panel(name, tuple(series), words))
-    study.draw("mean-field", "Two unbalanced clusters", panels, columns=3)

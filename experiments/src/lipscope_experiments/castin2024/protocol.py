@@ -26,6 +26,12 @@ def first_and_middle(loaded: LoadedModel) -> list[int]:
     return [0, int(loaded.config.num_hidden_layers) // 2]
 
 
+def some_layers(study: Study, loaded: LoadedModel) -> list[int]:
+    """The first, the middle and the last layer; of a quick run the middle one."""
+    count = int(loaded.config.num_hidden_layers)
+    return study.pick([count // 2], [0, count // 2, count - 1])
+
+
 def is_deep(loaded: LoadedModel) -> bool:
     """Deeper than the models of the paper: run on fewer layers and lengths."""
     return int(loaded.config.num_hidden_layers) > 12

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from lipscope import Rows
@@ -14,27 +14,17 @@ from lipscope.models import LoadedModel, reinitialised
 from lipscope.records import slope_of
 from lipscope_experiments.castin2024.protocol import (
     Adversarial,
-    Curves,
     adversarial,
     as_coded,
     first_and_middle,
 )
 from lipscope_experiments.experiment import Study, experiment
-from lipscope_experiments.findings import curve, exponent, middle, plain_exponent
+from lipscope_experiments.findings import Record, curve, exponent, middle, plain_exponent
 
 
-@dataclass(frozen=True)
-class _Draw:
-    """One draw of the weights on one text."""
-
-    seed: int
-    text: str
-    rows: Rows
-    coded: Curves
-
-    def radius(self, layer: int) -> float:
-        """Median over windows of the root mean square of token norms."""
-        return statistics.median(r.radius_rms or 0.0 for r in self.rows if r.layer == layer)
+def _radius(rows: Rows, layer: int) -> float:
+    """Median over windows of the root mean square of token norms."""
+    return statistics.median(r.radius_rms or 0.0 for r in rows if r.layer == layer)
 
 
 Built = list[tuple[int, Adversarial]]
@@ -48,7 +38,7 @@ Built = list[tuple[int, Adversarial]]
 )
 def random_gpt2(study: Study) -> None:
     """Both quantities on text, and sigma on two clusters at the radius of text and of the paper."""
-    cases: list[_Draw] = []
+    cases: list[Record] = []  # one draw of the weights on one text: rows, and what scripts compute
     built: Built = []
     layers = first_and_middle(study.load(study.models[0]))
     lengths = study.pick([10, 20, 40], [10, 20, 40, 70, 100])
@@ -60,26 +50,30 @@ def random_gpt2(study: Study) -> None:
             part = f"text-{drawn.name}-{text.name}"
             rows = study.measure(part, drawn, text.content, layers=layers, **options)
             coded = as_coded(study, drawn, text, layers, options)
-            mine.append(_Draw(seed, text.name, rows, coded))
+            mine.append({"seed": seed, "text": text.name, "rows": rows, "coded": coded})
         cases += mine
-        found = adversarial(study, drawn, layers[1:], mine[0].rows, every=4, lengths=lengths)
+        found = adversarial(study, drawn, layers[1:], mine[0]["rows"], every=4, lengths=lengths)
         built += [(seed, one) for one in found]
     _draw_both(study, cases, built)
     _of_both(study, cases, built)
     study.table(
         "Exponents in n on text, 95 % intervals over its windows",
-        [(case, key.layer, fit) for case in cases for key, fit in case.rows.growth().items()],
+        [
+            case | {"layer": key.layer, "fit": fit}
+            for case in cases
+            for key, fit in case["rows"].growth().items()
+        ],
         {
-            "seed": lambda case, _, __: case.seed,
-            "text": lambda case, _, __: case.text,
-            "layer": lambda _, layer, __: layer,
-            "norm of the tokens": lambda case, layer, _: f"{case.radius(layer):.2f}",
-            "sigma": lambda _, __, fit: exponent(fit),
-            "as in the scripts": lambda case, layer, _: plain_exponent(case.coded[layer]),
+            "seed": "seed",
+            "text": "text",
+            "layer": "layer",
+            "norm of the tokens": lambda r: f"{_radius(r['rows'], r['layer']):.2f}",
+            "sigma": lambda r: exponent(r["fit"]),
+            "as in the scripts": lambda r: plain_exponent(r["coded"][r["layer"]]),
         },
     )
     lines = [
-        (str(seed), str(one.layer), f"{one.radii[name]:.3g}", one.exponents(name))
+        (seed, one.layer, f"{one.radii[name]:.3g}", one.exponents(name))
         for seed, one in built
         for name in one.rows
     ]
@@ -96,10 +90,10 @@ def _draws(study: Study) -> Iterator[tuple[int, LoadedModel]]:
         yield seed, replace(again, name=f"{first.name}, seed {seed}")
 
 
-def _of_both(study: Study, cases: Sequence[_Draw], built: Built) -> None:
-    fits = [fit.slope for case in cases for fit in case.rows.growth().values() if fit]
-    layers = list(cases[0].coded)
-    coded = {layer: [slope_of(case.coded[layer]) for case in cases] for layer in layers}
+def _of_both(study: Study, cases: Sequence[Record], built: Built) -> None:
+    fits = [fit.slope for case in cases for fit in case["rows"].growth().values() if fit]
+    layers = list(cases[0]["coded"])
+    coded = {layer: [slope_of(case["coded"][layer]) for case in cases] for layer in layers}
     slopes = {
         name: middle(slope_of(curve) for _, one in built for curve in one.curves(name))
         for name in ("the text", "the scripts")
@@ -107,7 +101,7 @@ def _of_both(study: Study, cases: Sequence[_Draw], built: Built) -> None:
     study.claim(
         f"norm of the tokens, layer {layers[-1]}",
         "27.7 (Section 5.2)",
-        middle(case.radius(layers[-1]) for case in cases),
+        middle(_radius(case["rows"], layers[-1]) for case in cases),
     )
     study.claim(
         "exponent of sigma on text",
@@ -141,13 +135,13 @@ _SAID = (
 )
 
 
-def _draw_both(study: Study, cases: Sequence[_Draw], built: Built) -> None:
+def _draw_both(study: Study, cases: Sequence[Record], built: Built) -> None:
     panels = []
-    fits = [one for case in cases for one in case.rows.growth().items()]
-    for layer in cases[0].coded:
-        rows = [row for case in cases for row in case.rows if row.layer == layer]
+    fits = [one for case in cases for one in case["rows"].growth().items()]
+    for layer in cases[0]["coded"]:
+        rows = [row for case in cases for row in case["rows"] if row.layer == layer]
         sigma = curve("sigma", rows, "num_tokens", "sigma", "points")
-        coded = tuple(pair for case in cases for pair in case.coded[layer])
+        coded = tuple(pair for case in cases for pair in case["coded"][layer])
         shown = Series("as in the scripts", coded, "points")
         slopes = [fit.slope for key, fit in fits if fit and key.layer == layer]
         title = f"text, layer {layer}: sigma ~ n^{statistics.median(slopes or [math.nan]):.2f}"

@@ -36,7 +36,21 @@ def scaling_factor(study: Study) -> None:
     )
     keys = grid(t=_FACTORS[3:8], longest=[wide[-1]])
     peaks = study.values("peaks", keys, lambda t, **_: _largest_n(layers[_IDEAL], t, wide))
-    _draw_factors(study, found, peaks)
+    slopes = [curve(name, mine, "t", "slope") for name, mine in grouped(found, "layer")]
+    half = level("1/2", 0.5, (_FACTORS[0], _FACTORS[-1]))
+    left = Panel("exponent over n = 10 to 100", (*slopes, half), "γ R²", "exponent", log_y=False)
+    right = Panel(
+        f"n of the largest sigma, {_IDEAL}",
+        (
+            curve("measured", peaks, "t", "n", "points"),
+            curve("e^(2γR²)", peaks, "t", lambda p: math.exp(2 * p["t"]), "dashes"),
+            curve("3 e^(2γR²)", peaks, "t", lambda p: 3 * math.exp(2 * p["t"]), "dashes"),
+        ),
+        "γ R²",
+        "number of tokens n",
+        log_x=False,
+    )
+    study.draw("scaling-factor", "The scaling factor", [left, right], columns=2)
     by = {
         (r["layer"], r["t"]): f"{r['slope']:.2f}, off by {percent_off(r['off'])} %" for r in found
     }
@@ -126,21 +140,3 @@ def _largest_n(layer: DotProduct, t: float, lengths: list[int]) -> Record:
     found = (weighted_two_atoms(layer, radius=radius, num_tokens=n) for n in lengths)
     sigma, n = max((one.sigma, one.num_tokens) for one in found)
     return {"n": n, "sigma": sigma}
-
-
-def _draw_factors(study: Study, found: list[Record], peaks: list[Record]) -> None:
-    slopes = [curve(name, mine, "t", "slope") for name, mine in grouped(found, "layer")]
-    half = level("1/2", 0.5, (_FACTORS[0], _FACTORS[-1]))
-    left = Panel("exponent over n = 10 to 100", (*slopes, half), "γ R²", "exponent", log_y=False)
-    right = Panel(
-        f"n of the largest sigma, {_IDEAL}",
-        (
-            curve("measured", peaks, "t", "n", "points"),
-            curve("e^(2γR²)", peaks, "t", lambda p: math.exp(2 * p["t"]), "dashes"),
-            curve("3 e^(2γR²)", peaks, "t", lambda p: 3 * math.exp(2 * p["t"]), "dashes"),
-        ),
-        "γ R²",
-        "number of tokens n",
-        log_x=False,
-    )
-    study.draw("scaling-factor", "The scaling factor", [left, right], columns=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -282,18 +281,13 @@ def _maps_by_name() -> dict[str, tuple[Callable[[int], Map], int]]:
         first, second = normal(gen, 4 * d, d), normal(gen, d, 4 * d)
         return lambda x: torch.tanh(x @ first.T) @ second.T
 
+    def residual(f: Map) -> Map:
+        return lambda x: x + f(x)
+
     def block(d: int) -> Map:
         f, g = multiple(-1.0, d), mlp(d)
-
-        def both(x: Tensor) -> Tensor:
-            y = x + f(nn.functional.layer_norm(x, (d,)) if d > 1 else x)
-            return y + g(y)
-
-        return both
-
-    def residual(sign: float, d: int) -> Map:
-        f = multiple(sign, d)
-        return lambda x: x + f(x)
+        first = residual(lambda x: f(nn.functional.layer_norm(x, (d,)) if d > 1 else x))
+        return lambda x: residual(g)(first(x))
 
     def encoder(d: int) -> Map:
         with torch.random.fork_rng([]):
@@ -307,8 +301,8 @@ def _maps_by_name() -> dict[str, tuple[Callable[[int], Map], int]]:
         for kind in variants()
         for name, sign in SIGNS.items()
     } | {
-        "residual, A = -I": (functools.partial(residual, -1.0), 3),
-        "residual, A = +I": (functools.partial(residual, 1.0), 3),
+        "residual, A = -I": (lambda d: residual(multiple(-1.0, d)), 3),
+        "residual, A = +I": (lambda d: residual(multiple(1.0, d)), 3),
         "block: attention, then MLP": (block, 3),
         _ENCODER: (encoder, 3),
         "A = 0 (uniform attention)": (lambda d: multiple(0.0, d), 3),
@@ -340,7 +334,7 @@ def _search_map(map: str, starts: int, steps: int) -> Record:
 
 def _search(f: Map, n: int, d: int, starts: int, steps: int, name: str) -> float | None:
     """The largest ratio by random steps from random inputs; None where none could be had."""
-    gen, best = start_named(f"splitting|{name}|{d}"), None
+    gen, best = start_named(f"splitting|{name}|{d}"), -1.0
 
     def value(x: Tensor) -> float:
         try:
@@ -358,8 +352,8 @@ def _search(f: Map, n: int, d: int, starts: int, steps: int, name: str) -> float
             other = x + 0.5 * scale * normal(gen, n, d)
             if (tried := value(other)) > here:
                 x, here = other, tried
-        best = max(here, -1.0 if best is None else best)
-    return None if best is None or best < 0 else best
+        best = max(here, best)
+    return None if best < 0 else best
 
 
 def _verdict_on(r: Record) -> str:

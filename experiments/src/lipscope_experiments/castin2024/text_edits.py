@@ -9,7 +9,7 @@ from lipscope import attack_text
 from lipscope.charts import Panel, Series
 from lipscope.records import TextEdit
 from lipscope_experiments.experiment import Study, experiment
-from lipscope_experiments.findings import average, percentage
+from lipscope_experiments.findings import average, chosen, column_mean, line, percentage
 
 _LENGTH = 16
 _PASSAGES, _LONG = 20, 100  # of each text; characters
@@ -72,21 +72,18 @@ def text_edits(study: Study) -> None:
             title,
             _by_recipe(found).items(),
             {"recipe": lambda name, _: name}
-            | {
-                title: lambda _, some, key=key: _mean_words(getattr(one, key) for one in some)
-                for title, key in _COLUMNS.items()
-            },
+            | {title: column_mean(key, _mean_words) for title, key in _COLUMNS.items()},
         )
     study.table(
         f"Which of {len(passages)} passages is nearest by the mean output: one token",
-        [(name, some, _succeeded(some)) for name, some in _by_recipe(flips).items()],
+        _by_recipe(flips).items(),
         {
-            "recipe": lambda name, _, __: name,
-            "decision changed": lambda _, some, done: _rate(len(done), len(some)),
-            "model's change, where it did": lambda _, __, done: _mean_words(
-                one.change_model for one in done
+            "recipe": lambda name, _: name,
+            "decision changed": lambda _, some: _rate(len(_succeeded(some)), len(some)),
+            "model's change, where it did": lambda _, some: _mean_words(
+                one.change_model for one in _succeeded(some)
             ),
-            "queries": lambda _, some, __: _mean_words(float(one.queries) for one in some),
+            "queries": column_mean("queries", _mean_words),
         },
     )
     study.remark(
@@ -120,7 +117,7 @@ def _passages(text: str) -> list[str]:
 
 
 def _attacked_windows(found: Sequence[TextEdit], recipe: str) -> list[TextEdit]:
-    return [one for one in found if one.recipe == recipe and one.status != "skipped"]
+    return [one for one in chosen(found, recipe=recipe) if one.status != "skipped"]
 
 
 def _by_recipe(found: Sequence[TextEdit]) -> dict[str, list[TextEdit]]:
@@ -130,7 +127,7 @@ def _by_recipe(found: Sequence[TextEdit]) -> dict[str, list[TextEdit]]:
 
 
 def _succeeded(some: Sequence[TextEdit]) -> list[TextEdit]:
-    return [one for one in some if one.status == "succeeded"]
+    return chosen(some, status="succeeded")
 
 
 def _mean_words(values: Iterable[float | None]) -> str:
@@ -151,17 +148,17 @@ def _over_predicted(one: TextEdit) -> float | None:
 
 
 def _count_windows(found: Sequence[TextEdit]) -> str:
-    some = [one for one in found if one.recipe == "sigma"]
+    some = chosen(found, recipe="sigma")
     return f"{len(some)} windows, {len(_attacked_windows(found, 'sigma'))} attacked"
 
 
 def _against_rivals(found: Sequence[TextEdit]) -> str:
-    mine = [_wanted_change(one) or 0.0 for one in _attacked_windows(found, "sigma")]
     said = []
     for rival in _RIVALS:
-        other = [_wanted_change(one) or 0.0 for one in _attacked_windows(found, rival)]
-        gaps = [a - b for a, b in zip(mine, other, strict=True)]
-        better = _rate(sum(gap > 0 for gap in gaps), len(mine))
+        both = (_attacked_windows(found, recipe) for recipe in ("sigma", rival))
+        pairs = zip(*both, strict=True)
+        gaps = [(_wanted_change(a) or 0.0) - (_wanted_change(b) or 0.0) for a, b in pairs]
+        better = _rate(sum(gap > 0 for gap in gaps), len(gaps))
         said.append(f"{rival}: larger in {better} windows, by {_mean_words(gaps)}")
     return "; ".join(said)
 
@@ -177,8 +174,8 @@ _NAMES = {
 def _draw_edits(study: Study, found: Sequence[TextEdit]) -> None:
     curves = []
     for name, some in _by_recipe(found).items():
-        values = enumerate(sorted(one.change_model or 0.0 for one in some))
-        curves.append(Series(_NAMES[name], tuple(((i + 0.5) / len(some), v) for i, v in values)))
+        places = [(i + 0.5) / len(some) for i in range(len(some))]
+        curves.append(line(_NAMES[name], places, sorted(one.change_model or 0.0 for one in some)))
     pairs = tuple(
         (one.predicted, one.change_model)
         for one in _attacked_windows(found, "sigma")

@@ -10,7 +10,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lipscope import InputError, Measurement, Monitor, MultiheadAttention
@@ -18,10 +17,9 @@ from lipscope.attention import Distance
 from lipscope.charts import Panel, Series
 from lipscope.control import ContractiveAttention
 from lipscope.models import LoadedModel
-from lipscope.pages import number
 from lipscope.records import RunFolder
 from lipscope_experiments.experiment import Study, experiment, grid
-from lipscope_experiments.findings import Record, chosen, curve
+from lipscope_experiments.findings import Record, chosen, curve, grouped
 from lipscope_experiments.texts import Corpus, corpus
 
 VARIANTS = ("dot product", "L2, untied", "L2, tied", "contractive L2")
@@ -53,25 +51,10 @@ class CharacterRun:
 
 
 class UntiedL2(Distance):
-    """``P X W_V`` with ``P_ij ∝ exp(-|x_i W_Q - x_j W_K|² / √k)``: not Lipschitz."""
-
-    def __init__(
-        self,
-        query: Float[Tensor, "hk d"],
-        key: Float[Tensor, "hk d"],
-        value: Float[Tensor, "hv d"],
-        output: Float[Tensor, "d_out hv"] | None = None,
-        *,
-        heads: int = 1,
-        causal: bool = False,
-        mask: Bool[Tensor, "*h n n"] | None = None,
-    ) -> None:
-        super().__init__(
-            query, key, value, output, heads=heads, scale=1.0, causal=causal, mask=mask
-        )
+    """``P X W_V`` with ``P_ij ∝ exp(-|x_i W_Q - x_j W_K|² / √k)`` at scale 1: not Lipschitz."""
 
     def projections(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys take up the scale."""
+        """Queries and keys take up ``1 / √k``."""
         factor = self.head_width**-0.25
         return self.query * factor, self.key * factor, self.value
 
@@ -116,9 +99,9 @@ class CharDecoder(nn.Module):
 
 def _attention_of(run: CharacterRun) -> nn.Module:
     kind = ("dot-product", UntiedL2, "l2", "l2")[VARIANTS.index(run.variant)]
-    module = MultiheadAttention(
-        run.width, run.heads, kind, bias=False, batch_first=True, causal=True
-    )
+    options: dict[str, Any] = {"bias": False, "batch_first": True, "causal": True}
+    options |= {"scale": 1.0} if kind is UntiedL2 else {}
+    module = MultiheadAttention(run.width, run.heads, kind, **options)
     if run.variant == VARIANTS[-1]:
         return ContractiveAttention(module.attention, CONSTANT)
     return module
@@ -258,16 +241,18 @@ def _of_trainable_depths(
 ) -> None:
     first = runs[0]
     stopped = [one for one in runs if one["stopped"]]
+    said = (
+        "dot product: not beyond 10 blocks; L2, tied, and contractive L2: 18 (the authors, in "
+        "their replies to reviewers)"
+    )
+    for schedule, how, known in (
+        ("fixed", "at a fixed rate", said),
+        ("warm-up", "with warm-up", "–"),
+    ):
+        for data in texts:
+            about = f"deepest that trains {how}, {data.text.name}"
+            study.claim(about, known, _deepest(data, runs, schedule))
     for data in texts:
-        study.claim(
-            f"deepest that trains at a fixed rate, {data.text.name}",
-            "dot product: not beyond 10 blocks; L2, tied, and contractive L2: 18 (the authors, in "
-            "their replies to reviewers)",
-            _deepest(data, runs, "fixed"),
-        )
-    for data in texts:
-        about = f"deepest that trains with warm-up, {data.text.name}"
-        study.claim(about, "–", _deepest(data, runs, "warm-up"))
         _bits_table(study, data, runs)
     _sigma_table(study, runs, rows)
     study.remark(
@@ -295,16 +280,13 @@ def _of_trainable_depths(
 
 
 def _deepest(data: Corpus, runs: Sequence[Record], schedule: str) -> str:
-    found = []
+    found, most = [], data.chance - _BETTER
     for variant in VARIANTS:
         own = chosen(runs, sha256=data.text.sha256, schedule=schedule, variant=variant)
-        fine = [d for d in _depths(own) if _all_train(data, chosen(own, depth=d))]
+        bits = {d: [one["bits"] for one in chosen(own, depth=d)] for d in _depths(own)}
+        fine = [d for d, each in bits.items() if all(b is not None and b < most for b in each)]
         found.append(f"{variant}: {max(fine, default='none')}")
     return f"{'; '.join(found)} (of {', '.join(map(str, _depths(runs)))})"
-
-
-def _all_train(data: Corpus, runs: Sequence[Record]) -> bool:
-    return all(one["bits"] is not None and one["bits"] < data.chance - _BETTER for one in runs)
 
 
 def _bits_table(study: Study, data: Corpus, runs: Sequence[Record]) -> None:
@@ -314,16 +296,17 @@ def _bits_table(study: Study, data: Corpus, runs: Sequence[Record]) -> None:
             return "ended early"
         return f"{mean:.2f}" + f" ({min(bits):.2f} to {max(bits):.2f})" * (len(own) > 1)
 
-    def cells(own: list[Record]) -> list[str]:
-        return [cell(chosen(own, depth=d)) for d in depths]
-
     own, depths = chosen(runs, sha256=data.text.sha256), _depths(runs)
     title = f"Bits per held-out character: {data.text.name} (single characters: {data.chance:.2f})"
-    lines = [
-        (rate, variant, *cells(chosen(own, schedule=rate, variant=variant)))
-        for rate, variant in itertools.product(_SCHEDULES, VARIANTS)
-    ]
-    study.table(title, lines, ("rate", "attention", *(f"{d} blocks" for d in depths)))
+    study.table(
+        title,
+        grouped(own, "schedule", "variant"),
+        {
+            "rate": "schedule",
+            "attention": "variant",
+            **{f"{d} blocks": lambda _, mine, d=d: cell(chosen(mine, depth=d)) for d in depths},
+        },
+    )
 
 
 def _sigma_table(study: Study, runs: Sequence[Record], rows: Sequence[Measurement]) -> None:
@@ -335,6 +318,6 @@ def _sigma_table(study: Study, runs: Sequence[Record], rows: Sequence[Measuremen
         ends = [(c[0][1], c[-1][1]) for c in curves if c]
         if ends:
             first, last = (max(one) for one in zip(*ends, strict=True))
-            lines.append((*place, number(first), number(last)))
+            lines.append((*place, first, last))
     title = f"Largest sigma of an attention layer, {deepest} blocks"
     study.table(title, lines, ("rate", "attention", "before training", "at the end"))

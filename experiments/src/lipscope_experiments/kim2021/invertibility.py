@@ -41,7 +41,45 @@ def invertibility(study: Study) -> None:
     )
     found = study.values("invertibility", keys, functools.partial(_inverse_errors, study))
     _draw_errors(study, found)
-    _of_inverses(study, found)
+    steps, keys = found[0]["steps"][-1], ("error", "mixed")
+    lines = [
+        (
+            *(_KINDS[kind], str(c), depth, max(r["sigma"] for r in rows)),
+            *(_enough_steps(rows, key) for key in keys),
+            *(f"{_largest_errors(rows, key)[-1]:.1e}" for key in keys),
+        )
+        for (kind, c, depth), rows in grouped(found, "kind", "c", "depth")
+    ]
+    l2, dot = (chosen(found, kind=kind) for kind in _KINDS)
+    slope = max(r["sigma"] / r["c"] for r in l2)
+    columns = ("attention", "c", "blocks", "largest sigma of a block")
+    columns += (f"steps to {_BACK:.0e}", "with mixing", f"error after {steps}", "with mixing")
+    lost = sum(r["error"][-1] > _BACK for r in dot)
+    study.claim(
+        "contractive L2 attention",
+        "invertible by fixed-point iteration for c < 1 (as recalled)",
+        f"error after {steps} steps at most {_largest_errors(l2)[-1]:.1e}, every c and depth",
+    )
+    study.claim(
+        "dot-product attention",
+        "not Lipschitz; the iteration need not converge (as recalled)",
+        f"{lost} of {len(dot)} inverses not found to {_BACK:.0e} in {steps} steps; "
+        f"largest error {_largest_errors(dot)[-1]:.1e}",
+    )
+    study.claim(
+        "how much of the constant is used",
+        "–",
+        f"sigma of a contractive block at random tokens is at most {number(slope)} c",
+    )
+    study.table("Random weights, worst of the seeds and samples", lines, columns)
+    study.remark(
+        "The paper's own figure and settings were not seen: its blocks may have been trained.",
+        "Tokens and weights are normal, weights of variance 1 / d; float64. The error is that "
+        "of the iterate with the smallest residual: a diverging iteration keeps its best one.",
+        "At one c the two are not equally strong: a contractive block uses little of its c, "
+        "and a dot product multiplied by c has a sigma above 1.",
+        "Mixing is Anderson's, as in `InvertibleResidual.inverse`.",
+    )
 
 
 def _inverse_errors(
@@ -92,48 +130,6 @@ def _draw_errors(study: Study, found: list[Record]) -> None:
             series.append(line(name, rows[0]["steps"], _largest_errors(rows)))
         panels.append(Panel(f"c = {c}", series, "steps per block", "largest error of an entry"))
     study.draw("invertibility", "Error of the inverse against its steps", panels)
-
-
-def _of_inverses(study: Study, found: list[Record]) -> None:
-    steps, keys = found[0]["steps"][-1], ("error", "mixed")
-    lines = [
-        (
-            *(_KINDS[kind], str(c), str(depth), number(max(r["sigma"] for r in rows))),
-            *(_enough_steps(rows, key) for key in keys),
-            *(f"{_largest_errors(rows, key)[-1]:.1e}" for key in keys),
-        )
-        for (kind, c, depth), rows in grouped(found, "kind", "c", "depth")
-    ]
-    l2, dot = (chosen(found, kind=kind) for kind in _KINDS)
-    slope = max(r["sigma"] / r["c"] for r in l2)
-    columns = ("attention", "c", "blocks", "largest sigma of a block")
-    columns += (f"steps to {_BACK:.0e}", "with mixing", f"error after {steps}", "with mixing")
-    lost = sum(r["error"][-1] > _BACK for r in dot)
-    study.claim(
-        "contractive L2 attention",
-        "invertible by fixed-point iteration for c < 1 (as recalled)",
-        f"error after {steps} steps at most {_largest_errors(l2)[-1]:.1e}, every c and depth",
-    )
-    study.claim(
-        "dot-product attention",
-        "not Lipschitz; the iteration need not converge (as recalled)",
-        f"{lost} of {len(dot)} inverses not found to {_BACK:.0e} in {steps} steps; "
-        f"largest error {_largest_errors(dot)[-1]:.1e}",
-    )
-    study.claim(
-        "how much of the constant is used",
-        "–",
-        f"sigma of a contractive block at random tokens is at most {number(slope)} c",
-    )
-    study.table("Random weights, worst of the seeds and samples", tuple(lines), columns)
-    study.remark(
-        "The paper's own figure and settings were not seen: its blocks may have been trained.",
-        "Tokens and weights are normal, weights of variance 1 / d; float64. The error is that "
-        "of the iterate with the smallest residual: a diverging iteration keeps its best one.",
-        "At one c the two are not equally strong: a contractive block uses little of its c, "
-        "and a dot product multiplied by c has a sigma above 1.",
-        "Mixing is Anderson's, as in `InvertibleResidual.inverse`.",
-    )
 
 
 def _enough_steps(rows: list[Record], key: str) -> str:

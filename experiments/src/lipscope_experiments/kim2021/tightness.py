@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch import Tensor
 
 from lipscope import Attention, L2Attention
 from lipscope.attacks import check_size
@@ -18,7 +17,6 @@ from lipscope_experiments.findings import Record, curve
 from lipscope_experiments.simple_layers import eye
 
 _DENSE = 1001  # up to here the whole Jacobian is formed
-
 _MANY_STARTS = 11
 
 
@@ -29,32 +27,13 @@ _MANY_STARTS = 11
 )
 def tightness(study: Study) -> None:
     """One head of width one with unit weights, an odd number N of tokens."""
-    sizes = study.pick([3, 5, 11, 101, 10001], [3, 5, 11, 51, 101, 301, 1001, 10001])
-    sizes = sorted({*sizes, 100001, 1000001})
+    few, many = [3, 5, 11, 101, 10001], [3, 5, 11, 51, 101, 301, 1001, 10001]
+    sizes = [*study.pick(few, many), 100001, 1000001]
     keys = []
     for n in sizes:  # each step forms the dense Jacobian of every start
         restarts, steps = study.pick((6, 100), (50 if n <= _MANY_STARTS else 8, 300))
         keys.append({"n": n, "restarts": restarts, "steps": steps})
     found = study.values("tightness", keys, functools.partial(_bound_and_best, study.pick(11, 51)))
-    _draw_tightness(study, found)
-    _of_tightness(study, found)
-
-
-def _bound_and_best(searched: int, n: int, restarts: int, steps: int) -> Record:
-    layer, exact, best = L2Attention(eye(1), eye(1)), None, None
-    if n <= _DENSE:
-        exact = infinity_norm(layer.linearise(tight_input(n))).lower
-    if n <= searched:
-        best = ascend_infinity(layer, num_tokens=n, restarts=restarts, steps=steps)
-    return {
-        "bound": kim_thm_3_2_infinity(layer, n),
-        "closed": tight_value(n),
-        "measured": exact,
-        "best": best,
-    }
-
-
-def _draw_tightness(study: Study, found: list[Record]) -> None:
     series = (
         curve("upper bound, Theorem 3.2", found, "n", "bound"),
         curve("closed form at the opposed input", found, "n", "closed"),
@@ -68,15 +47,11 @@ def _draw_tightness(study: Study, found: list[Record]) -> None:
         Panel("bound divided by the closed form", (ratio,), x, "ratio", log_y=False),
     ]
     study.draw("tightness", "L2 attention against its infinity-norm bound", panels)
-
-
-def _of_tightness(study: Study, found: list[Record]) -> None:
     last = found[-1]
     gap = max(r["bound"] - r["closed"] for r in found)
     error = max(abs(r["measured"] / r["closed"] - 1) for r in found if r["measured"])
     above = [r["best"] / r["closed"] for r in found if r["best"]]
     inside = all(r["best"] <= r["bound"] for r in found if r["best"])
-
     study.claim(
         "asymptotic tightness in the infinity norm",
         "empirical evidence of it (abstract); by optimisation over inputs",
@@ -113,6 +88,20 @@ def _of_tightness(study: Study, found: list[Record]) -> None:
     )
 
 
+def _bound_and_best(searched: int, n: int, restarts: int, steps: int) -> Record:
+    layer, exact, best = L2Attention(eye(1), eye(1)), None, None
+    if n <= _DENSE:
+        exact = infinity_norm(layer.linearise(tight_input(n))).lower
+    if n <= searched:
+        best = ascend_infinity(layer, num_tokens=n, restarts=restarts, steps=steps)
+    return {
+        "bound": kim_thm_3_2_infinity(layer, n),
+        "closed": tight_value(n),
+        "measured": exact,
+        "best": best,
+    }
+
+
 _RATE = 0.05
 _SPREADS = 4.0  # random starts have entries up to this many standard deviations of scale
 
@@ -135,15 +124,9 @@ def ascend_infinity(
     best = 0.0
     for _ in range(steps):
         adam.zero_grad()
-        values = _norms(layer, x)
+        dense = torch.func.vmap(torch.func.jacrev(layer))(x)
+        values = dense.reshape(restarts, -1, x[0].numel()).abs().sum(-1).amax(-1)
         best = max(best, float(values.detach().nan_to_num(nan=0.0).max()))
         (-values.sum()).backward()
         adam.step()
     return best
-
-
-def _norms(layer: Attention, x: Tensor) -> Tensor:
-    """``‖J‖_∞`` of each input of a batch, differentiable."""
-    size = x.shape[1] * x.shape[2]
-    dense = torch.func.vmap(torch.func.jacrev(layer))(x)
-    return dense.reshape(len(x), -1, size).abs().sum(-1).amax(-1)

@@ -35,8 +35,7 @@ def witness(study: Study) -> None:
     panel = Panel(f"one random head, n = {_TOKENS}", shown, x="radius R")
     study.draw("witness", "A token at the origin, the others at ± R u", [panel])
     ratios = [r["sigma"] / r["closed"] for r in found]
-    names = [name for name in steps[0] if name != "seed"]
-    worst = {name: max(step[name] for step in steps) for name in names}
+    worst = {name: max(step[name] for step in steps) for name in steps[0] if name != "seed"}
     study.claim(
         "sigma against R",
         "not Lipschitz: sigma is unbounded (Theorem 3.1); like R² (derived here)",
@@ -66,7 +65,7 @@ def witness(study: Study) -> None:
     )
     study.table(
         "Steps of the proof",
-        tuple((name, f"{error:.1e}") for name, error in worst.items()),
+        [(name, f"{error:.1e}") for name, error in worst.items()],
         ("step", "largest relative error"),
     )
     study.remark("The note was read as a draft that ends before its last step.")
@@ -74,7 +73,7 @@ def witness(study: Study) -> None:
 
 def _random_head(seed: int) -> DotProduct:
     gen = torch.Generator().manual_seed(seed)
-    return DotProduct(*(normal(gen, 4, 4) for _ in range(3)))
+    return DotProduct(*normal(gen, 3, 4, 4))
 
 
 def _sigma_beside(radius: float, n: int) -> Record:
