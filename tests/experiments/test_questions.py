@@ -48,8 +48,8 @@ def test_a_planted_sink_is_found(tmp_path, monkeypatch) -> None:
     source = Source(with_a_sink(), "text", {"data": TEXT})
     with RunFolder(tmp_path / "run", {"a": 1}) as folder:
         study = a_study(folder)
-        windows = [one | {"control": "planted"} for one in sink._windows(study, source, "here")]
-        (received,) = folder.values("received, here").values()
+        windows = [*sink._windows(study, source, "here", "planted")]
+        (received,) = folder.values("received, here, planted").values()
     for window in chosen(windows, layer=0):
         assert window["top"] == sink.FIRST and window[sink.FIRST] > 0.9
         assert window["received"] == pytest.approx(1.0, abs=1e-3)

@@ -332,7 +332,7 @@ def test_text_at_one_position_stands_in_the_middle_of_training_too(monkeypatch, 
         next(one for one in found if one.name.endswith("position 24"))
     for n in (16, 32, 64):
         first, middle = (
-            asked[f"control-text, all at position {place}-{loaded.name}-words", n]
+            asked[f"control-text, all at position {place}-{loaded.name}, words", n]
             for place in (0, 24)
         )
         assert first["input_ids"].equal(middle["input_ids"]) and first["input_ids"].shape == (3, n)

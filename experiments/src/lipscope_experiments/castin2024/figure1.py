@@ -56,11 +56,6 @@ class FigureColumn:
     paired: Rows  # the same passages at every length: nested prefixes, for all layers
 
     @property
-    def name(self) -> str:
-        """As tables say it."""
-        return f"{self.loaded.name}, {self.text.name}"
-
-    @property
     def masked(self) -> bool:
         """Whether it is an encoder that runs as a decoder."""
         return self.loaded.name.endswith(", causal")
@@ -98,7 +93,29 @@ def figure1(study: Study) -> None:
         offsets(study, case.loaded, case.text)
     notes = {fit.note for case in cases for fit in _fits(case.paired).values() if fit}
     few = (f"Same passages: {note}." for note in sorted(filter(None, notes)))
-    study.remark(*_remarks_on(study), *few)
+    study.remark(
+        *study.not_run("bert-base-uncased", "gpt2"),
+        f"Text: {', '.join(text.name for text in study.texts)}."
+        + " AG_NEWS was not run." * all(text.name != AG_NEWS_TITLE for text in study.texts),
+        "A law that is counted lies inside the interval of an exponent: that does not show that it "
+        "is the law. The range of exponents has those of no power law, too.",
+        study.pick(
+            "Quick: 3 windows a length, few lengths, two layers.",
+            "10 windows a length. Disjoint ones: every even n from 2 to 100, or for models of "
+            "more than 12 layers n = 10, 20, …, 100. Same passages: n = 8 to 256 (512 where the "
+            "model was trained on as many), all layers, or every fifth of more than 12, or three "
+            "of random weights. Controls: n = 16 to 128.",
+        ),
+        "Disjoint windows share no text, at one length or between lengths, as the paper says of "
+        "its own; both kinds are spread over the whole text.",
+        "The measured map is `attention`, Definition 2.2 of the paper, with the output projection.",
+        "The masked encoder runs as a decoder, and its causal mask is part of the map; the "
+        "scripts call the layer without a mask (read in bert_decoder/compute_bert_decoder.py). "
+        "Their quantity is computed here on the masked layer.",
+        "Random models are measured in eval mode; the scripts leave GPT-2 in train mode (read).",
+        "Rotary layers have no two-cluster inputs: their logits depend on position.",
+        *few,
+    )
 
 
 def _models_and_masked(study: Study) -> Iterator[LoadedModel]:
@@ -248,7 +265,7 @@ def _exponent_table(study: Study, cases: Sequence[FigureColumn]) -> None:
         "largest deviation of a mean from the line; ✗: no power law)",
         [(case, layer) for case in cases for layer in _fits(case.paired)],
         {
-            "model, text": lambda case, _: case.name,
+            "model, text": lambda case, _: f"{case.loaded.name}, {case.text.name}",
             "layer": lambda _, layer: layer,
             "disjoint windows": lambda case, layer: exponent(_fits(case.real).get(layer)),
             "same passages": lambda case, layer: exponent(_fits(case.paired)[layer]),
@@ -262,31 +279,6 @@ def _exponent_table(study: Study, cases: Sequence[FigureColumn]) -> None:
     )
 
 
-def _remarks_on(study: Study) -> tuple[str, ...]:
-    return (
-        *study.not_run("bert-base-uncased", "gpt2"),
-        f"Text: {', '.join(text.name for text in study.texts)}."
-        + " AG_NEWS was not run." * all(text.name != AG_NEWS_TITLE for text in study.texts),
-        "A law that is counted lies inside the interval of an exponent: that does not show that it "
-        "is the law. The range of exponents has those of no power law, too.",
-        study.pick(
-            "Quick: 3 windows a length, few lengths, two layers.",
-            "10 windows a length. Disjoint ones: every even n from 2 to 100, or for models of "
-            "more than 12 layers n = 10, 20, …, 100. Same passages: n = 8 to 256 (512 where the "
-            "model was trained on as many), all layers, or every fifth of more than 12, or three "
-            "of random weights. Controls: n = 16 to 128.",
-        ),
-        "Disjoint windows share no text, at one length or between lengths, as the paper says of "
-        "its own; both kinds are spread over the whole text.",
-        "The measured map is `attention`, Definition 2.2 of the paper, with the output projection.",
-        "The masked encoder runs as a decoder, and its causal mask is part of the map; the "
-        "scripts call the layer without a mask (read in bert_decoder/compute_bert_decoder.py). "
-        "Their quantity is computed here on the masked layer.",
-        "Random models are measured in eval mode; the scripts leave GPT-2 in train mode (read).",
-        "Rotary layers have no two-cluster inputs: their logits depend on position.",
-    )
-
-
 # --- controls: one thing taken away or changed at a time
 
 
@@ -295,19 +287,14 @@ class Control:
     """Rows of one control on a model and text; ``seed`` is None where nothing was drawn."""
 
     name: str
-    model: str
-    text: str
+    where: str  # model and text
     rows: Rows  # samples are the same at every length, or prefixes of each other
     seed: int | None = None
 
-    @property
-    def longest(self) -> int:
-        """The largest length."""
-        return max(row.num_tokens for row in self.rows)
-
     def median(self, layer: int) -> float:
         """Median sigma of a layer at the largest length."""
-        rows = chosen(self.rows, layer=layer, num_tokens=self.longest)
+        longest = max(row.num_tokens for row in self.rows)
+        rows = chosen(self.rows, layer=layer, num_tokens=longest)
         return statistics.median(row.sigma or 0.0 for row in rows)
 
     def spread(self) -> float:
@@ -376,12 +363,11 @@ def offsets(study: Study, loaded: LoadedModel, text: Text) -> None:
     places = study.pick(places[:: max(1, len(places) - 1)], places)
     found = {"all tokens": [ask("from position", lengths=n, position_offset=k) for k in places]}
     if ask.special:
-        later = {k: torch.tensor([0, *range(k + 1, k + n)]) for k in places}
-        found["the first token stays"] = [
-            ask("from position, the first token stays", ask.in_place([n], later[k])) for k in places
-        ]
+        later = (torch.tensor([0, *range(k + 1, k + n)]) for k in places)
+        name = "the first token stays"
+        found[name] = [ask(f"from position, {name}", ask.in_place([n], at)) for at in later]
     for moved, runs in found.items():
-        where = f"{loaded.name}, {text.name}, n = {n}, {moved}"
+        where = f"{ask.where}, n = {n}, {moved}"
         columns: dict[str, Value] = {"layer": str}
         columns |= {f"from position {k}": one.median for k, one in zip(places, runs, strict=True)}
         study.table(f"Position without length: {where}, median sigma", ask.layers, columns, 3)
@@ -389,19 +375,19 @@ def offsets(study: Study, loaded: LoadedModel, text: Text) -> None:
 
 def control_tables(study: Study, controlled: Sequence[Control]) -> None:
     """By model and text: what was changed; then what was drawn, each seed by itself."""
-    parts = grouped(controlled, lambda c: (c.model, c.text, c.seed is not None))
-    for (model, text, drawn), part in parts.items():
-        layers = _fits(part[0].rows)
+    parts = grouped(controlled, lambda c: (c.where, c.seed is not None))
+    for (where, drawn), part in parts.items():
+        layers, longest = _fits(part[0].rows), max(row.num_tokens for row in part[0].rows)
         columns: dict[str, Value] = {
             "changed": lambda c: c.name if c.seed is None else f"{c.name}, seed {c.seed}"
         }
         for i in layers:
             columns[f"exponent, layer {i}"] = lambda c, i=i: exponent(_fits(c.rows).get(i))
         for i in layers:
-            columns[f"sigma at n = {part[0].longest}, layer {i}"] = lambda c, i=i: c.median(i)
+            columns[f"sigma at n = {longest}, layer {i}"] = lambda c, i=i: c.median(i)
         lines = sorted(part, key=lambda c: c.name) if drawn else part
-        what = "Growth after one change" + ", drawn at random" * drawn
-        study.table(f"{what}: {model}, {text}", lines, columns, 3)
+        title = "Growth after one change" + ", drawn at random" * drawn
+        study.table(f"{title}: {where}", lines, columns, 3)
 
 
 class _Ask:
@@ -409,6 +395,7 @@ class _Ask:
 
     def __init__(self, study: Study, loaded: LoadedModel, text: Text) -> None:
         self.study, self.loaded, self.text = study, loaded, text
+        self.where = f"{loaded.name}, {text.name}"
         count = int(loaded.config.num_hidden_layers)
         self.layers = study.pick([0, count // 2], [0, count // 2, count - 1])
         self.lengths = study.pick([16, 32, 64], [16, 32, 64, 128])
@@ -426,16 +413,15 @@ class _Ask:
         **options: Any,
     ) -> Control:
         """A control on the text, on another text, or on one batch for each length."""
-        part, loaded = f"control-{name}-{self.loaded.name}-{self.text.name}", model or self.loaded
+        part, loaded = f"control-{name}-{self.where}", model or self.loaded
         asked = {"layers": self.layers} | options
         if data is None or isinstance(data, str):
             asked = {"lengths": self.lengths, "samples": self.samples} | asked
             rows = self.study.measure(part, loaded, data or self.text.content, **asked)
         else:
-            rows = Rows(
-                row for one in data for row in self.study.measure(part, loaded, one, **asked)
-            )
-        return Control(name, self.loaded.name, self.text.name, rows, seed)
+            each = (self.study.measure(part, loaded, one, **asked) for one in data)
+            rows = Rows(row for some in each for row in some)
+        return Control(name, self.where, rows, seed)
 
     def in_place(self, lengths: Sequence[int], positions: Tensor) -> Iterator[Record]:
         """Windows of the text, a batch for each length, with positions of their own."""

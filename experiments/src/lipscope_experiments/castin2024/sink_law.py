@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from lipscope import LayerAtInput, TopSingular, records
-from lipscope.charts import Panel
+from lipscope.charts import Panel, Series
 from lipscope.models import LoadedModel, reinitialised
 from lipscope_experiments.castin2024.protocol import is_deep
 from lipscope_experiments.experiment import Source, Study, experiment, layers_of
@@ -146,7 +146,19 @@ def sink_law(study: Study) -> None:
     _draw_law(study, laws)
     _of_law(study, laws, heads)
     _law_tables(study, laws)
-    study.remark(*PLAN, *_how(study), *missing)
+    study.remark(
+        *PLAN,
+        f"Texts: {', '.join(text.name for text in study.texts)}. Passages of MiniLM with its "
+        "special tokens from a third and from two thirds of every text, 16, 32, 64 and 128 tokens; "
+        f"of SmolLM2 from a third, 16, 64 and 256. Pictures of {', '.join(map(str, _SIDES))} "
+        "patches a side and a class token; positions interpolated.",
+        "MiniLM and DINOv2: all layers. SmolLM2: the layers of the pilot and "
+        f"{', '.join(map(str, _BESIDES['smollm2']))}, chosen before the runs. Random weights: one "
+        f"draw, first, middle and last layer, the first {_FEW} texts. Heads: MiniLM's, the first "
+        "passage of every text, 16, 64 and 128 tokens.",
+        f"Sigma to {_TOL:.0%}, in float32. Intervals: {records.CONFIDENCE:.0%} over texts.",
+        *missing,
+    )
 
 
 def _points_of_models(study: Study, missing: list[str]) -> Iterator[Record]:
@@ -172,23 +184,22 @@ def _layers(study: Study, loaded: LoadedModel) -> list[int]:
 
 def _passages(study: Study, source: Source, heads: bool) -> Iterator[tuple[str, dict[int, Record]]]:
     """The passages of a text, or the pictures, and a verb's options by length, or side."""
-    loaded, shallow = source.model, not is_deep(source.model)
-    if heads and (source.sees or not shallow):
+    loaded, deep = source.model, is_deep(source.model)
+    if heads and (source.sees or deep):
         return
     if source.sees:
         sides = [int(loaded.config.patch_size) * side for side in _SIDES]
         asked = source.asked | {"samples": study.pick(3, 10) if study.images == "random" else None}
         yield source.name, {side: {**asked, "resolutions": [side]} for side in sides}
         return
-    most = 128 if shallow else 256
-    several = shallow and not heads and not study.quick and not loaded.name.endswith(_RANDOM)
-    every = (16, 32, 64, 128) if shallow and not heads else (16, 64, most)
-    content = source.asked["data"]
-    for place in _PLACES[: 2 if several else 1]:
-        start = int(place * max(len(content) - _LETTERS * most, 0))
-        asked = {"data": content[start : start + _LETTERS * most], "samples": 1}
-        lengths = [n for n in every if n <= study.pick(64, most)]
-        yield f"{source.name}, from {place:.0%}", {n: {**asked, "lengths": [n]} for n in lengths}
+    lengths = (16, 64, 256) if deep else (16, 64, 128) if heads else (16, 32, 64, 128)
+    content, room = source.asked["data"], _LETTERS * lengths[-1]
+    several = not (deep or heads or study.quick or loaded.name.endswith(_RANDOM))
+    for place in _PLACES if several else _PLACES[:1]:
+        start = int(place * max(len(content) - room, 0))
+        asked = {"data": content[start : start + room], "samples": 1}
+        some = [n for n in lengths if n <= 64 or not study.quick]
+        yield f"{source.name}, from {place:.0%}", {n: {**asked, "lengths": [n]} for n in some}
 
 
 def _points(study: Study, source: Source, *, heads: bool) -> Iterator[Record]:
@@ -252,14 +263,13 @@ def _carried(one: LayerAtInput, token: int, found: TopSingular) -> Record:
 
 def _errors(laws: Sequence[LayerLaw], constant: float) -> dict[str, float]:
     """Mean absolute errors of the law, of its other forms, and of both constants."""
-    forms: dict[str, Callable[[LayerLaw], float]] = {
-        name: lambda law, n=name: law.means[n] for name in SLOPES if name != MEASURED
-    }
-    forms |= {"1/4": lambda _: 0.25, f"{constant:.2f}, the mean stated": lambda _: constant}
-    return {
-        name: fmean(abs(of(law) - law.means[MEASURED]) for law in laws)
-        for name, of in forms.items()
-    }
+
+    def off(guess: Callable[[LayerLaw], float]) -> float:
+        return fmean(abs(guess(law) - law.means[MEASURED]) for law in laws)
+
+    forms = {name: off(lambda law, n=name: law.means[n]) for name in SLOPES if name != MEASURED}
+    constants = {"1/4": 0.25, f"{constant:.2f}, the mean stated": constant}
+    return forms | {name: off(lambda _, c=value: c) for name, value in constants.items()}
 
 
 def _ranked(laws: Sequence[LayerLaw]) -> float:
@@ -287,12 +297,10 @@ def verdict(fresh: Sequence[LayerLaw], constant: float) -> str:
     if len(fresh) < 3:
         return "not decided: fewer than three such layers"
     mine, _, _, *constants = _errors(fresh, constant).values()
-    ranked = _ranked(fresh)
+    ranked, least = _ranked(fresh), min(constants)
     held = {
         f"its error {mine:.3f} is above {_ERROR}": mine > _ERROR,
-        f"its error {mine:.3f} is not below {min(constants):.3f}, a constant's": (
-            mine >= min(constants)
-        ),
+        f"its error {mine:.3f} is not below {least:.3f}, a constant's": mine >= least,
         f"the rank correlation {ranked:.2f} is not above {_RANKED}": not ranked > _RANKED,
     }
     against = "; ".join(one for one, holds in held.items() if holds)
@@ -375,34 +383,14 @@ def _draw_law(study: Study, laws: Sequence[LayerLaw]) -> None:
         "no sink": lambda law: not law.is_sink and not law.is_random,
         "random weights": lambda law: law.is_random,
     }
-    series = [
-        line(
-            name,
-            [law.means[PREDICTED] for law in mine],
-            [law.means[MEASURED] for law in mine],
-            "points",
-        )
-        for name, of in kinds.items()
-        if (mine := [*filter(of, laws)])
-    ]
-    every = [value for one in series for point in one.points for value in point]
+    series = []
+    for name, of in kinds.items():
+        points = [(law.means[PREDICTED], law.means[MEASURED]) for law in laws if of(law)]
+        if points:
+            series.append(Series(name, points, "points"))
+    every = [law.means[name] for law in laws for name in (PREDICTED, MEASURED)]
     ends = min(every), max(every)
     series.append(line("measured = predicted", ends, ends, "dashes"))
     axes = "½ + slope of the attention that the sink receives", "measured exponent of sigma"
     panel = Panel("Every dot a layer of a model", series, *axes, log_x=False, log_y=False)
     study.draw("sink-law", "Predicted and measured exponents", [panel], columns=1)
-
-
-def _how(study: Study) -> list[str]:
-    texts = ", ".join(text.name for text in study.texts)
-    return [
-        f"Texts: {texts}. Passages of MiniLM with its special tokens from a third and from two "
-        "thirds of every text, 16, 32, 64 and 128 tokens; of SmolLM2 from a third, 16, 64 and 256. "
-        f"Pictures of {', '.join(map(str, _SIDES))} patches a side and a class token; positions "
-        "interpolated.",
-        "MiniLM and DINOv2: all layers. SmolLM2: the layers of the pilot and "
-        f"{', '.join(map(str, _BESIDES['smollm2']))}, chosen before the runs. Random weights: one "
-        f"draw, first, middle and last layer, the first {_FEW} texts. Heads: MiniLM's, the first "
-        "passage of every text, 16, 64 and 128 tokens.",
-        f"Sigma to {_TOL:.0%}, in float32. Intervals: {records.CONFIDENCE:.0%} over texts.",
-    ]

@@ -13,7 +13,7 @@ from lipscope import Measurement, records
 from lipscope.charts import Panel, Series, readable
 from lipscope.control import attention_received
 from lipscope.models import reinitialised, special_tokens_of
-from lipscope.records import TokenShare, mean_interval, rank_correlation
+from lipscope.records import mean_interval, rank_correlation
 from lipscope_experiments.experiment import Source, Study, experiment, layers_of
 from lipscope_experiments.findings import Record, Value, average, counted, grouped, middle, share
 
@@ -85,8 +85,7 @@ def _of_source(study: Study, source: Source) -> Iterator[Record]:
     if not model.weights.startswith("random"):
         cases[_RANDOM] = replace(source, model=reinitialised(model))
     for control, case in cases.items():
-        for window in _windows(study, case, f"{source.where}, {control}"):
-            yield {"where": source.where, "control": control, **window}
+        yield from _windows(study, case, source.where, control)
 
 
 def _layers_asked(study: Study, source: Source) -> list[int]:
@@ -94,8 +93,9 @@ def _layers_asked(study: Study, source: Source) -> list[int]:
     return [*range(0, count, math.ceil(count / study.pick(4, _LAYERS)))]
 
 
-def _windows(study: Study, source: Source, part: str) -> Iterator[Record]:
+def _windows(study: Study, source: Source, where: str, control: str) -> Iterator[Record]:
     """Every layer of a model at every window."""
+    part = f"{where}, {control}"
     asked: Record = {"layers": _layers_asked(study, source), **source.asked}
     if not source.sees:
         asked["lengths"] = [_TOKENS]
@@ -108,30 +108,26 @@ def _windows(study: Study, source: Source, part: str) -> Iterator[Record]:
     specials = frozenset(getattr(source.model.tokenizer, "all_special_tokens", ()))
     for row in rows:
         if row.sigma is not None:
+            mine = [
+                (token_kind(t.index, t.text, specials), t.share_in or 0.0) for t in tokens[row.id]
+            ]
             received = found["received"][f"{row.layer}, {row.sample}"]
-            yield _window(row, tokens[row.id], received, specials)
+            yield {"where": where, "control": control} | _window(row, mine, received)
 
 
-def _window(
-    row: Measurement,
-    tokens: Sequence[TokenShare],
-    received: Sequence[float],
-    specials: frozenset[str],
-) -> Record:
+def _window(row: Measurement, shares: list[tuple[str, float]], received: list[float]) -> Record:
     """One layer at one window: by kind of token the share of the top direction, and the rest.
 
-    The attention that a token receives is the mean over heads and rows.
+    ``shares``: the kind and the share of every token; ``received``: means over heads and rows.
     """
-    kinds = [token_kind(one.index, one.text, specials) for one in tokens]
-    held = [one.share_in or 0.0 for one in tokens]
-    by_kind = records.grouped(zip(kinds, held, strict=True), lambda one: one[0])
+    by_kind = records.grouped(shares, lambda one: one[0])
     return {
         "layer": row.layer,
-        "tokens": len(tokens),
+        "tokens": len(shares),
         **{kind: math.fsum(value for _, value in some) for kind, some in by_kind.items()},
-        "top": kinds[held.index(max(held))],
+        "top": max(shares, key=lambda one: one[1])[0],
         "received": received[0],
-        "agreement": rank_correlation(held, received)[0],
+        "agreement": rank_correlation([value for _, value in shares], received)[0],
         "kept": (row.sigma_rest or 0.0) / (row.sigma or math.inf),
     }
 
@@ -166,14 +162,15 @@ def _erased(source: Source, layers: Sequence[int]) -> Record:
 
     Means over pairs of words, over words, heads and rows.
     """
-    tokenizer = source.model.tokenizer
-    ids = torch.tensor(
-        tokenizer(source.asked["data"][:4000], add_special_tokens=False)["input_ids"]
-    )
-    words = [tokenizer(f" {word}", add_special_tokens=False)["input_ids"][-1] for word in _WORDS]
+
+    def ids(text: str) -> list[int]:
+        return source.model.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    window = torch.tensor(ids(source.asked["data"][:4000])[:_TOKENS])
+    words = [ids(f" {word}")[-1] for word in _WORDS]
     places: dict[str, dict[str, tuple[float, float]]] = {}
     for place in _PLACES:
-        batch = ids[:_TOKENS].repeat(len(words), 1)
+        batch = window.repeat(len(words), 1)
         batch[:, place] = torch.tensor(words)
         found = layers_of(source.model, batch, layers=layers, dtype="float32")
         for layer, some in records.grouped(found, lambda one: one.layer).items():
@@ -212,26 +209,23 @@ def _of_the_sink(study: Study, where: str, windows: Sequence[Record]) -> None:
     def middle_layer(name: str) -> Callable[[Sequence[Record]], str]:
         return lambda some: middle(_by_layer(some, name).values())
 
-    questions = (
-        (
-            "kind of token that holds most of |v|², by layer",
+    questions = {
+        "kind of token that holds most of |v|², by layer": (
             "the first token, if the direction sits where attention does",
             _largest_kinds,
         ),
-        ("|v|² on the first token", alike, middle_layer(FIRST)),
-        ("attention that the first token receives", alike, middle_layer("received")),
-        (
-            "rank correlation over tokens of |v|² with the attention received",
+        "|v|² on the first token": (alike, middle_layer(FIRST)),
+        "attention that the first token receives": (alike, middle_layer("received")),
+        "rank correlation over tokens of |v|² with the attention received": (
             "positive, if attention says where the direction is",
             _agreements,
         ),
-        (
-            "sigma with the top token held fixed / sigma",
+        "sigma with the top token held fixed / sigma": (
             "small, if one token carries sigma",
             middle_layer("kept"),
         ),
-    )
-    for about, said, of in questions:
+    }
+    for about, (said, of) in questions.items():
         found = (f"{control}: {of(some)}" for control, some in grouped(windows, "control"))
         study.claim(f"{where}: {about}", said, "; ".join(found))
 
@@ -245,10 +239,8 @@ def _agreements(windows: Sequence[Record]) -> str:
     every = (_finite(some, "agreement") for _, some in grouped(windows, "layer"))
     known = [mean_interval(values) for values in every if values]
     sure = sum(low > 0 for _, low, _ in known)
-    return (
-        f"{middle(mean for mean, _, _ in known)}, above 0 beyond the interval in {sure} of "
-        f"{len(known)} layers"
-    )
+    means = middle(mean for mean, _, _ in known)
+    return f"{means}, above 0 beyond the interval in {sure} of {len(known)} layers"
 
 
 def _finite(windows: Sequence[Record], name: str) -> list[float]:
@@ -286,7 +278,6 @@ def _draw_shares(study: Study, windows: Sequence[Record]) -> None:
         for control, some in grouped(mine, "control"):
             series.append(Series(f"held, {control}", [*_by_layer(some, FIRST).items()]))
             if control == _AS_IS:
-                got = [*_by_layer(some, "received").items()]
-                series.append(Series("attention received", got))
+                series.append(Series("attention received", [*_by_layer(some, "received").items()]))
         panels.append(Panel(where, series, "layer", "share of the first token", False, False))
     study.draw("sink", "What the first token holds, and what it receives", panels, columns=3)

@@ -99,8 +99,7 @@ class Letters:
         for i in range(2, _LENGTH + 1):
             ids[:, i] = torch.multinomial(self.next[ids[:, i - 1]], 1, generator=gen)[:, 0]
             if i > 2:
-                copies = triggers(ids[:, i - 1])
-                ids[:, i] = torch.where(copies, ids[:, i - 2], ids[:, i])
+                ids[:, i] = torch.where(triggers(ids[:, i - 1]), ids[:, i - 2], ids[:, i])
         return ids
 
 
@@ -158,8 +157,7 @@ def _trained(letters: Letters, seed: int, kind: str, steps: Sequence[int], **_: 
         if step in steps:
             readings.append({"step": step, **_reading(net.eval(), kind, held)})
             net.train()
-        for group in optimiser.param_groups:
-            group["lr"] = _RATE * min(1.0, (step + 1) / _WARM)
+        optimiser.param_groups[0]["lr"] = _RATE * min(1.0, (step + 1) / _WARM)
         loss = _loss(net, kind, letters.windows(_BATCH, gen))
         optimiser.zero_grad()
         loss.backward()
@@ -211,9 +209,7 @@ def _along(run: Record) -> list[Record]:
     """Readings along training of the layer whose first token receives most at the end."""
     last = run["readings"][-1]["layers"]
     best = max(range(len(last)), key=lambda layer: last[layer]["first"])
-    return [
-        {"step": one["step"], "loss": one["loss"], **one["layers"][best]} for one in run["readings"]
-    ]
+    return [one | one["layers"][best] for one in run["readings"]]
 
 
 def _onset(run: Record) -> int | None:
@@ -235,15 +231,12 @@ def _of_kind(study: Study, kind: str, runs: Sequence[Record]) -> Panel:
         share(onsets.total(), len(runs)) + f", first seen at step {seen}" * bool(seen),
     )
     along = [_along(run) for run in runs]
-    ranked = [
-        rank_correlation(*([one[name] for one in mine] for name in (PREDICTED, MEASURED)))[0]
-        for mine in along
-    ]
+    pairs = ([[one[name] for one in mine] for name in (PREDICTED, MEASURED)] for mine in along)
     study.claim(
         f"{kind}: rank correlation along training of predicted and measured exponents, its layer "
         "of the largest share",
         "positive",
-        average(ranked, (-1.0, 1.0)),
+        average([rank_correlation(*pair)[0] for pair in pairs], (-1.0, 1.0)),
     )
     columns = {
         "first token receives": "first",
