@@ -321,10 +321,10 @@ def test_text_at_one_position_stands_in_the_middle_of_training_too(monkeypatch, 
     loaded = replace(load_model(BERT), weights="float32", trained_length=48)
     asked: dict[tuple[str, int], Any] = {}
 
-    def measure(self: Study, part: str, model: Any, data: Any = None, **options: Any) -> list[Any]:
+    def measure(self: Study, part: str, model: Any, data: Any = None, **options: Any) -> Rows:
         if not isinstance(data, str):
             asked[part, data["input_ids"].shape[1]] = data
-        return []
+        return Rows([])
 
     monkeypatch.setattr(Study, "measure", measure)
     with RunFolder(tmp_path / "run", {"a": 1}) as folder:
