@@ -15,6 +15,7 @@ from lipscope.models import LoadedModel, rounded
 from lipscope.records.folder import RunFolder
 from lipscope_experiments import experiments
 from lipscope_experiments.experiment import Source, Study
+from lipscope_experiments.findings import chosen
 from lipscope_experiments.joint_test import correlations
 from lipscope_experiments.questions import long_context, precision, sink
 from lipscope_experiments.questions.precision import RoundedModel
@@ -49,15 +50,17 @@ def test_a_planted_sink_is_found(tmp_path, monkeypatch) -> None:
     source = Source(with_a_sink(), "text", {"data": TEXT})
     with RunFolder(tmp_path / "run", {"a": 1}) as folder:
         study = a_study(folder)
-        case = sink._sink_case(study, "here", source, "planted")
-    for window in case.layers[0]:
-        assert window.top == sink.FIRST and window.on(sink.FIRST, window.held) > 0.9
-        assert window.on(sink.FIRST, window.received) == pytest.approx(1.0, abs=1e-3)
-        assert window.kept < 0.3
-    for window in case.layers[1]:
-        assert sum(window.held) == pytest.approx(1.0, abs=1e-5)
-        assert sum(window.received) == pytest.approx(1.0, abs=1e-5)
-    sink._of_the_sink(study, [case])
+        windows = [*sink._windows(study, source, "here", "planted")]
+        (received,) = folder.values("received, here, planted").values()
+    for window in chosen(windows, layer=0):
+        assert window["top"] == sink.FIRST and window[sink.FIRST] > 0.9
+        assert window["received"] == pytest.approx(1.0, abs=1e-3)
+        assert window["kept"] < 0.3
+    for window in chosen(windows, layer=1):
+        assert sum(window.get(kind, 0.0) for kind in sink._KINDS) == pytest.approx(1.0, abs=1e-5)
+    for values in received["received"].values():
+        assert sum(values) == pytest.approx(1.0, abs=1e-5)
+    sink._of_the_sink(study, "here", windows)
     (about, received, *_) = study.findings.claims
     assert "first token" in about.found and received.said.startswith("0.062")
 

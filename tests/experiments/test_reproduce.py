@@ -318,11 +318,12 @@ def test_certificates_end_at_the_first_refusal() -> None:
 def test_text_at_one_position_stands_in_the_middle_of_training_too(monkeypatch, tmp_path) -> None:
     """Position 0 was that of the first token alone: the control must not rest on it."""
     loaded = replace(load_model(BERT), weights="float32", trained_length=48)
-    asked: dict[str, Any] = {}
+    asked: dict[tuple[str, int], Any] = {}
 
-    def measure(self: Study, part: str, model: Any, data: Any = None, **options: Any) -> list[Any]:
-        asked[part] = data
-        return []
+    def measure(self: Study, part: str, model: Any, data: Any = None, **options: Any) -> Rows:
+        if not isinstance(data, str):
+            asked[part, data["input_ids"].shape[1]] = data
+        return Rows([])
 
     monkeypatch.setattr(Study, "measure", measure)
     with RunFolder(tmp_path / "run", {"a": 1}) as folder:
@@ -330,7 +331,8 @@ def test_text_at_one_position_stands_in_the_middle_of_training_too(monkeypatch, 
         next(one for one in found if one.name.endswith("position 24"))
     for n in (16, 32, 64):
         first, middle = (
-            asked[f"control-text, all at position {place}-{loaded.name}-{n}"] for place in (0, 24)
+            asked[f"control-text, all at position {place}-{loaded.name}, words", n]
+            for place in (0, 24)
         )
         assert first["input_ids"].equal(middle["input_ids"]) and first["input_ids"].shape == (3, n)
         for batch, place in ((first, 0), (middle, 24)):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lipscope import DotProduct, to_dense
-from lipscope_experiments.castin2024.sink_law import ColumnAt, ColumnCurve, LayerLaw, verdict
+from lipscope_experiments.castin2024.sink_law import LayerLaw, error, verdict
 from lipscope_experiments.frozen import column_norm, frozen_column, frozen_norm
 from lipscope_experiments.questions.sink_training import (
     DECODER,
@@ -53,15 +53,20 @@ def test_the_frozen_column_is_that_of_the_dense_matrix(causal: bool) -> None:
 
 def law_of(slope: float, layer: int, predicted: float | None = None) -> LayerLaw:
     told = slope if predicted is None else predicted
-    points = tuple(ColumnAt(n, n**slope, 0.9 * n**slope, n ** (told - 0.5), 0.1) for n in (16, 64))
-    return LayerLaw("m", layer, False, (ColumnCurve("a", points), ColumnCurve("b", points)))
+    points = [
+        {"text": text, "passage": "p", "n": n, "sigma": n**slope, "norm": 0.9 * n**slope}
+        | {"mass": n ** (told - 0.5), "received": 0.1}
+        for text in "ab"
+        for n in (16, 64)
+    ]
+    return LayerLaw("m", layer, None, points)
 
 
 def test_what_was_written_before_the_runs_decides() -> None:
     steep = (0.1, 0.2, 0.4, 0.5)
     planted = [law_of(slope, layer) for layer, slope in enumerate(steep)]
     assert all(law.is_sink for law in planted) and verdict(planted, 0.3) == "not refuted"
-    assert planted[0].error == pytest.approx([0.0, 0.0])
+    assert planted[0].over_texts(error) == pytest.approx([0.0, 0.0])
     off = [law_of(slope, layer, slope + 0.06) for layer, slope in enumerate(steep)]
     assert verdict(off, 0.3).startswith("refuted: its error 0.060 is above")
     turned = [law_of(slope, layer, 0.6 - slope) for layer, slope in enumerate(steep)]

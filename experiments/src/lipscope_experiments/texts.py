@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,14 +88,12 @@ def texts_named(names: Sequence[str]) -> tuple[Text, ...]:
     Files in UTF-8, folders of ``.txt`` files, or ``ag_news``: its test split, which needs the
     package ``datasets`` and a network or its cache.
     """
-    found = [Text("Python manual", default_text())]
-    for name in dict.fromkeys(names):
-        found.append(_ag_news() if name == AG_NEWS else _file(name))
-    said = [text.name for text in found]
-    for name in said:
-        if said.count(name) > 1:  # tables and figures know a text by its name
+    more = (_ag_news() if name == AG_NEWS else _file(name) for name in dict.fromkeys(names))
+    found = (Text("Python manual", default_text()), *more)
+    for name, times in Counter(text.name for text in found).items():
+        if times > 1:  # tables and figures know a text by its name
             raise InputError(f"`--text` should name each text once. Found two called `{name}`.")
-    return tuple(found)
+    return found
 
 
 def _file(name: str) -> Text:

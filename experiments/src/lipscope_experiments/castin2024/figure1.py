@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lipscope import Measurement, Rows
+from lipscope import Rows
 from lipscope.charts import Panel, Series, power_law
 from lipscope.models import (
     Keeps,
@@ -27,12 +27,12 @@ from lipscope.models import (
     special_tokens_of,
     windows_of_text,
 )
-from lipscope.pages import number
-from lipscope.records import Growth, groups, growth, slope_of, steps, top_held_fixed
+from lipscope.records import Growth, grouped, growth, slope_of, steps, top_held_fixed
 from lipscope_experiments.castin2024 import protocol
 from lipscope_experiments.experiment import Study, experiment
 from lipscope_experiments.findings import (
     Record,
+    Value,
     chosen,
     counted,
     curve,
@@ -56,11 +56,6 @@ class FigureColumn:
     paired: Rows  # the same passages at every length: nested prefixes, for all layers
 
     @property
-    def name(self) -> str:
-        """As tables say it."""
-        return f"{self.loaded.name}, {self.text.name}"
-
-    @property
     def masked(self) -> bool:
         """Whether it is an encoder that runs as a decoder."""
         return self.loaded.name.endswith(", causal")
@@ -76,18 +71,12 @@ def figure1(study: Study) -> None:
     cases = [
         _figure_column(study, m, text) for m in _models_and_masked(study) for text in study.texts
     ]
-    worst = [
-        found
-        for case in cases
-        if case.text is study.texts[0]
-        for found in protocol.adversarial(study, case.loaded, case.layers, case.real)
-    ]
-    controlled = [
-        found
-        for case in cases
-        if not case.masked
-        for found in controls(study, case.loaded, case.text)
-    ]
+    worst, controlled = list[protocol.Adversarial](), list[Control]()
+    for case in cases:
+        if case.text is study.texts[0]:
+            worst += protocol.adversarial(study, case.loaded, case.layers, case.real)
+        if not case.masked:
+            controlled += controls(study, case.loaded, case.text)
     _draw_rows(study, cases, worst)
     _of_growth(study, cases, worst, controlled)
     _exponent_table(study, cases)
@@ -104,7 +93,29 @@ def figure1(study: Study) -> None:
         offsets(study, case.loaded, case.text)
     notes = {fit.note for case in cases for fit in _fits(case.paired).values() if fit}
     few = (f"Same passages: {note}." for note in sorted(filter(None, notes)))
-    study.remark(*_remarks_on(study), *few)
+    study.remark(
+        *study.not_run("bert-base-uncased", "gpt2"),
+        f"Text: {', '.join(text.name for text in study.texts)}."
+        + " AG_NEWS was not run." * all(text.name != AG_NEWS_TITLE for text in study.texts),
+        "A law that is counted lies inside the interval of an exponent: that does not show that it "
+        "is the law. The range of exponents has those of no power law, too.",
+        study.pick(
+            "Quick: 3 windows a length, few lengths, two layers.",
+            "10 windows a length. Disjoint ones: every even n from 2 to 100, or for models of "
+            "more than 12 layers n = 10, 20, …, 100. Same passages: n = 8 to 256 (512 where the "
+            "model was trained on as many), all layers, or every fifth of more than 12, or three "
+            "of random weights. Controls: n = 16 to 128.",
+        ),
+        "Disjoint windows share no text, at one length or between lengths, as the paper says of "
+        "its own; both kinds are spread over the whole text.",
+        "The measured map is `attention`, Definition 2.2 of the paper, with the output projection.",
+        "The masked encoder runs as a decoder, and its causal mask is part of the map; the "
+        "scripts call the layer without a mask (read in bert_decoder/compute_bert_decoder.py). "
+        "Their quantity is computed here on the masked layer.",
+        "Random models are measured in eval mode; the scripts leave GPT-2 in train mode (read).",
+        "Rotary layers have no two-cluster inputs: their logits depend on position.",
+        *few,
+    )
 
 
 def _models_and_masked(study: Study) -> Iterator[LoadedModel]:
@@ -126,22 +137,20 @@ def _every(loaded: LoadedModel) -> list[int]:
 
 def _figure_column(study: Study, loaded: LoadedModel, text: Text) -> FigureColumn:
     layers = protocol.first_and_middle(loaded)[loaded.name.endswith(", causal") :]
-    usual = [8, 16, 32, 64, 128, 256]
-    longer = (loaded.trained_length or 0) >= 512
+    options = protocol.as_in_the_paper(study, loaded, text)
+    longer = [512] * ((loaded.trained_length or 0) >= 512)
     return FigureColumn(
         loaded,
         text,
         layers,
         protocol.disjoint(study, loaded, text, layers),
-        protocol.as_coded(
-            study, loaded, text, layers, protocol.as_in_the_paper(study, loaded, text)
-        ),
+        protocol.as_coded(study, loaded, text, layers, options),
         study.measure(
             f"nested-{loaded.name}, {text.name}",
             loaded,
             text.content,
             layers=study.pick(layers, _every(loaded)),
-            lengths=study.pick([16, 32, 64], [*usual, *[512] * longer]),
+            lengths=study.pick([16, 32, 64], [8, 16, 32, 64, 128, 256, *longer]),
             samples=study.pick(3, 10),
             special_tokens=False,
             rest=True,
@@ -161,12 +170,10 @@ def _draw_rows(
         mine = [case for case in cases if case.text is text]
         panels = [_real_panel(case, layer) for case in mine for layer in case.layers]
         title, across = f"Figure 1, first row: {text.name}", 3 if len(panels) == 3 else 2
-        study.draw(f"real-{text.name}", title, panels, [_HOW], columns=across)
+        notes = ["Points: single windows (disjoint, as in the paper); both axes logarithmic."]
+        study.draw(f"real-{text.name}", title, panels, notes, columns=across)
     panels = [_worst_panel(one, name) for one in worst for name in one.rows]
     study.draw("adversarial", "Figure 1, second row: adversarial inputs", panels, columns=2)
-
-
-_HOW = "Points: single windows (disjoint, as in the paper); both axes logarithmic."
 
 
 def _real_panel(case: FigureColumn, layer: int) -> Panel:
@@ -253,50 +260,22 @@ def _prefixes(cases: Sequence[FigureColumn]) -> str:
 
 
 def _exponent_table(study: Study, cases: Sequence[FigureColumn]) -> None:
-    def rest(case: FigureColumn, layer: int) -> Growth | None:
-        return growth(top_held_fixed(chosen(case.paired, layer=layer)), paired=True)
-
     study.table(
         "Exponents of sigma in n (interval over the sampling of text, 95 % unless named; off by: "
         "largest deviation of a mean from the line; ✗: no power law)",
         [(case, layer) for case in cases for layer in _fits(case.paired)],
         {
-            "model, text": lambda case, _: case.name,
+            "model, text": lambda case, _: f"{case.loaded.name}, {case.text.name}",
             "layer": lambda _, layer: layer,
             "disjoint windows": lambda case, layer: exponent(_fits(case.real).get(layer)),
             "same passages": lambda case, layer: exponent(_fits(case.paired)[layer]),
-            "top token fixed": lambda case, layer: exponent(rest(case, layer)),
+            "top token fixed": lambda case, layer: exponent(
+                growth(chosen(case.paired, layer=layer), paired=True, of="sigma_rest")
+            ),
             "as in the scripts": lambda case, layer: (
                 plain_exponent(case.coded[layer]) if layer in case.coded else "–"
             ),
         },
-    )
-
-
-def _remarks_on(study: Study) -> tuple[str, ...]:
-    return (
-        *study.not_run("bert-base-uncased", "gpt2"),
-        "Text: "
-        + ", ".join(text.name for text in study.texts)
-        + "."
-        + " AG_NEWS was not run." * all(t.name != AG_NEWS_TITLE for t in study.texts),
-        "A law that is counted lies inside the interval of an exponent: that does not show that it "
-        "is the law. The range of exponents has those of no power law, too.",
-        study.pick(
-            "Quick: 3 windows a length, few lengths, two layers.",
-            "10 windows a length. Disjoint ones: every even n from 2 to 100, or for models of "
-            "more than 12 layers n = 10, 20, …, 100. Same passages: n = 8 to 256 (512 where the "
-            "model was trained on as many), all layers, or every fifth of more than 12, or three "
-            "of random weights. Controls: n = 16 to 128.",
-        ),
-        "Disjoint windows share no text, at one length or between lengths, as the paper says of "
-        "its own; both kinds are spread over the whole text.",
-        "The measured map is `attention`, Definition 2.2 of the paper, with the output projection.",
-        "The masked encoder runs as a decoder, and its causal mask is part of the map; the "
-        "scripts call the layer without a mask (read in bert_decoder/compute_bert_decoder.py). "
-        "Their quantity is computed here on the masked layer.",
-        "Random models are measured in eval mode; the scripts leave GPT-2 in train mode (read).",
-        "Rotary layers have no two-cluster inputs: their logits depend on position.",
     )
 
 
@@ -308,82 +287,67 @@ class Control:
     """Rows of one control on a model and text; ``seed`` is None where nothing was drawn."""
 
     name: str
-    model: str
-    text: str
-    rows: list[Measurement]
+    where: str  # model and text
+    rows: Rows  # samples are the same at every length, or prefixes of each other
     seed: int | None = None
-
-    @property
-    def fits(self) -> dict[int, Growth | None]:
-        """Growth by layer; samples are the same at every length, or prefixes of each other."""
-        return {
-            key.layer or 0: growth(part, paired=True) for key, part in groups(self.rows).items()
-        }
 
     def median(self, layer: int) -> float:
         """Median sigma of a layer at the largest length."""
         longest = max(row.num_tokens for row in self.rows)
-        return _median([row for row in self.rows if row.num_tokens == longest], layer)
+        rows = chosen(self.rows, layer=layer, num_tokens=longest)
+        return statistics.median(row.sigma or 0.0 for row in rows)
 
     def spread(self) -> float:
         """Largest relative range of sigma over lengths, of one sample and layer."""
-        curves: dict[Any, list[float]] = {}
-        for row in self.rows:
-            curves.setdefault((row.layer, row.sample), []).append(row.sigma or 0.0)
-        return max(max(c) / min(c) - 1 for c in curves.values())
+        curves = grouped(self.rows, lambda row: (row.layer, row.sample)).values()
+        sigmas = ([row.sigma or 0.0 for row in one] for one in curves)
+        return max(max(one) / min(one) - 1 for one in sigmas)
 
 
 def controls(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Control]:
     """Every control on one model and text, at the same lengths and layers."""
     ask = _Ask(study, loaded, text)
     family, trained = loaded.config.model_type, not loaded.weights.startswith("random")
-    base = ask.text("text", loaded, text.content, rest=True)
+    base = ask("text", rest=True)
     yield base
-    yield ask.named("top token fixed", top_held_fixed(base.rows))
+    yield replace(base, name="top token fixed", rows=Rows(top_held_fixed(base.rows)))
     for name in study.pick(("normed",), ("normed", "residual", "block")):
-        yield ask.text(name, loaded, text.content, map=name)
-    yield ask.text("token-relative", loaded, text.content, metric="token-relative")
+        yield ask(name, map=name)
+    yield ask("token-relative", metric="token-relative")
     if family == "bert":
-        yield ask.repeated("one token, one position", same_place=True)
+        yield ask("one token, one position", ask.repeated(same_place=True))
     if not trained:
         return  # the rest speaks of words and of trained weights
     if family == "bert":
         # In training position 0 was [CLS]'s alone; one in the middle was that of any token.
         for place in (0, (loaded.trained_length or loaded.max_tokens or 0) // 2):
-            yield ask.in_place(
-                f"text, all at position {place}", lambda n, at=place: torch.full((n,), at)
-            )
-    yield ask.repeated("one token", same_place=False)
-    if loaded.tokenizer is not None and any(special_tokens_of(loaded.tokenizer)):
-        yield ask.text("no special tokens", loaded, text.content, special_tokens=False)
+            at = torch.full((max(ask.lengths),), place)
+            yield ask(f"text, all at position {place}", ask.in_place(ask.lengths, at))
+    yield ask("one token", ask.repeated(same_place=False))
+    if ask.special:
+        yield ask("no special tokens", special_tokens=False)
     if loaded.weights == "float32":
-        yield ask.text("Q4_1 weights", quantised(loaded), text.content)
+        yield ask("Q4_1 weights", model=quantised(loaded))
     for seed in range(study.pick(1, 3)):
         yield from _random_controls(ask, loaded, seed)
 
 
 def _random_controls(ask: _Ask, loaded: LoadedModel, seed: int) -> Iterator[Control]:
     """Controls with something random in them, for one seed."""
-    drawn = [{"input_ids": random_tokens(loaded, n, ask.samples, seed)} for n in ask.lengths]
-    yield ask.batches("random tokens", loaded, drawn, seed)
-    words = shuffled_words(ask.content, seed)
-    yield ask.text("shuffled words", loaded, words, seed=seed)
-    yield ask.text("weights of a new model", reinitialised(loaded, seed), ask.content, seed=seed)
-    lost: tuple[tuple[Keeps, str], ...] = (
-        ("entries", "entries shuffled"),
-        ("spectrum", "singular values only"),
-    )
-    for keeps, name in lost:
-        other = scrambled(loaded, keeps, seed=seed)
-        yield ask.text(f"{name}, whole model", other, ask.content, seed=seed)
+    drawn = ({"input_ids": random_tokens(loaded, n, ask.samples, seed)} for n in ask.lengths)
+    yield ask("random tokens", drawn, seed=seed)
+    yield ask("shuffled words", shuffled_words(ask.text.content, seed), seed=seed)
+    yield ask("weights of a new model", model=reinitialised(loaded, seed), seed=seed)
+    lost: dict[Keeps, str] = {"entries": "entries shuffled", "spectrum": "singular values only"}
+    for keeps, name in lost.items():
+        yield ask(f"{name}, whole model", model=scrambled(loaded, keeps, seed=seed), seed=seed)
     halves: tuple[Which, ...] = ("query and key", "value and output")
     for which in halves:
         # One layer at a time: what it reads stays what it was trained to read.
-        name, rows = f"entries of {which} shuffled, this layer", list[Measurement]()
-        for layer in ask.layers:
-            other = scrambled(loaded, "entries", which, layer=layer, seed=seed)
-            rows += ask.text(name, other, ask.content, layers=[layer], seed=seed).rows
-        yield ask.named(name, rows, seed)
+        name = f"entries of {which} shuffled, this layer"
+        other = functools.partial(scrambled, loaded, "entries", which, seed=seed)
+        parts = [ask(name, model=other(layer=i), layers=[i], seed=seed) for i in ask.layers]
+        yield replace(parts[0], rows=Rows(row for one in parts for row in one.rows))
 
 
 def offsets(study: Study, loaded: LoadedModel, text: Text) -> None:
@@ -397,113 +361,80 @@ def offsets(study: Study, loaded: LoadedModel, text: Text) -> None:
     ask, n = _Ask(study, loaded, text), 64
     places = [k for k in (0, 16, 32, 64, 96, 128, 192, 256, 384) if k + n <= loaded.max_tokens]
     places = study.pick(places[:: max(1, len(places) - 1)], places)
-    columns = ("layer", *(f"from position {k}" for k in places))
-    found = {"all tokens": [ask.offset(n, k) for k in places]}
-    if loaded.tokenizer is not None and any(special_tokens_of(loaded.tokenizer)):
-        found["the first token stays"] = [ask.after_the_first(n, k) for k in places]
+    found = {"all tokens": [ask("from position", lengths=n, position_offset=k) for k in places]}
+    if ask.special:
+        later = (torch.tensor([0, *range(k + 1, k + n)]) for k in places)
+        name = "the first token stays"
+        found[name] = [ask(f"from position, {name}", ask.in_place([n], at)) for at in later]
     for moved, runs in found.items():
-        lines = [
-            (str(layer), *(number(_median(rows, layer), 3) for rows in runs))
-            for layer in ask.layers
-        ]
-        where = f"{loaded.name}, {text.name}, n = {n}, {moved}"
-        study.table(f"Position without length: {where}, median sigma", lines, columns)
+        where = f"{ask.where}, n = {n}, {moved}"
+        columns: dict[str, Value] = {"layer": str}
+        columns |= {f"from position {k}": one.median for k, one in zip(places, runs, strict=True)}
+        study.table(f"Position without length: {where}, median sigma", ask.layers, columns, 3)
 
 
 def control_tables(study: Study, controlled: Sequence[Control]) -> None:
     """By model and text: what was changed; then what was drawn, each seed by itself."""
-    for model, text in dict.fromkeys((c.model, c.text) for c in controlled):
-        mine = [c for c in controlled if (c.model, c.text) == (model, text)]
-        layers = list(dict.fromkeys(layer for c in mine for layer in c.fits))
-        for drawn in (False, True):
-            part = [c for c in mine if (c.seed is not None) is drawn]
-            lines = tuple(
-                (
-                    c.name if c.seed is None else f"{c.name}, seed {c.seed}",
-                    *(exponent(c.fits.get(layer)) for layer in layers),
-                    *(number(c.median(layer), 3) for layer in layers),
-                )
-                for c in sorted(part, key=lambda c: c.name if drawn else "")
-            )
-            if lines:
-                longest = max(row.num_tokens for c in part for row in c.rows)
-                columns = (
-                    "changed",
-                    *(f"exponent, layer {layer}" for layer in layers),
-                    *(f"sigma at n = {longest}, layer {layer}" for layer in layers),
-                )
-                what = "Growth after one change" + ", drawn at random" * drawn
-                study.table(f"{what}: {model}, {text}", lines, columns)
-
-
-def _median(rows: Sequence[Measurement], layer: int) -> float:
-    return statistics.median(row.sigma or 0.0 for row in rows if row.layer == layer)
+    parts = grouped(controlled, lambda c: (c.where, c.seed is not None))
+    for (where, drawn), part in parts.items():
+        layers, longest = _fits(part[0].rows), max(row.num_tokens for row in part[0].rows)
+        columns: dict[str, Value] = {
+            "changed": lambda c: c.name if c.seed is None else f"{c.name}, seed {c.seed}"
+        }
+        for i in layers:
+            columns[f"exponent, layer {i}"] = lambda c, i=i: exponent(_fits(c.rows).get(i))
+        for i in layers:
+            columns[f"sigma at n = {longest}, layer {i}"] = lambda c, i=i: c.median(i)
+        lines = sorted(part, key=lambda c: c.name) if drawn else part
+        title = "Growth after one change" + ", drawn at random" * drawn
+        study.table(f"{title}: {where}", lines, columns, 3)
 
 
 class _Ask:
     """The questions of all controls, alike in everything but the control."""
 
     def __init__(self, study: Study, loaded: LoadedModel, text: Text) -> None:
-        self.study, self.loaded, self.text_name = study, loaded, text.name
-        self.content = text.content
+        self.study, self.loaded, self.text = study, loaded, text
+        self.where = f"{loaded.name}, {text.name}"
         count = int(loaded.config.num_hidden_layers)
         self.layers = study.pick([0, count // 2], [0, count // 2, count - 1])
         self.lengths = study.pick([16, 32, 64], [16, 32, 64, 128])
         self.samples = study.pick(3, 10)
+        tokenizer = loaded.tokenizer
+        self.special = tokenizer is not None and any(special_tokens_of(tokenizer))
 
-    def named(self, name: str, rows: Sequence[Measurement], seed: int | None = None) -> Control:
-        return Control(name, self.loaded.name, self.text_name, list(rows), seed)
-
-    def part(self, name: str, source: str) -> str:
-        return f"control-{name}-{self.loaded.name}-{source}"
-
-    def text(
-        self, name: str, loaded: LoadedModel, content: str, seed: int | None = None, **options: Any
+    def __call__(
+        self,
+        name: str,
+        data: str | Iterable[Record] | None = None,
+        *,
+        model: LoadedModel | None = None,
+        seed: int | None = None,
+        **options: Any,
     ) -> Control:
-        usual = {"layers": self.layers, "lengths": self.lengths, "samples": self.samples}
-        part = self.part(name, self.text_name)
-        rows = self.study.measure(part, loaded, content, **(usual | options))
-        return self.named(name, rows, seed)
+        """A control on the text, on another text, or on one batch for each length."""
+        part, loaded = f"control-{name}-{self.where}", model or self.loaded
+        asked = {"layers": self.layers} | options
+        if data is None or isinstance(data, str):
+            asked = {"lengths": self.lengths, "samples": self.samples} | asked
+            rows = self.study.measure(part, loaded, data or self.text.content, **asked)
+        else:
+            each = (self.study.measure(part, loaded, one, **asked) for one in data)
+            rows = Rows(row for some in each for row in some)
+        return Control(name, self.where, rows, seed)
 
-    def batches(
-        self, name: str, loaded: LoadedModel, batches: Sequence[Record], seed: int | None = None
-    ) -> Control:
-        """Rows of one batch for each length."""
-        rows: list[Measurement] = []
-        for batch in batches:
-            part = self.part(name, str(batch["input_ids"].shape[1]))
-            rows += self.study.measure(part, loaded, batch, layers=self.layers)
-        return self.named(name, rows, seed)
-
-    def in_place(
-        self, name: str, positions: Callable[[int], Tensor], lengths: Sequence[int] | None = None
-    ) -> Control:
-        """The windows of the text with positions of their own."""
-        asked = self.lengths if lengths is None else lengths
+    def in_place(self, lengths: Sequence[int], positions: Tensor) -> Iterator[Record]:
+        """Windows of the text, a batch for each length, with positions of their own."""
         cut = windows_of_text(
-            self.content, self.loaded.tokenizer, lengths=asked, samples=self.samples
+            self.text.content, self.loaded.tokenizer, lengths=lengths, samples=self.samples
         )
-        batches = []
-        for n in asked:
-            ids = torch.cat([window.ids for window in cut if window.num_tokens == n])
-            batches.append({"input_ids": ids, "position_ids": positions(n).expand_as(ids)})
-        return self.batches(name, self.loaded, batches)
+        for n, windows in grouped(cut, lambda one: one.num_tokens).items():
+            ids = torch.cat([window.ids for window in windows])
+            yield {"input_ids": ids, "position_ids": positions[:n].expand_as(ids)}
 
-    def offset(self, num_tokens: int, start: int) -> list[Measurement]:
-        """Windows of the text whose positions begin at ``start``."""
-        options = {"lengths": num_tokens, "position_offset": start}
-        return self.text(f"from-position-{start}", self.loaded, self.content, **options).rows
-
-    def after_the_first(self, num_tokens: int, start: int) -> list[Measurement]:
-        """The same windows; the first token keeps position 0, the others begin at ``start``."""
-        later = torch.arange(num_tokens) + start
-        later[0] = 0
-        name = f"from-position-{start}-after-the-first"
-        return self.in_place(name, lambda _: later, [num_tokens]).rows
-
-    def repeated(self, name: str, *, same_place: bool) -> Control:
+    def repeated(self, *, same_place: bool) -> Iterator[Record]:
         """One token again and again; at one position all its copies are equal vectors."""
-        every = [repeated_token(self.loaded, n, self.samples, special=False) for n in self.lengths]
-        where = [{"position_ids": torch.zeros_like(ids)} if same_place else {} for ids in every]
-        batches = [{"input_ids": ids, **at} for ids, at in zip(every, where, strict=True)]
-        return self.batches(name, self.loaded, batches)
+        for n in self.lengths:
+            ids = repeated_token(self.loaded, n, self.samples, special=False)
+            where = {"position_ids": torch.zeros_like(ids)} if same_place else {}
+            yield {"input_ids": ids, **where}

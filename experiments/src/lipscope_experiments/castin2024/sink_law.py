@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-import torch
-
-from lipscope import LayerAtInput, Operator, TopSingular, records, top_singular
+from lipscope import LayerAtInput, TopSingular, records
 from lipscope.charts import Panel, Series
 from lipscope.models import LoadedModel, reinitialised
+from lipscope_experiments.castin2024.protocol import is_deep
 from lipscope_experiments.experiment import Source, Study, experiment, layers_of
-from lipscope_experiments.findings import Record, average, middle
+from lipscope_experiments.findings import Record, Value, average, grouped, line, middle
 from lipscope_experiments.frozen import column_norm, frozen_column, frozen_norm
+from lipscope_experiments.simple_layers import top
 
 _SHARE = 0.75  # of sigma that a sink's column has at the longest input
 _ERROR = 0.05  # mean absolute error of an exponent that the law is allowed
@@ -60,96 +61,73 @@ PLAN = (
 )
 
 
-@dataclass(frozen=True)
-class ColumnAt:
-    """One layer, or one head of it, at one length of one passage: sigma and the frozen column."""
-
-    n: int
-    sigma: float
-    norm: float
-    mass: float
-    received: float
-    rest: Record | None = None  # of layers, at the longest length: what carries sigma
+Curve = Sequence[Record]
+"""One layer, or one head of it, on one passage: a record for every length, the longest one last."""
 
 
-@dataclass(frozen=True)
-class ColumnCurve:
-    """One layer of a model, or one head of it, on one passage at every length."""
-
-    text: str
-    points: tuple[ColumnAt, ...]
-
-    def slope(self, of: Callable[[ColumnAt], float]) -> float:
-        """Of a positive quantity in n."""
-        return records.slope_of((one.n, of(one)) for one in self.points)
-
-    @property
-    def share(self) -> float:
-        """The frozen column over sigma, at the longest length."""
-        last = max(self.points, key=lambda one: one.n)
-        return last.norm / last.sigma
+def _slope(name: str, start: float = 0.0) -> Callable[[Curve], float]:
+    return lambda curve: start + records.slope_of((one["n"], one[name]) for one in curve)
 
 
-MEASURED, PREDICTED, COLUMN, PLAIN = "measured", "predicted", "column", "plain attention"
-_SLOPES: dict[str, Callable[[ColumnCurve], float]] = {
-    MEASURED: lambda c: c.slope(lambda p: p.sigma),
-    PREDICTED: lambda c: 0.5 + c.slope(lambda p: p.mass),
-    COLUMN: lambda c: c.slope(lambda p: p.norm),
-    PLAIN: lambda c: 0.5 + c.slope(lambda p: p.received),
+def column_share(curve: Curve) -> float:
+    """The frozen column over sigma, at the longest length."""
+    return curve[-1]["norm"] / curve[-1]["sigma"]
+
+
+MEASURED, PREDICTED = "measured", "predicted"
+SLOPES = {
+    MEASURED: _slope("sigma"),
+    PREDICTED: _slope("mass", 0.5),
+    "column": _slope("norm"),
+    "plain attention": _slope("received", 0.5),
 }
+
+
+def error(curve: Curve) -> float:
+    """Predicted less measured exponent."""
+    return SLOPES[PREDICTED](curve) - SLOPES[MEASURED](curve)
 
 
 @dataclass(frozen=True)
 class LayerLaw:
-    """One layer, or one head of it, on all passages."""
+    """One layer, or one head of it, on all passages: for each of them a record at every length."""
 
     model: str
     layer: int
-    stated: bool  # whether the law was stated on it
-    curves: tuple[ColumnCurve, ...]
-    head: int | None = None
+    head: int | None
+    points: Sequence[Record]
 
-    def over_texts(self, of: Callable[[ColumnCurve], float]) -> list[float]:
+    def over_texts(self, of: Callable[[Curve], float]) -> list[float]:
         """The mean over its passages, of every text."""
         return [
-            fmean(map(of, mine)) for mine in records.grouped(self.curves, lambda c: c.text).values()
+            fmean(of(curve) for _, curve in grouped(mine, "passage"))
+            for _, mine in grouped(self.points, "text")
         ]
 
-    @cached_property
+    @functools.cached_property
     def means(self) -> dict[str, float]:
         """Measured and predicted exponents, means over texts."""
-        return {name: fmean(self.over_texts(of)) for name, of in _SLOPES.items()}
+        return {name: fmean(self.over_texts(of)) for name, of in SLOPES.items()}
 
     @property
-    def error(self) -> list[float]:
-        """Predicted less measured exponent, by text."""
-        return self.over_texts(lambda c: _SLOPES[PREDICTED](c) - _SLOPES[MEASURED](c))
+    def stated(self) -> bool:
+        """Whether the law was stated on it."""
+        return self.layer in _STATED.get(self.model, ())
 
     @property
     def is_sink(self) -> bool:
         """Whether it meets the hypothesis of the law."""
-        return fmean(self.over_texts(lambda c: c.share)) >= _SHARE
+        return fmean(self.over_texts(column_share)) >= _SHARE
 
     @property
     def is_random(self) -> bool:
         """Whether its weights are those of a new model."""
         return self.model.endswith(_RANDOM)
 
-
-@dataclass(frozen=True)
-class LengthsOfText:
-    """What one call asks for: a model, what it reads there, and how that is cut."""
-
-    name: str
-    text: str
-    asked: dict[str, Any]
-    lengths: tuple[int, ...]  # tokens of text, or pixels of a side
-    heads: bool = False  # whether it is heads that are measured
-
-    def at(self, length: int) -> dict[str, Any]:
-        """The options of one length."""
-        sees = "images" in self.asked
-        return self.asked | ({"resolutions": [length]} if sees else {"lengths": [length]})
+    @property
+    def ends(self) -> list[Record]:
+        """The longest length of every passage, with what carries sigma there."""
+        return [one for one in self.points if one["rest"]]
 
 
 @experiment(
@@ -161,39 +139,38 @@ class LengthsOfText:
 def sink_law(study: Study) -> None:
     """Predicted against measured exponents, by layer and head."""
     missing: list[str] = []
-    sources = [*study.sources(missing)]
-    every = [
-        LayerLaw(model, layer, layer in _STATED.get(model, ()), tuple(curves), head)
-        for (model, layer, head), curves in _all_curves(study, sources).items()
-    ]
-    laws, heads = ([one for one in every if (one.head is None) is whole] for whole in (True, False))
+    found = grouped([*_points_of_models(study, missing)], "model", "layer", "head")
+    every = [LayerLaw(*where, points=points) for where, points in found]
+    laws = sorted((one for one in every if one.head is None), key=lambda law: law.is_random)
+    heads = [one for one in every if one.head is not None]
     _draw_law(study, laws)
     _of_law(study, laws, heads)
     _law_tables(study, laws)
-    study.remark(*PLAN, *_how(study), *missing)
+    study.remark(
+        *PLAN,
+        f"Texts: {', '.join(text.name for text in study.texts)}. Passages of MiniLM with its "
+        "special tokens from a third and from two thirds of every text, 16, 32, 64 and 128 tokens; "
+        f"of SmolLM2 from a third, 16, 64 and 256. Pictures of {', '.join(map(str, _SIDES))} "
+        "patches a side and a class token; positions interpolated.",
+        "MiniLM and DINOv2: all layers. SmolLM2: the layers of the pilot and "
+        f"{', '.join(map(str, _BESIDES['smollm2']))}, chosen before the runs. Random weights: one "
+        f"draw, first, middle and last layer, the first {_FEW} texts. Heads: MiniLM's, the first "
+        "passage of every text, 16, 64 and 128 tokens.",
+        f"Sigma to {_TOL:.0%}, in float32. Intervals: {records.CONFIDENCE:.0%} over texts.",
+        *missing,
+    )
 
 
-def _all_curves(
-    study: Study, sources: Sequence[Source]
-) -> dict[tuple[str, int, int | None], list[ColumnCurve]]:
-    """By model, layer and head: trained models, then random weights, heads last."""
-    found: dict[tuple[str, int, int | None], list[ColumnCurve]] = {}
-    trained = {source.model.name: source.model for source in sources}
-    fresh = {
-        name: replace(reinitialised(model), name=f"{name}{_RANDOM}")
-        for name, model in trained.items()
-    }
-    for models, heads in ((trained, False), (fresh, False), (trained, True)):
-        texts = [*dict.fromkeys(source.name for source in sources if not source.sees)]
-        few = texts[:_FEW] if models is fresh else texts
+def _points_of_models(study: Study, missing: list[str]) -> Iterator[Record]:
+    """What is measured of every model: its layers, those of random weights, its heads."""
+    for name, some in itertools.groupby(study.sources(missing), lambda one: one.model.name):
+        sources = [*some]
+        fresh = replace(reinitialised(sources[0].model), name=f"{name}{_RANDOM}")
+        drawn = [replace(source, model=fresh) for source in sources[:_FEW]]
+        for source in [*sources, *drawn]:
+            yield from _points(study, source, heads=False)
         for source in sources:
-            if not source.sees and source.name not in few:
-                continue
-            loaded = models[source.model.name]
-            for reading in _readings(study, source, loaded, heads):
-                for (layer, head), curve in _curves(study, source, loaded, reading):
-                    found.setdefault((loaded.name, layer, head), []).append(curve)
-    return found
+            yield from _points(study, source, heads=True)
 
 
 def _layers(study: Study, loaded: LoadedModel) -> list[int]:
@@ -205,90 +182,71 @@ def _layers(study: Study, loaded: LoadedModel) -> list[int]:
     return named or list(range(0, depth, math.ceil(depth / 12)))
 
 
-def _readings(
-    study: Study, source: Source, loaded: LoadedModel, heads: bool
-) -> Iterator[LengthsOfText]:
-    """The passages of a text, or the pictures."""
-    name, trained = loaded.name, not loaded.name.endswith(_RANDOM)
-    shallow = int(loaded.config.num_hidden_layers) <= 12
+def _passages(study: Study, source: Source, heads: bool) -> Iterator[tuple[str, dict[int, Record]]]:
+    """The passages of a text, or the pictures, and a verb's options by length, or side."""
+    loaded, deep = source.model, is_deep(source.model)
+    if heads and (source.sees or deep):
+        return
     if source.sees:
-        patch = int(loaded.config.patch_size)
-        count = None if study.images != "random" else study.pick(3, 10)
-        asked = {"images": study.images, "samples": count}
-        if not heads:
-            yield LengthsOfText(name, source.name, asked, tuple(patch * side for side in _SIDES))
+        sides = [int(loaded.config.patch_size) * side for side in _SIDES]
+        asked = source.asked | {"samples": study.pick(3, 10) if study.images == "random" else None}
+        yield source.name, {side: {**asked, "resolutions": [side]} for side in sides}
         return
-    if heads and not shallow:
-        return
-    most = 128 if shallow else 256
-    several = trained and shallow and not heads and not study.quick
-    every = (16, 32, 64, 128, 256) if shallow and not heads else (16, 64, most)
-    content = source.asked["data"]
-    for place in _PLACES[: 2 if several else 1]:
-        start = int(place * max(len(content) - _LETTERS * most, 0))
-        asked = {"data": content[start : start + _LETTERS * most], "samples": 1}
-        lengths = tuple(n for n in every if n <= study.pick(64, most))
-        yield LengthsOfText(name, f"{source.name}, from {place:.0%}", asked, lengths, heads)
+    lengths = (16, 64, 256) if deep else (16, 64, 128) if heads else (16, 32, 64, 128)
+    content, room = source.asked["data"], _LETTERS * lengths[-1]
+    several = not (deep or heads or study.quick or loaded.name.endswith(_RANDOM))
+    for place in _PLACES if several else _PLACES[:1]:
+        start = int(place * max(len(content) - room, 0))
+        asked = {"data": content[start : start + room], "samples": 1}
+        some = [n for n in lengths if n <= 64 or not study.quick]
+        yield f"{source.name}, from {place:.0%}", {n: {**asked, "lengths": [n]} for n in some}
 
 
-def _curves(
-    study: Study, source: Source, loaded: LoadedModel, reading: LengthsOfText
-) -> Iterator[tuple[tuple[int, int | None], ColumnCurve]]:
-    """Every layer, or head, on one passage or all pictures."""
-    points: dict[tuple[int, int, int | None], list[ColumnAt]] = {}
-    for length in reading.lengths:
-        for each, point in _points(study, loaded, reading, length):
-            points.setdefault(each, []).append(point)
-    for (sample, layer, head), mine in points.items():
-        text = f"picture {sample}" if source.sees else source.name
-        yield (layer, head), ColumnCurve(text, tuple(mine))
+def _points(study: Study, source: Source, *, heads: bool) -> Iterator[Record]:
+    """Every layer, or head, at every length of a text's passages, or of pictures."""
+    model, layers = source.model, _layers(study, source.model)
+    for passage, asked in _passages(study, source, heads):
+        key = {"text": passage, "layers": layers, "heads": heads}
+        keys = [key | {"length": n, "rest": n == max(asked) and not heads} for n in asked]
+        measured = functools.partial(_measured, model, asked)
+        for found in study.values(f"columns, {model.name}", keys, measured):
+            for one in found["points"]:
+                text = f"picture {one['sample']}" if source.sees else source.name
+                where = {"model": model.name, "text": text, "passage": passage, **one}
+                yield where | one["point"] | (one["point"]["rest"] or {})
 
 
-def _points(
-    study: Study, loaded: LoadedModel, reading: LengthsOfText, length: int
-) -> Iterator[tuple[tuple[int, int, int | None], ColumnAt]]:
-    """At one length: every sample, layer and, if asked for, head."""
-    key = {
-        "text": reading.text,
-        "length": length,
-        "layers": _layers(study, loaded),
-        "heads": reading.heads,
-        "rest": length == reading.lengths[-1] and not reading.heads,
-    }
-    (found,) = study.values(
-        f"columns, {reading.name}", [key], lambda **_: _measured(loaded, reading, key)
-    )
-    for one in found["points"]:
-        yield (one["sample"], one["layer"], one["head"]), ColumnAt(**one["point"])
-
-
-def _measured(loaded: LoadedModel, reading: LengthsOfText, key: Record) -> Record:
+def _measured(
+    loaded: LoadedModel,
+    asked: Mapping[int, Record],
+    length: int,
+    heads: bool,
+    rest: bool,
+    **key: Any,
+) -> Record:
     """Sigma and the frozen column, of every layer or head at one length."""
-    asked = {"layers": key["layers"], "dtype": "float32", **reading.at(key["length"])}
-    points: list[Record] = []
-    for one in layers_of(loaded, **asked):
-        where, n = {"sample": one.sample, "layer": one.layer}, len(one.x)
+    points = []
+    for one in layers_of(loaded, layers=key["layers"], dtype="float32", **asked[length]):
         column = frozen_column(one.attention, one.x)
-        if key["heads"]:
-            for h, (_, mass, norm) in enumerate(column.heads):
-                sigma = _top(one.attention.head(h).linearise(one.x)).sigma
-                point = ColumnAt(n, sigma, norm, mass, mass)
-                points.append({**where, "head": h, "point": asdict(point)})
-            continue
-        top = _top(one.linearise())
-        rest = _carried(one, column.token, top) if key["rest"] else None
-        point = ColumnAt(n, top.sigma, column.norm, column.mass, column.received, rest)
-        points.append({**where, "head": None, "point": asdict(point)})
+        parts = [(None, one.linearise(), column.norm, column.mass, column.received)]
+        if heads:
+            parts = [
+                (head, one.attention.head(head).linearise(one.x), norm, mass, mass)
+                for head, (_, mass, norm) in enumerate(column.heads)
+            ]
+        for head, op, norm, mass, received in parts:
+            found = top(op, tol=_TOL)
+            point = {"n": len(one.x), "sigma": found.sigma, "norm": norm, "mass": mass}
+            carried = _carried(one, column.token, found) if rest else None
+            point |= {"received": received, "rest": carried}
+            where = {"sample": one.sample, "layer": one.layer, "head": head}
+            points.append({**where, "point": point})
     return {"points": points}
 
 
-def _top(op: Operator) -> TopSingular:
-    return top_singular(op, tol=_TOL, generator=torch.Generator().manual_seed(0))
-
-
-def _carried(one: LayerAtInput, token: int, top: TopSingular) -> Record:
-    """What carries sigma: the top token, over how many the direction spreads, parts of sigma."""
-    shares = top.v.double().square().sum(-1)
+def _carried(one: LayerAtInput, token: int, found: TopSingular) -> Record:
+    """What carries sigma: the top token, over how many the direction spreads, norms of parts."""
+    shares = found.v.double().square().sum(-1)
     index = int(shares.argmax())
     return {
         "index": index,
@@ -303,25 +261,34 @@ def _carried(one: LayerAtInput, token: int, top: TopSingular) -> Record:
 # --- what is said
 
 
-def _errors(laws: Sequence[LayerLaw], predicted: Callable[[LayerLaw], float]) -> float:
-    return fmean(abs(predicted(law) - law.means[MEASURED]) for law in laws)
+def _errors(laws: Sequence[LayerLaw], constant: float) -> dict[str, float]:
+    """Mean absolute errors of the law, of its other forms, and of both constants."""
+
+    def off(guess: Callable[[LayerLaw], float]) -> float:
+        return fmean(abs(guess(law) - law.means[MEASURED]) for law in laws)
+
+    forms = {name: off(lambda law, n=name: law.means[n]) for name in SLOPES if name != MEASURED}
+    constants = {"1/4": 0.25, f"{constant:.2f}, the mean stated": constant}
+    return forms | {name: off(lambda _, c=value: c) for name, value in constants.items()}
+
+
+def _ranked(laws: Sequence[LayerLaw]) -> float:
+    """The rank correlation of predicted and measured exponents."""
+    predicted, measured = ([law.means[name] for law in laws] for name in (PREDICTED, MEASURED))
+    return records.rank_correlation(predicted, measured)[0] if len(laws) > 2 else math.nan
 
 
 def _of_group(laws: Sequence[LayerLaw], constant: float) -> str:
     """Errors of the law, of its other forms and of both constants, and the rank correlation."""
     if not laws:
         return "no layer"
-    errors = {name: _errors(laws, lambda law, n=name: law.means[n]) for name in [*_SLOPES][1:]}
-    errors |= {"1/4": _errors(laws, lambda _: 0.25)}
-    errors |= {f"{constant:.2f}, the mean stated": _errors(laws, lambda _: constant)}
-    measured, predicted = ([law.means[n] for law in laws] for n in (MEASURED, PREDICTED))
-    ranked = records.rank_correlation(predicted, measured)[0] if len(laws) > 2 else math.nan
-    agreed = f"{ranked:.2f}" if math.isfinite(ranked) else "–"
-    signed = fmean(p - m for p, m in zip(predicted, measured, strict=True))
-    said = ", ".join(f"{name} {value:.3f}" for name, value in errors.items())
+    ranked = _ranked(laws)
+    signed = fmean(law.means[PREDICTED] - law.means[MEASURED] for law in laws)
+    said = ", ".join(f"{name} {value:.3f}" for name, value in _errors(laws, constant).items())
     return (
         f"{len(laws)} {'heads' if laws[0].head is not None else 'layers'}; mean absolute error: "
-        f"{said}; mean error of the law {signed:+.3f}; rank correlation {agreed}"
+        f"{said}; mean error of the law {signed:+.3f}; rank correlation "
+        + (f"{ranked:.2f}" if math.isfinite(ranked) else "–")
     )
 
 
@@ -329,18 +296,15 @@ def verdict(fresh: Sequence[LayerLaw], constant: float) -> str:
     """Whether what was written before the runs refutes the law."""
     if len(fresh) < 3:
         return "not decided: fewer than three such layers"
-    mine = _errors(fresh, lambda law: law.means[PREDICTED])
-    others = min(_errors(fresh, lambda _: 0.25), _errors(fresh, lambda _: constant))
-    measured, predicted = ([law.means[n] for law in fresh] for n in (MEASURED, PREDICTED))
-    ranked = records.rank_correlation(predicted, measured)[0]
-    against = []
-    if mine > _ERROR:
-        against.append(f"its error {mine:.3f} is above {_ERROR}")
-    if mine >= others:
-        against.append(f"its error {mine:.3f} is not below {others:.3f}, a constant's")
-    if not ranked > _RANKED:
-        against.append(f"the rank correlation {ranked:.2f} is not above {_RANKED}")
-    return "refuted: " + "; ".join(against) if against else "not refuted"
+    mine, _, _, *constants = _errors(fresh, constant).values()
+    ranked, least = _ranked(fresh), min(constants)
+    held = {
+        f"its error {mine:.3f} is above {_ERROR}": mine > _ERROR,
+        f"its error {mine:.3f} is not below {least:.3f}, a constant's": mine >= least,
+        f"the rank correlation {ranked:.2f} is not above {_RANKED}": not ranked > _RANKED,
+    }
+    against = "; ".join(one for one, holds in held.items() if holds)
+    return f"refuted: {against}" if against else "not refuted"
 
 
 def _of_law(study: Study, laws: Sequence[LayerLaw], heads: Sequence[LayerLaw]) -> None:
@@ -354,55 +318,38 @@ def _of_law(study: Study, laws: Sequence[LayerLaw], heads: Sequence[LayerLaw]) -
         f"error at most {_ERROR}, below both constants', rank correlation above {_RANKED}",
         f"{verdict(fresh, constant)}. {_of_group(fresh, constant)}",
     )
+    nothing, alike = "nothing, unless one is a sink", "as for layers"
     groups = {
-        "sinks that it was stated on": stated,
-        "trained layers that are no sinks": [law for law in trained if not law.is_sink],
-        "random weights, all layers": [law for law in laws if law.is_random],
+        "sinks that it was stated on": ("small: it was stated on them", stated),
+        "trained layers that are no sinks": (nothing, [law for law in trained if not law.is_sink]),
+        "random weights, all layers": (nothing, [law for law in laws if law.is_random]),
+        "heads by themselves, sinks": (alike, [head for head in heads if head.is_sink]),
+        "heads by themselves, no sinks": (alike, [head for head in heads if not head.is_sink]),
     }
-    for about, mine in groups.items():
-        told = "small: it was stated on them" if mine is stated else "nothing, unless one is a sink"
-        study.claim(about, told, _of_group(mine, constant))
-    for kind, sink in (("sinks", True), ("no sinks", False)):
-        mine = [head for head in heads if head.is_sink is sink]
-        study.claim(f"heads by themselves, {kind}", "as for layers", _of_group(mine, constant))
-    share = [c.share for law in sinks for c in law.curves]
+    for about, (said, mine) in groups.items():
+        study.claim(about, said, _of_group(mine, constant))
     study.claim(
         "the frozen column over sigma, sinks, all passages at the longest length",
         f"at least {_SHARE} in the mean of a layer; above 1 is possible",
-        middle(share),
+        middle(one["norm"] / one["sigma"] for law in sinks for one in law.ends),
     )
 
 
 def _law_tables(study: Study, laws: Sequence[LayerLaw]) -> None:
-    study.table(
-        "Exponents (mean over texts, 95 % interval over texts)",
-        laws,
-        {
-            "model": "model",
-            "layer": lambda law: f"{law.layer}{' (stated)' if law.stated else ''}",
-            "column / sigma": lambda law: average(
-                law.over_texts(lambda c: c.share), (0.0, math.inf)
-            ),
-            "sink": lambda law: "yes" if law.is_sink else "no",
-            **{
-                name: lambda law, of=of: _signed(law.over_texts(of)) for name, of in _SLOPES.items()
-            },
-            "predicted − measured": lambda law: _signed(law.error),
-        },
-    )
+    columns: dict[str, Value] = {
+        "model": "model",
+        "layer": lambda law: f"{law.layer}" + " (stated)" * law.stated,
+        "column / sigma": lambda law: average(law.over_texts(column_share), (0.0, math.inf)),
+        "sink": lambda law: "yes" if law.is_sink else "no",
+    }
+    for name, of in (*SLOPES.items(), ("predicted − measured", error)):
+        columns[name] = lambda law, of=of: _signed(law.over_texts(of))
+    study.table("Exponents (mean over texts, 95 % interval over texts)", laws, columns)
 
-    def rest(law: LayerLaw, name: str) -> list[float]:
-        last = [max(c.points, key=lambda p: p.n) for c in law.curves]
-        return [
-            p.rest[name] / (p.sigma if name in ("frozen", "whole") else 1.0) for p in last if p.rest
-        ]
-
-    def top(law: LayerLaw) -> str:
-        last = [max(c.points, key=lambda p: p.n) for c in law.curves]
-        found = [p.rest for p in last if p.rest]
-        first = sum(one["index"] == 0 for one in found)
-        words = [one["words"] for one in found if one["index"]][:4]
-        return f"first {first} of {len(found)}" + f"; else {' '.join(words)}" * bool(words)
+    def top_token(law: LayerLaw) -> str:
+        words = [one["words"] for one in law.ends if one["index"]]
+        first = f"first {len(law.ends) - len(words)} of {len(law.ends)}"
+        return first + f"; else {' '.join(words[:4])}" * bool(words)
 
     study.table(
         "What carries sigma, at the longest length (medians over passages, ranges)",
@@ -410,11 +357,13 @@ def _law_tables(study: Study, laws: Sequence[LayerLaw]) -> None:
         {
             "model": "model",
             "layer": "layer",
-            "top token": top,
-            "its |v|²": lambda law: middle(rest(law, "held")),
-            "tokens in v": lambda law: middle(rest(law, "tokens"), 1),
-            "attention frozen / sigma": lambda law: middle(rest(law, "frozen")),
-            "whole column / sigma": lambda law: middle(rest(law, "whole")),
+            "top token": top_token,
+            "its |v|²": lambda law: middle(p["held"] for p in law.ends),
+            "tokens in v": lambda law: middle((p["tokens"] for p in law.ends), 1),
+            "attention frozen / sigma": lambda law: middle(
+                p["frozen"] / p["sigma"] for p in law.ends
+            ),
+            "whole column / sigma": lambda law: middle(p["whole"] / p["sigma"] for p in law.ends),
         },
     )
 
@@ -426,43 +375,22 @@ def _signed(values: Sequence[float]) -> str:
 
 
 def _draw_law(study: Study, laws: Sequence[LayerLaw]) -> None:
-    kinds = {
+    if not laws:
+        return
+    kinds: dict[str, Callable[[LayerLaw], bool]] = {
         "sink, not used to state the law": lambda law: law.is_sink and not law.stated,
         "sink, used to state it": lambda law: law.is_sink and law.stated,
         "no sink": lambda law: not law.is_sink and not law.is_random,
         "random weights": lambda law: law.is_random,
     }
-    points = {
-        name: tuple((law.means[PREDICTED], law.means[MEASURED]) for law in laws if of(law))
-        for name, of in kinds.items()
-    }
-    every = [value for some in points.values() for pair in some for value in pair]
-    if not every:
-        return
-    low, high = min(every), max(every)
-    series = [Series(name, some, "points") for name, some in points.items() if some]
-    series.append(Series("measured = predicted", ((low, low), (high, high)), "dashes"))
-    panel = Panel(
-        "Every dot a layer of a model",
-        tuple(series),
-        "½ + slope of the attention that the sink receives",
-        "measured exponent of sigma",
-        False,
-        False,
-    )
+    series = []
+    for name, of in kinds.items():
+        points = [(law.means[PREDICTED], law.means[MEASURED]) for law in laws if of(law)]
+        if points:
+            series.append(Series(name, points, "points"))
+    every = [law.means[name] for law in laws for name in (PREDICTED, MEASURED)]
+    ends = min(every), max(every)
+    series.append(line("measured = predicted", ends, ends, "dashes"))
+    axes = "½ + slope of the attention that the sink receives", "measured exponent of sigma"
+    panel = Panel("Every dot a layer of a model", series, *axes, log_x=False, log_y=False)
     study.draw("sink-law", "Predicted and measured exponents", [panel], columns=1)
-
-
-def _how(study: Study) -> list[str]:
-    texts = ", ".join(text.name for text in study.texts)
-    return [
-        f"Texts: {texts}. Passages of MiniLM with its special tokens from a third and from two "
-        "thirds of every text, 16, 32, 64 and 128 tokens; of SmolLM2 from a third, 16, 64 and 256. "
-        "Pictures of "
-        f"{', '.join(map(str, _SIDES))} patches a side and a class token; positions interpolated.",
-        "MiniLM and DINOv2: all layers. SmolLM2: the layers of the pilot and "
-        f"{', '.join(map(str, _BESIDES['smollm2']))}, chosen before the runs. Random weights: one "
-        f"draw, first, middle and last layer, the first {_FEW} texts. Heads: MiniLM's, the first "
-        "passage of every text, 16, 64 and 128 tokens.",
-        f"Sigma to {_TOL:.0%}, in float32. Intervals: {records.CONFIDENCE:.0%} over texts.",
-    ]

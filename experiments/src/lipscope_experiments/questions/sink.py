@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from statistics import fmean
-from typing import Any
 
 import torch
 
-from lipscope import Measurement
+from lipscope import Measurement, records
 from lipscope.charts import Panel, Series, readable
 from lipscope.control import attention_received
 from lipscope.models import reinitialised, special_tokens_of
-from lipscope.records import grouped, mean_interval, rank_correlation
+from lipscope.records import mean_interval, rank_correlation
 from lipscope_experiments.experiment import Source, Study, experiment, layers_of
-from lipscope_experiments.findings import Record, average, counted, middle, share
+from lipscope_experiments.findings import Record, Value, average, counted, grouped, middle, share
 
 _TOKENS = 64
 _LAYERS = 12  # at most so many of a model, evenly
@@ -28,42 +26,6 @@ FIRST, SPECIAL, MARK, OTHER = "first token", "special, not first", "punctuation"
 _KINDS = (FIRST, SPECIAL, MARK, OTHER)
 _AS_IS, _BARE, _RANDOM = "as it is", "no special tokens", "random weights"
 _MOVED, _BARE_MOVED = f"from position {_LATER}", f"no special tokens, from position {_LATER}"
-
-
-@dataclass(frozen=True)
-class SinkWindow:
-    """One layer at one window, and by token: its kind, its share ``held`` of the top direction.
-
-    ``received`` is the mean over heads and rows of the attention that it gets.
-    """
-
-    row: Measurement
-    kinds: tuple[str, ...]
-    held: tuple[float, ...]
-    received: tuple[float, ...]
-
-    def on(self, kind: str, values: Sequence[float]) -> float:
-        """The sum of some values over the tokens of one kind."""
-        return math.fsum(v for v, one in zip(values, self.kinds, strict=True) if one == kind)
-
-    @property
-    def top(self) -> str:
-        """The kind of the token that holds most."""
-        return self.kinds[max(range(len(self.held)), key=self.held.__getitem__)]
-
-    @property
-    def kept(self) -> float:
-        """Sigma with the top token held fixed, as a part of sigma."""
-        return (self.row.sigma_rest or 0.0) / (self.row.sigma or math.inf)
-
-
-@dataclass(frozen=True)
-class SinkCase:
-    """A model on a text, changed or not; by layer, its windows."""
-
-    where: str
-    control: str
-    layers: dict[int, list[SinkWindow]]
 
 
 @experiment(
@@ -77,16 +39,15 @@ def sink(study: Study) -> None:
     """The top direction and the attention received, token by token, in layers of models."""
     missing: list[str] = []
     sources = [*study.sources(missing)]
-    cases = [case for source in sources for case in _controls(study, source)]
-    _draw_shares(study, cases)
-    places = dict.fromkeys(case.where for case in cases)
-    for where in places:
-        _of_the_sink(study, [c for c in cases if c.where == where])
+    windows = [one for source in sources for one in _of_source(study, source)]
+    _draw_shares(study, windows)
+    for where, mine in grouped(windows, "where"):
+        _of_the_sink(study, where, mine)
     for source in sources:
         if not source.sees:
             _erased_table(study, source)
-    for case in cases:
-        _shares_table(study, case)
+    for (where, control), mine in grouped(windows, "where", "control"):
+        _shares_table(study, f"{where}, {control}", mine)
     study.remark(
         f"The map `attention` at windows of {_TOKENS} tokens (pictures: at the model's own "
         f"side), at most {_LAYERS} layers of a model, evenly spread over its depth. v is the "
@@ -112,22 +73,19 @@ def sink(study: Study) -> None:
     )
 
 
-def _controls(study: Study, source: Source) -> Iterator[SinkCase]:
+def _of_source(study: Study, source: Source) -> Iterator[Record]:
     """The model as it is, without special tokens, at later positions, and with random weights."""
-    model, where, asked = source.model, source.where, source.asked
-    yield _sink_case(study, where, source, _AS_IS)
-    changes: dict[str, dict[str, Any]] = {}
+    model, cases = source.model, {_AS_IS: source}
     if not source.sees:
-        bare = model.tokenizer is not None and any(special_tokens_of(model.tokenizer))
-        changes = {_MOVED: {"position_offset": _LATER}}
-        if bare:
-            changes[_BARE] = {"special_tokens": False}
-            changes[_BARE_MOVED] = changes[_BARE] | changes[_MOVED]
-    for control, change in changes.items():
-        yield _sink_case(study, where, Source(model, source.name, asked | change), control)
+        moved, bare = {"position_offset": _LATER}, {"special_tokens": False}
+        changes: dict[str, Record] = {_MOVED: moved}
+        if model.tokenizer is not None and any(special_tokens_of(model.tokenizer)):
+            changes |= {_BARE: bare, _BARE_MOVED: bare | moved}
+        cases |= {name: replace(source, asked=source.asked | to) for name, to in changes.items()}
     if not model.weights.startswith("random"):
-        drawn = Source(reinitialised(model), source.name, asked)
-        yield _sink_case(study, where, drawn, _RANDOM)
+        cases[_RANDOM] = replace(source, model=reinitialised(model))
+    for control, case in cases.items():
+        yield from _windows(study, case, source.where, control)
 
 
 def _layers_asked(study: Study, source: Source) -> list[int]:
@@ -135,37 +93,46 @@ def _layers_asked(study: Study, source: Source) -> list[int]:
     return [*range(0, count, math.ceil(count / study.pick(4, _LAYERS)))]
 
 
-def _sink_case(study: Study, where: str, source: Source, control: str) -> SinkCase:
-    loaded = source.model
-    layers = _layers_asked(study, source)
-    asked: dict[str, Any] = {"layers": layers, **source.asked}
+def _windows(study: Study, source: Source, where: str, control: str) -> Iterator[Record]:
+    """Every layer of a model at every window."""
+    part = f"{where}, {control}"
+    asked: Record = {"layers": _layers_asked(study, source), **source.asked}
     if not source.sees:
         asked["lengths"] = [_TOKENS]
     if source.asked.get("images", "random") == "random":
         asked["samples"] = study.pick(4, 10)
-    part = f"{where}, {control}"
-    rows = study.measure(f"sigma, {part}", loaded, rest=True, **asked)
+    rows = study.measure(f"sigma, {part}", source.model, rest=True, **asked)
     key = {name: value for name, value in asked.items() if name != "data"}
     (found,) = study.values(f"received, {part}", [key], lambda **_: _received(source, asked))
-    tokens = grouped(sorted(rows.tokens, key=lambda one: one.index), lambda one: one.id)
-    specials = frozenset(getattr(loaded.tokenizer, "all_special_tokens", ()))
-    held: dict[int, list[SinkWindow]] = {layer: [] for layer in layers}
+    tokens = records.grouped(sorted(rows.tokens, key=lambda one: one.index), lambda one: one.id)
+    specials = frozenset(getattr(source.model.tokenizer, "all_special_tokens", ()))
     for row in rows:
-        if row.sigma is None or row.layer is None:
-            continue
-        mine = tokens[row.id]
-        held[row.layer].append(
-            SinkWindow(
-                row,
-                tuple(token_kind(one.index, one.text, specials) for one in mine),
-                tuple(one.share_in or 0.0 for one in mine),
-                tuple(found["received"][f"{row.layer}, {row.sample}"]),
-            )
-        )
-    return SinkCase(where, control, {layer: windows for layer, windows in held.items() if windows})
+        if row.sigma is not None:
+            mine = [
+                (token_kind(t.index, t.text, specials), t.share_in or 0.0) for t in tokens[row.id]
+            ]
+            received = found["received"][f"{row.layer}, {row.sample}"]
+            yield {"where": where, "control": control} | _window(row, mine, received)
 
 
-def _received(source: Source, asked: dict[str, Any]) -> Record:
+def _window(row: Measurement, shares: list[tuple[str, float]], received: list[float]) -> Record:
+    """One layer at one window: by kind of token the share of the top direction, and the rest.
+
+    ``shares``: the kind and the share of every token; ``received``: means over heads and rows.
+    """
+    by_kind = records.grouped(shares, lambda one: one[0])
+    return {
+        "layer": row.layer,
+        "tokens": len(shares),
+        **{kind: math.fsum(value for _, value in some) for kind, some in by_kind.items()},
+        "top": max(shares, key=lambda one: one[1])[0],
+        "received": received[0],
+        "agreement": rank_correlation([value for _, value in shares], received)[0],
+        "kept": (row.sigma_rest or 0.0) / (row.sigma or math.inf),
+    }
+
+
+def _received(source: Source, asked: Record) -> Record:
     found = layers_of(source.model, dtype="float32", **asked)
     return {
         "received": {
@@ -181,15 +148,12 @@ def _erased_table(study: Study, source: Source) -> None:
     key = {"layers": layers, "words": list(_WORDS), "places": list(_PLACES)}
     part = f"erased, {source.where}"
     (found,) = study.values(part, [key], lambda **_: _erased(source, layers))
-    columns: dict[str, Callable[..., Any]] = {"layer": lambda layer: layer}
-    for place in _PLACES:
-        at = found["places"][str(place)]
-        columns[f"position {place}: difference of two words"] = lambda layer, at=at: (
-            f"{at[str(layer)][0]:.2%}"
-        )
-        columns[f"position {place}: attention received"] = lambda layer, at=at: (
-            f"{at[str(layer)][1]:.1%}"
-        )
+    columns: dict[str, Value] = {"layer": lambda layer: layer}
+    for place, at in found["places"].items():
+        columns |= {
+            f"position {place}: difference of two words": lambda i, at=at: f"{at[str(i)][0]:.2%}",
+            f"position {place}: attention received": lambda i, at=at: f"{at[str(i)][1]:.1%}",
+        }
     study.table(f"{source.where}: does the word at a position matter?", layers, columns)
 
 
@@ -198,30 +162,22 @@ def _erased(source: Source, layers: Sequence[int]) -> Record:
 
     Means over pairs of words, over words, heads and rows.
     """
-    tokenizer = source.model.tokenizer
-    ids = torch.tensor(
-        tokenizer(source.asked["data"][:4000], add_special_tokens=False)["input_ids"]
-    )
-    words = [tokenizer(f" {word}", add_special_tokens=False)["input_ids"][-1] for word in _WORDS]
+
+    def ids(text: str) -> list[int]:
+        return source.model.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    window = torch.tensor(ids(source.asked["data"][:4000])[:_TOKENS])
+    words = [ids(f" {word}")[-1] for word in _WORDS]
     places: dict[str, dict[str, tuple[float, float]]] = {}
     for place in _PLACES:
-        batch = ids[:_TOKENS].repeat(len(words), 1)
+        batch = window.repeat(len(words), 1)
         batch[:, place] = torch.tensor(words)
-        inputs: dict[int, list[torch.Tensor]] = {}
-        received: dict[int, list[float]] = {}
-        for one in layers_of(source.model, batch, layers=layers, dtype="float32"):
-            layer = one.layer or 0
-            inputs.setdefault(layer, []).append(one.x[place])
-            got = attention_received(one.attention, one.x)[:, place].mean()
-            received.setdefault(layer, []).append(float(got))
-        places[str(place)] = {
-            str(layer): (
-                fmean(float((a - b).norm()) for a, b in itertools.combinations(some, 2))
-                / fmean(float(a.norm()) for a in some),
-                fmean(received[layer]),
-            )
-            for layer, some in inputs.items()
-        }
+        found = layers_of(source.model, batch, layers=layers, dtype="float32")
+        for layer, some in records.grouped(found, lambda one: one.layer).items():
+            inputs = torch.stack([one.x[place] for one in some])
+            apart = torch.pdist(inputs).mean() / inputs.norm(dim=1).mean()
+            got = [attention_received(one.attention, one.x)[:, place].mean() for one in some]
+            places.setdefault(str(place), {})[str(layer)] = float(apart), fmean(map(float, got))
     return {"places": places}
 
 
@@ -238,116 +194,90 @@ def token_kind(index: int, text: str, specials: frozenset[str]) -> str:
     return OTHER if any(letter.isalnum() for letter in readable(text)) else MARK
 
 
-def _rank_agreement(window: SinkWindow) -> float:
-    return rank_correlation(window.held, window.received)[0]
+def _by_layer(windows: Sequence[Record], name: str) -> dict[int, float]:
+    """The mean over windows, of every layer."""
+    return {
+        layer: fmean(one.get(name, 0.0) for one in some)
+        for layer, some in grouped(windows, "layer")
+    }
 
 
-def _mean_share(
-    windows: Sequence[SinkWindow], of: Callable[[SinkWindow], float], least: float = 0.0
-) -> str:
-    return average([value for value in map(of, windows) if math.isfinite(value)], (least, 1.0))
-
-
-def _of_the_sink(study: Study, cases: Sequence[SinkCase]) -> None:
+def _of_the_sink(study: Study, where: str, windows: Sequence[Record]) -> None:
     """What is said of one model on one text, as it is and changed."""
-    where, tokens = cases[0].where, len(next(iter(cases[0].layers.values()))[0].kinds)
-    questions: tuple[tuple[str, str, Callable[[SinkCase], str]], ...] = (
-        (
-            "kind of token that holds most of |v|², by layer",
+    alike = f"{1 / windows[0]['tokens']:.3f} if all tokens were alike"
+
+    def middle_layer(name: str) -> Callable[[Sequence[Record]], str]:
+        return lambda some: middle(_by_layer(some, name).values())
+
+    questions = {
+        "kind of token that holds most of |v|², by layer": (
             "the first token, if the direction sits where attention does",
-            lambda case: counted(map(_largest_kind, case.layers.values())),
+            _largest_kinds,
         ),
-        (
-            "|v|² on the first token",
-            f"{1 / tokens:.3f} if all tokens were alike",
-            lambda case: _range_over_layers(case, lambda w: w.on(FIRST, w.held)),
-        ),
-        (
-            "attention that the first token receives",
-            f"{1 / tokens:.3f} if all tokens were alike",
-            lambda case: _range_over_layers(case, lambda w: w.on(FIRST, w.received)),
-        ),
-        (
-            "rank correlation over tokens of |v|² with the attention received",
+        "|v|² on the first token": (alike, middle_layer(FIRST)),
+        "attention that the first token receives": (alike, middle_layer("received")),
+        "rank correlation over tokens of |v|² with the attention received": (
             "positive, if attention says where the direction is",
             _agreements,
         ),
-        (
-            "sigma with the top token held fixed / sigma",
+        "sigma with the top token held fixed / sigma": (
             "small, if one token carries sigma",
-            lambda case: _range_over_layers(case, lambda w: w.kept),
+            middle_layer("kept"),
         ),
-    )
-    for about, said, of in questions:
-        found = "; ".join(f"{case.control}: {of(case)}" for case in cases)
-        study.claim(f"{where}: {about}", said, found)
+    }
+    for about, (said, of) in questions.items():
+        found = (f"{control}: {of(some)}" for control, some in grouped(windows, "control"))
+        study.claim(f"{where}: {about}", said, "; ".join(found))
 
 
-def _largest_kind(windows: Sequence[SinkWindow]) -> str:
-    return max(_KINDS, key=lambda kind: fmean(w.on(kind, w.held) for w in windows))
+def _largest_kinds(windows: Sequence[Record]) -> str:
+    means = {kind: _by_layer(windows, kind) for kind in _KINDS}
+    return counted(max(_KINDS, key=lambda kind: means[kind][layer]) for layer in means[FIRST])
 
 
-def _range_over_layers(case: SinkCase, of: Callable[[SinkWindow], float]) -> str:
-    """The middle layer's mean, with the smallest and the largest."""
-    return middle(fmean(map(of, windows)) for windows in case.layers.values())
-
-
-def _agreements(case: SinkCase) -> str:
-    every = ([_rank_agreement(w) for w in windows] for windows in case.layers.values())
-    finite = ([value for value in values if math.isfinite(value)] for values in every)
-    known = [mean_interval(values) for values in finite if values]
+def _agreements(windows: Sequence[Record]) -> str:
+    every = (_finite(some, "agreement") for _, some in grouped(windows, "layer"))
+    known = [mean_interval(values) for values in every if values]
     sure = sum(low > 0 for _, low, _ in known)
-    return (
-        f"{middle(mean for mean, _, _ in known)}, above 0 beyond the interval in {sure} of "
-        f"{len(known)} layers"
-    )
+    means = middle(mean for mean, _, _ in known)
+    return f"{means}, above 0 beyond the interval in {sure} of {len(known)} layers"
 
 
-def _shares_table(study: Study, case: SinkCase) -> None:
-    def top(windows: Sequence[SinkWindow]) -> str:
-        kind = max(_KINDS, key=lambda kind: sum(w.top == kind for w in windows))
-        return f"{kind}: {share(sum(w.top == kind for w in windows), len(windows))}"
+def _finite(windows: Sequence[Record], name: str) -> list[float]:
+    return [value for one in windows if math.isfinite(value := one.get(name, 0.0))]
 
-    shown = [k for k in _KINDS if any(k in w.kinds for ws in case.layers.values() for w in ws)]
+
+def _shares_table(study: Study, title: str, windows: Sequence[Record]) -> None:
+    def mean(name: str, least: float = 0.0) -> Value:
+        return lambda _, some: average(_finite(some, name), (least, 1.0))
+
+    def top(_: int, some: Sequence[Record]) -> str:
+        tops = [one["top"] for one in some]
+        kind = max(_KINDS, key=tops.count)
+        return f"{kind}: {share(tops.count(kind), len(tops))}"
+
+    shown = [kind for kind in _KINDS if any(kind in one for one in windows)]
     study.table(
-        f"{case.where}, {case.control}",
-        case.layers.items(),
+        title,
+        grouped(windows, "layer"),
         {
-            "layer": lambda layer, _: layer,
-            **{
-                f"|v|² on: {kind}": lambda _, windows, kind=kind: _mean_share(
-                    windows, lambda w: w.on(kind, w.held)
-                )
-                for kind in shown
-            },
-            "top token": lambda _, windows: top(windows),
-            "attention that the first token receives": lambda _, windows: _mean_share(
-                windows, lambda w: w.on(FIRST, w.received)
-            ),
-            "rank correlation": lambda _, windows: _mean_share(windows, _rank_agreement, -1.0),
-            "held fixed / sigma": lambda _, windows: _mean_share(windows, lambda w: w.kept),
+            "layer": "layer",
+            **{f"|v|² on: {kind}": mean(kind) for kind in shown},
+            "top token": top,
+            "attention that the first token receives": mean("received"),
+            "rank correlation": mean("agreement", -1.0),
+            "held fixed / sigma": mean("kept"),
         },
     )
 
 
-def _draw_shares(study: Study, cases: Sequence[SinkCase]) -> None:
+def _draw_shares(study: Study, windows: Sequence[Record]) -> None:
     panels = []
-    for where in dict.fromkeys(case.where for case in cases):
-        mine = [case for case in cases if case.where == where]
+    for where, mine in grouped(windows, "where"):
         series = []
-        for case in mine:
-            held = _mean_by_layer(case, lambda w: w.on(FIRST, w.held))
-            series.append(Series(f"held, {case.control}", held))
-            if case.control == _AS_IS:
-                got = _mean_by_layer(case, lambda w: w.on(FIRST, w.received))
-                series.append(Series("attention received", got))
-        panels.append(
-            Panel(where, tuple(series), "layer", "share of the first token", False, False)
-        )
+        for control, some in grouped(mine, "control"):
+            series.append(Series(f"held, {control}", [*_by_layer(some, FIRST).items()]))
+            if control == _AS_IS:
+                series.append(Series("attention received", [*_by_layer(some, "received").items()]))
+        panels.append(Panel(where, series, "layer", "share of the first token", False, False))
     study.draw("sink", "What the first token holds, and what it receives", panels, columns=3)
-
-
-def _mean_by_layer(
-    case: SinkCase, of: Callable[[SinkWindow], float]
-) -> tuple[tuple[int, float], ...]:
-    return tuple((layer, fmean(map(of, windows))) for layer, windows in case.layers.items())

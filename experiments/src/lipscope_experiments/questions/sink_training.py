@@ -5,21 +5,29 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import fmean
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lipscope import top_singular
-from lipscope.charts import Panel, Series
+from lipscope.charts import Panel
 from lipscope.models import LoadedModel
-from lipscope.records import grouped, rank_correlation, slope_of
+from lipscope.records import rank_correlation
+from lipscope_experiments.castin2024.sink_law import MEASURED, PREDICTED, SLOPES, column_share
 from lipscope_experiments.experiment import Study, experiment, grid, layers_of
-from lipscope_experiments.findings import Record, average, chosen, share
+from lipscope_experiments.findings import (
+    Record,
+    average,
+    chosen,
+    column_mean,
+    curve,
+    grouped,
+    share,
+)
 from lipscope_experiments.frozen import frozen_column
+from lipscope_experiments.simple_layers import top
 from lipscope_experiments.texts import Text
 
 _WIDTH, _HEADS, _DEPTH, _LENGTH, _BATCH = 48, 4, 4, 64, 16
@@ -69,10 +77,8 @@ class CopyingNet(nn.Module):
         """Logits of letters."""
         n = input_ids.shape[-1]
         x = self.tokens(input_ids) + self.positions[:n]
-        if not self.causal:
-            return self.head(self.body(x))
-        mask = nn.Transformer.generate_square_subsequent_mask(n)
-        return self.head(self.body(x, mask=mask, is_causal=True))
+        mask = nn.Transformer.generate_square_subsequent_mask(n) if self.causal else None
+        return self.head(self.body(x, mask=mask, is_causal=self.causal))
 
 
 class Letters:
@@ -93,8 +99,7 @@ class Letters:
         for i in range(2, _LENGTH + 1):
             ids[:, i] = torch.multinomial(self.next[ids[:, i - 1]], 1, generator=gen)[:, 0]
             if i > 2:
-                copies = triggers(ids[:, i - 1])
-                ids[:, i] = torch.where(copies, ids[:, i - 2], ids[:, i])
+                ids[:, i] = torch.where(triggers(ids[:, i - 1]), ids[:, i - 2], ids[:, i])
         return ids
 
 
@@ -127,9 +132,8 @@ def sink_training(study: Study) -> None:
         text=[study.texts[0].sha256],
     )
     runs = study.values("runs", keys, functools.partial(_trained, letters))
-    _draw_training(study, runs)
-    for kind in (DECODER, ENCODER):
-        _of_kind(study, kind, chosen(runs, kind=kind))
+    panels = [_of_kind(study, kind, chosen(runs, kind=kind)) for kind in (DECODER, ENCODER)]
+    study.draw("sink-training", "The sink along training, mean over seeds", panels, columns=2)
     study.remark(
         *PLAN,
         f"{_DEPTH} blocks, width {_WIDTH}, {_HEADS} heads, norms first, {_LENGTH} tokens, "
@@ -153,8 +157,7 @@ def _trained(letters: Letters, seed: int, kind: str, steps: Sequence[int], **_: 
         if step in steps:
             readings.append({"step": step, **_reading(net.eval(), kind, held)})
             net.train()
-        for group in optimiser.param_groups:
-            group["lr"] = _RATE * min(1.0, (step + 1) / _WARM)
+        optimiser.param_groups[0]["lr"] = _RATE * min(1.0, (step + 1) / _WARM)
         loss = _loss(net, kind, letters.windows(_BATCH, gen))
         optimiser.zero_grad()
         loss.backward()
@@ -173,132 +176,91 @@ def _reading(net: CopyingNet, kind: str, held: Tensor) -> Record:
     with torch.no_grad():
         loss = float(_loss(net, kind, held))
     loaded = LoadedModel(kind, net, None, None, "trained")
-    found: dict[int, list[Record]] = {}
+    points = []
     for n in _LENGTHS:
         for one in layers_of(loaded, held[:_HELD, :n], dtype="float32"):
             q, k, _ = one.attention.project(one.x)
             p = one.attention.weights(q, k)
-            top = top_singular(
-                one.linearise(), tol=1e-2, generator=torch.Generator().manual_seed(0)
-            )
-            column = frozen_column(one.attention, one.x)
-            point = {name: asdict(column)[name] for name in ("token", "norm", "mass")}
-            point |= {"n": n, "sample": one.sample, "sigma": top.sigma}
-            point |= {"first": float(p[..., 0].mean())}
+            point = {
+                "first": float(p[..., 0].mean()),
+                "sigma": top(one.linearise(), tol=1e-2).sigma,
+            }
             point |= {"logit": float((q @ k.mT)[p > 0].abs().max())}
-            found.setdefault(one.layer or 0, []).append(point)
-    return {"loss": loss, "layers": [_of_layer(found[layer]) for layer in sorted(found)]}
+            point |= {"layer": one.layer, "sample": one.sample, "n": n}
+            points.append(point | asdict(frozen_column(one.attention, one.x)))
+    return {"loss": loss, "layers": [_of_layer(mine) for _, mine in grouped(points, "layer")]}
 
 
 def _of_layer(points: Sequence[Record]) -> Record:
     """Means over windows: exponents, and the rest at the longest length."""
-
-    def slope(name: str) -> float:
-        windows = grouped(points, lambda one: one["sample"]).values()
-        return fmean(slope_of((one["n"], one[name]) for one in mine) for mine in windows)
-
-    last = chosen(points, n=_LENGTHS[-1])
+    windows = [mine for _, mine in grouped(points, "sample")]
     return {
-        "measured": slope("sigma"),
-        "predicted": 0.5 + slope("mass"),
-        "sigma": fmean(one["sigma"] for one in last),
-        "share": fmean(one["norm"] / one["sigma"] for one in last),
-        "first": fmean(one["first"] for one in last),
-        "logit": max(one["logit"] for one in last),
-        "on_first": fmean(one["token"] == 0 for one in last),
+        **{name: fmean(map(SLOPES[name], windows)) for name in (MEASURED, PREDICTED)},
+        **{name: fmean(mine[-1][name] for mine in windows) for name in ("sigma", "first")},
+        "share": fmean(map(column_share, windows)),
+        "logit": max(mine[-1]["logit"] for mine in windows),
     }
 
 
 # --- what is said
 
 
-def _top_layer(run: Record) -> int:
-    """The layer whose first token receives most at the end."""
+def _along(run: Record) -> list[Record]:
+    """Readings along training of the layer whose first token receives most at the end."""
     last = run["readings"][-1]["layers"]
-    return max(range(len(last)), key=lambda layer: last[layer]["first"])
-
-
-def _along(run: Record, layer: int, name: str) -> list[float]:
-    return [reading["layers"][layer][name] for reading in run["readings"]]
+    best = max(range(len(last)), key=lambda layer: last[layer]["first"])
+    return [one | one["layers"][best] for one in run["readings"]]
 
 
 def _onset(run: Record) -> int | None:
     """The first step at which some layer has a sink, or None."""
-    start = run["readings"][0]["layers"]
-    for reading in run["readings"][1:]:
-        if any(
-            now["first"] >= _SINK * then["first"]
-            for now, then in zip(reading["layers"], start, strict=True)
-        ):
+    start, *later = run["readings"]
+    for reading in later:
+        pairs = zip(reading["layers"], start["layers"], strict=True)
+        if any(now["first"] >= _SINK * then["first"] for now, then in pairs):
             return reading["step"]
     return None
 
 
-def _of_kind(study: Study, kind: str, runs: Sequence[Record]) -> None:
-    onsets = [step for run in runs if (step := _onset(run)) is not None]
-    ranked = [
-        rank_correlation(_along(run, layer, "predicted"), _along(run, layer, "measured"))[0]
-        for run in runs
-        for layer in [_top_layer(run)]
-    ]
+def _of_kind(study: Study, kind: str, runs: Sequence[Record]) -> Panel:
+    onsets = Counter(step for run in runs if (step := _onset(run)) is not None)
+    seen = ", ".join(f"{count} at {step}" for step, count in sorted(onsets.items()))
     study.claim(
         f"{kind}: runs with a sink at the end",
         "more than half",
-        f"{share(len(onsets), len(runs))}, first seen at step "
-        f"{', '.join(f'{count} at {step}' for step, count in sorted(Counter(onsets).items()))}"
-        if onsets
-        else share(0, len(runs)),
+        share(onsets.total(), len(runs)) + f", first seen at step {seen}" * bool(seen),
     )
+    along = [_along(run) for run in runs]
+    pairs = ([[one[name] for one in mine] for name in (PREDICTED, MEASURED)] for mine in along)
     study.claim(
         f"{kind}: rank correlation along training of predicted and measured exponents, its layer "
         "of the largest share",
         "positive",
-        average(ranked, (-1.0, 1.0)),
+        average([rank_correlation(*pair)[0] for pair in pairs], (-1.0, 1.0)),
     )
-    columns: dict[str, Callable[..., Any]] = {
-        "step": lambda step, _: step,
-        "loss": lambda _, mine: average([one["loss"] for one in mine]),
-    }
-    names = {
-        "first": "first token receives",
-        "share": "column / sigma",
-        "measured": "measured exponent",
-        "predicted": "predicted exponent",
+    columns = {
+        "first token receives": "first",
+        "column / sigma": "share",
+        "measured exponent": MEASURED,
+        "predicted exponent": PREDICTED,
         "sigma": "sigma",
-        "logit": "largest logit",
+        "largest logit": "logit",
     }
-    for name, said in names.items():
-        columns[said] = lambda _, mine, name=name: average([one[name] for one in mine])
-    tops = [
-        {"step": reading["step"], "loss": reading["loss"], **reading["layers"][_top_layer(run)]}
-        for run in runs
-        for reading in run["readings"]
-    ]
+    by_step = [*grouped([one for mine in along for one in mine], "step")]
     study.table(
         f"{kind}: the layer whose first token receives most at the end, {len(runs)} seeds",
-        grouped(tops, lambda one: one["step"]).items(),
-        columns,
+        by_step,
+        {"step": "step", "loss": column_mean("loss")}
+        | {said: column_mean(name) for said, name in columns.items()},
     )
-
-
-def _draw_training(study: Study, runs: Sequence[Record]) -> None:
-    panels = []
-    for kind in (DECODER, ENCODER):
-        mine = chosen(runs, kind=kind)
-        steps = [reading["step"] for reading in mine[0]["readings"]]
-
-        def mean(name: str, mine: Sequence[Record] = mine) -> tuple[float, ...]:
-            every = [_along(run, _top_layer(run), name) for run in mine]
-            return tuple(map(fmean, zip(*every, strict=True)))
-
-        series = [
-            Series(said, tuple(zip(steps, mean(name), strict=True)))
-            for name, said in (
-                ("first", "attention that the first token receives"),
-                ("share", "frozen column / sigma"),
-                ("measured", "measured exponent of sigma"),
-                ("predicted", "predicted exponent"),
-            )
-        ]
-        panels.append(Panel(f"{kind}, {len(mine)} seeds", tuple(series), "step", "", False, False))
-    study.draw("sink-training", "The sink along training, mean over seeds", panels, columns=2)
+    curves = {
+        "attention that the first token receives": "first",
+        "frozen column / sigma": "share",
+        "measured exponent of sigma": MEASURED,
+        "predicted exponent": PREDICTED,
+    }
+    series = [
+        curve(said, by_step, "step", lambda _, some, n=name: fmean(one[n] for one in some))
+        for said, name in curves.items()
+    ]
+    return Panel(f"{kind}, {len(runs)} seeds", series, "step", "", False, False)
