@@ -260,6 +260,22 @@ class Study:
             self._progress(done, total, part)
 
 
+def first_and_middle(loaded: LoadedModel) -> list[int]:
+    """The layers that stand for the paper's 0 and 6 of 12."""
+    return [0, int(loaded.config.num_hidden_layers) // 2]
+
+
+def some_layers(study: Study, loaded: LoadedModel) -> list[int]:
+    """The first, the middle and the last layer; of a quick run the middle one."""
+    count = int(loaded.config.num_hidden_layers)
+    return study.pick([count // 2], [0, count // 2, count - 1])
+
+
+def is_deep(loaded: LoadedModel) -> bool:
+    """Deeper than the models of the paper: run on fewer layers and lengths."""
+    return int(loaded.config.num_hidden_layers) > 12
+
+
 def layers_of(model: LoadedModel, data: Any = None, **options: Any) -> Iterator[LayerAtInput]:
     """Layers of a model at inputs, on the CPU, in float64 unless another type is asked for."""
     asked: dict[str, Any] = {"dtype": "float64", "device": "cpu", **options}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from lipscope import Attention, Operator, linearise
 from lipscope.linalg import restrict
+from lipscope.records import slope_of
 from lipscope_experiments.simple_layers import top
 
 
@@ -96,3 +99,27 @@ def _parts(layer: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     width = own.num_heads * value.shape[1]
     output = torch.eye(width, dtype=x.dtype) if own.output is None else own.output
     return value, output.unflatten(1, (own.num_heads, -1)), own.weights(q, k)
+
+
+# --- the exponents of a layer along lengths, measured and by its column
+
+Curve = Sequence[Mapping[str, Any]]
+"""One layer, or one head of it, on one passage: a record for every length, the longest one last."""
+
+
+def _slope(name: str, start: float = 0.0) -> Callable[[Curve], float]:
+    return lambda curve: start + slope_of((one["n"], one[name]) for one in curve)
+
+
+def column_share(curve: Curve) -> float:
+    """The frozen column over sigma, at the longest length."""
+    return curve[-1]["norm"] / curve[-1]["sigma"]
+
+
+MEASURED, PREDICTED = "measured", "predicted"
+SLOPES = {
+    MEASURED: _slope("sigma"),
+    PREDICTED: _slope("mass", 0.5),
+    "column": _slope("norm"),
+    "plain attention": _slope("received", 0.5),
+}

@@ -29,7 +29,7 @@ from lipscope.models import (
 )
 from lipscope.records import Growth, grouped, growth, slope_of, steps, top_held_fixed
 from lipscope_experiments.castin2024 import protocol
-from lipscope_experiments.experiment import Study, experiment
+from lipscope_experiments.experiment import Study, experiment, first_and_middle, is_deep
 from lipscope_experiments.findings import (
     Record,
     Value,
@@ -132,11 +132,11 @@ def _every(loaded: LoadedModel) -> list[int]:
     count = int(loaded.config.num_hidden_layers)
     if loaded.weights.startswith("random"):
         return sorted({0, count // 2, count - 1})
-    return list(range(0, count, 5 if protocol.is_deep(loaded) else 1))
+    return list(range(0, count, 5 if is_deep(loaded) else 1))
 
 
 def _figure_column(study: Study, loaded: LoadedModel, text: Text) -> FigureColumn:
-    layers = protocol.first_and_middle(loaded)[loaded.name.endswith(", causal") :]
+    layers = first_and_middle(loaded)[loaded.name.endswith(", causal") :]
     options = protocol.as_in_the_paper(study, loaded, text)
     longer = [512] * ((loaded.trained_length or 0) >= 512)
     return FigureColumn(

@@ -10,8 +10,8 @@ from lipscope.charts import Panel, power_law
 from lipscope.models import LoadedModel
 from lipscope.pages import number
 from lipscope.records import slope_of
-from lipscope_experiments.castin2024.protocol import disjoint, first_and_middle
-from lipscope_experiments.experiment import Study, experiment
+from lipscope_experiments.castin2024.protocol import disjoint
+from lipscope_experiments.experiment import Study, experiment, first_and_middle
 from lipscope_experiments.findings import curve, exponent, middle
 from lipscope_experiments.texts import Text
 

@@ -6,8 +6,7 @@ from lipscope import Rows, records
 from lipscope.attacks import two_cluster, weighted_two_atoms
 from lipscope.charts import Panel, power_law, training_end
 from lipscope.pages import number
-from lipscope_experiments.castin2024.protocol import first_and_middle
-from lipscope_experiments.experiment import Study, experiment, grid
+from lipscope_experiments.experiment import Study, experiment, first_and_middle, grid
 from lipscope_experiments.findings import (
     Record,
     chosen,

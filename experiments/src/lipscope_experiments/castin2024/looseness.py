@@ -13,8 +13,7 @@ from lipscope.linalg import Metric, infinity_norm
 from lipscope.models import LoadedModel
 from lipscope.records import looseness as looseness_of
 from lipscope.theorems import bounds_at
-from lipscope_experiments.castin2024.protocol import some_layers
-from lipscope_experiments.experiment import Study, experiment, grid, layers_of
+from lipscope_experiments.experiment import Study, experiment, grid, layers_of, some_layers
 from lipscope_experiments.findings import Record, chosen, grouped, line, middle
 from lipscope_experiments.simple_layers import top
 from lipscope_experiments.texts import Text

@@ -16,25 +16,9 @@ from lipscope import Attention, InputError, LayerAtInput, Measurement, Rows
 from lipscope.attacks import two_cluster
 from lipscope.models import LoadedModel
 from lipscope.records import MapName, off_line, percent_off, slope_of
-from lipscope_experiments.experiment import Study, layers_of
+from lipscope_experiments.experiment import Study, is_deep, layers_of
 from lipscope_experiments.findings import Record, middle
 from lipscope_experiments.texts import AG_NEWS_TITLE, Text
-
-
-def first_and_middle(loaded: LoadedModel) -> list[int]:
-    """The layers that stand for the paper's 0 and 6 of 12."""
-    return [0, int(loaded.config.num_hidden_layers) // 2]
-
-
-def some_layers(study: Study, loaded: LoadedModel) -> list[int]:
-    """The first, the middle and the last layer; of a quick run the middle one."""
-    count = int(loaded.config.num_hidden_layers)
-    return study.pick([count // 2], [0, count // 2, count - 1])
-
-
-def is_deep(loaded: LoadedModel) -> bool:
-    """Deeper than the models of the paper: run on fewer layers and lengths."""
-    return int(loaded.config.num_hidden_layers) > 12
 
 
 def as_in_the_paper(study: Study, loaded: LoadedModel, text: Text) -> dict[str, Any]:

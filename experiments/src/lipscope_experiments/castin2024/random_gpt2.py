@@ -12,13 +12,8 @@ from lipscope import Rows
 from lipscope.charts import Panel, Series, power_law
 from lipscope.models import LoadedModel, reinitialised
 from lipscope.records import slope_of
-from lipscope_experiments.castin2024.protocol import (
-    Adversarial,
-    adversarial,
-    as_coded,
-    first_and_middle,
-)
-from lipscope_experiments.experiment import Study, experiment
+from lipscope_experiments.castin2024.protocol import Adversarial, adversarial, as_coded
+from lipscope_experiments.experiment import Study, experiment, first_and_middle
 from lipscope_experiments.findings import Record, curve, exponent, middle, plain_exponent
 
 

@@ -13,10 +13,18 @@ from typing import Any
 from lipscope import LayerAtInput, TopSingular, records
 from lipscope.charts import Panel, Series
 from lipscope.models import LoadedModel, reinitialised
-from lipscope_experiments.castin2024.protocol import is_deep
-from lipscope_experiments.experiment import Source, Study, experiment, layers_of
+from lipscope_experiments.experiment import Source, Study, experiment, is_deep, layers_of
 from lipscope_experiments.findings import Record, Value, average, grouped, line, middle
-from lipscope_experiments.frozen import column_norm, frozen_column, frozen_norm
+from lipscope_experiments.frozen import (
+    MEASURED,
+    PREDICTED,
+    SLOPES,
+    Curve,
+    column_norm,
+    column_share,
+    frozen_column,
+    frozen_norm,
+)
 from lipscope_experiments.simple_layers import top
 
 _SHARE = 0.75  # of sigma that a sink's column has at the longest input
@@ -59,28 +67,6 @@ PLAN = (
     "Not sinks: which token holds the top right singular vector, over how many tokens it spreads "
     "(1 / Σ share²), what sigma keeps with attention frozen, and the token's whole column.",
 )
-
-
-Curve = Sequence[Record]
-"""One layer, or one head of it, on one passage: a record for every length, the longest one last."""
-
-
-def _slope(name: str, start: float = 0.0) -> Callable[[Curve], float]:
-    return lambda curve: start + records.slope_of((one["n"], one[name]) for one in curve)
-
-
-def column_share(curve: Curve) -> float:
-    """The frozen column over sigma, at the longest length."""
-    return curve[-1]["norm"] / curve[-1]["sigma"]
-
-
-MEASURED, PREDICTED = "measured", "predicted"
-SLOPES = {
-    MEASURED: _slope("sigma"),
-    PREDICTED: _slope("mass", 0.5),
-    "column": _slope("norm"),
-    "plain attention": _slope("received", 0.5),
-}
 
 
 def error(curve: Curve) -> float:

@@ -11,8 +11,7 @@ from lipscope import Measurement
 from lipscope.charts import Panel, training_end
 from lipscope.models import LoadedModel, reinitialised
 from lipscope.records import grouped, growth
-from lipscope_experiments.castin2024.protocol import first_and_middle, is_deep
-from lipscope_experiments.experiment import Study, experiment
+from lipscope_experiments.experiment import Study, experiment, first_and_middle, is_deep
 from lipscope_experiments.findings import average, exponent, line, share
 from lipscope_experiments.texts import Text
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lipscope.charts import Panel
 from lipscope.models import LoadedModel
 from lipscope.records import rank_correlation
-from lipscope_experiments.castin2024.sink_law import MEASURED, PREDICTED, SLOPES, column_share
 from lipscope_experiments.experiment import Study, experiment, grid, layers_of
 from lipscope_experiments.findings import (
     Record,
@@ -26,7 +25,13 @@ from lipscope_experiments.findings import (
     grouped,
     share,
 )
-from lipscope_experiments.frozen import frozen_column
+from lipscope_experiments.frozen import (
+    MEASURED,
+    PREDICTED,
+    SLOPES,
+    column_share,
+    frozen_column,
+)
 from lipscope_experiments.simple_layers import top
 from lipscope_experiments.texts import Text
 
