@@ -258,6 +258,8 @@ def divide_by_bound(study: Study) -> None:
         "not kept between 0 and 1. The robust accuracy lies between the two.",
         "The mean-field bound here has half the exponent of the paper's Theorem 3.5: the loss "
         "that it causes is the smaller one.",
+        "What it does not show: other learning rates by variant, and starts that keep attention "
+        "alive.",
     )
 
 

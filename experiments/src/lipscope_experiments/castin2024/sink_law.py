@@ -143,6 +143,8 @@ def sink_law(study: Study) -> None:
         f"draw, first, middle and last layer, the first {_FEW} texts. Heads: MiniLM's, the first "
         "passage of every text, 16, 64 and 128 tokens.",
         f"Sigma to {_TOL:.0%}, in float32. Intervals: {records.CONFIDENCE:.0%} over texts.",
+        "What it does not show: what makes a token a sink, that its column is the cause of the "
+        "exponent, longer inputs, or other families.",
         *missing,
     )
 

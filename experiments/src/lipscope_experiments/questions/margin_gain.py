@@ -85,6 +85,7 @@ def margin_gain(study: Study) -> None:
         "Sigma to 1 %. A window at which a target was not reached at some layer is left out of "
         "that target. Layers of one window are not independent; the tests keep them together.",
         "Intervals over windows are Student's, 95 %.",
+        "What it does not show: edits of the text, and larger models.",
     )
 
 

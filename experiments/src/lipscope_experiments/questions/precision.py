@@ -99,6 +99,8 @@ def precision(study: Study) -> None:
         "at 5 % only from 0.89 on. A predictor is advice where its mean is above 0 and "
         "above that of each baseline, both beyond the interval "
         "(pairs of one window); the index counts in the direction that suits it.",
+        "What it does not show: formats with groups or outliers kept apart, and several blocks "
+        "rounded together.",
         *missing,
     )
 

@@ -69,6 +69,7 @@ def sink(study: Study) -> None:
         "sigma. It speaks of first order, and of that layer alone.",
         "Intervals: 95 %, Student's over windows (Clopper–Pearson of counts), for independent "
         "windows of this text. Layers of one model are not independent of each other.",
+        "What it does not show: why a token becomes a sink, and larger models.",
         *missing,
     )
 

@@ -146,6 +146,8 @@ def sink_training(study: Study) -> None:
         f"0.1; measured at {', '.join(map(str, steps))} steps on {_HELD} windows, at "
         f"{', '.join(map(str, _LENGTHS))} tokens.",
         "Intervals: 95 %, Student's over seeds (Clopper–Pearson of counts).",
+        "What it does not show: language models at their own size, whose sinks may come another "
+        "way; other tasks, widths and optimisers.",
     )
 
 
