@@ -62,7 +62,7 @@ function askAll() {
 
 // However many events come, there is a pause between two drawings: the solver needs the processors as well.
 // The first and the last number of an answer do not wait.
-const PAUSE = 120;  // ms
+const PAUSE = 250;  // ms
 const after = [];
 let [timer, framed, drawnAt] = [null, false, 0];
 function soon(then) {
