@@ -90,7 +90,7 @@ def test_a_predictor_is_advice_where_it_beats_the_baselines() -> None:
     assert not precision.holds(known | {precision.ERROR: known["itself"]}, change, "itself")[1]
     expected = [stats.spearmanr(x, y).statistic for x, y in zip(noise.T, change.T, strict=True)]
     assert correlations(noise, change) == pytest.approx(expected)
-    assert correlations(known["constant"], change) == [0.0] * 8
+    assert np.isnan(correlations(known["constant"], change)).all()
 
 
 def run_of(loaded: LoadedModel) -> RoundedModel:

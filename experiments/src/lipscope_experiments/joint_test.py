@@ -28,8 +28,9 @@ def ranks(values: ArrayLike) -> Float[Tensor, "units columns"]:
 
 
 def correlations(known: ArrayLike, change: ArrayLike) -> list[float]:
-    """Spearman's correlation over units, column by column; 0 where one of them is constant."""
-    return (ranks(known) * ranks(change)).sum(0).tolist()
+    """Spearman's correlation over units, column by column; NaN where one of them is constant."""
+    a, b = ranks(known), ranks(change)
+    return (a * b).sum(0).where(a.any(0) & b.any(0), torch.nan).tolist()
 
 
 def mean_correlation(known: Ranks, truth: Ranks) -> float:

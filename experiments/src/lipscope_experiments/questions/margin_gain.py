@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -277,9 +278,8 @@ def _over_layers(texts: Sequence[Windows], target: str, key: str) -> str:
     for w in (w for windows in texts for w in windows):
         parts = [[r[target] / r["norm"]] for r in w]
         known = [of(r) / (r["norm"] if key in (RATIO, MARGIN_SIGMA) else 1.0) for r in w]
-        if len(set(known)) > 1:
-            found += joint_test.correlations([[one] for one in known], parts)
-    return average(found, (-1.0, 1.0), 2)
+        found += joint_test.correlations([[one] for one in known], parts)
+    return average([*filter(math.isfinite, found)], (-1.0, 1.0), 2)
 
 
 def _draw(study: Study, by_model: Mapping[str, Sequence[Windows]]) -> None:

@@ -188,7 +188,7 @@ def holds(known: Mapping[str, np.ndarray], change: np.ndarray, name: str) -> tup
     if len(mine) < 3 or not mean_interval(mine)[1] > 0:
         return False, False
     for baseline in BASELINES:
-        other = correlations(known[baseline], change)
+        other = np.nan_to_num(correlations(known[baseline], change))
         sign = math.copysign(1.0, fmean(other)) if baseline == INDEX else 1.0
         if not mean_interval([a - sign * b for a, b in zip(mine, other, strict=True)])[1] > 0:
             return True, False
@@ -243,7 +243,9 @@ def _of_rounding(study: Study, case: RoundedCase) -> None:
 
 
 def _mean_correlation(known: np.ndarray, change: np.ndarray) -> str:
-    found = correlations(known, change)
+    found = [one for one in correlations(known, change) if math.isfinite(one)]
+    if not found:
+        return "–"
     mean, low, high = mean_interval(found)
     ends = f" [{max(low, -1.0):z.2f}, {min(high, 1.0):z.2f}]" if len(found) > 2 else ""
     return f"{mean:z.2f}{ends}"
