@@ -26,7 +26,7 @@ from lipscope.pages import (
 Event = dict[str, Any]
 Tell = Callable[[Event], None]
 Check = Callable[[], None]
-_EVERY = 0.1  # seconds between two intervals of one layer: the page draws no oftener
+_EVERY = 0.25  # seconds between two intervals of one layer: the page draws no oftener
 _ROUGH = 3  # steps before the first interval is told: earlier ones say little
 _ROW = (
     *("id", "model", "layer", "head", "map", "metric", "move", "read", "num_tokens", "sigma"),
