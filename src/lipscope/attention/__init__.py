@@ -11,6 +11,7 @@ from lipscope.attention.core import (
     Attention as Attention,
     Distance as Distance,
     InnerProduct as InnerProduct,
+    joined as joined,
     transformed as transformed,
     variant as variant,
     variants as variants,

@@ -8,6 +8,7 @@ are here, once; so are the scores that variants share.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar, Unpack
 
@@ -21,6 +22,7 @@ from lipscope.attention.jacobian import (
     SURE,
     ChunkedCore,
     Linearised,
+    several_layers,
     stretch_in_chunks,
 )
 from lipscope.attention.layer import (
@@ -216,6 +218,41 @@ class Attention(Layer):
     ) -> Float[Tensor, ""]:
         """``<g, J(x) e>``, differentiable in everything, one chunk at a time."""
         return stretch_in_chunks(self, x, g, e, memory)
+
+
+def joined(operators: Sequence[Operator]) -> Operator | None:
+    """Jacobians of layers that are alike as one: products with all of them, on a leading axis.
+
+    Entry ``i`` of a product belongs to operator ``i``. Each matrix is multiplied as often as
+    before, but several at once, which serves more threads than one small product does.
+
+    Holds for layers of one kind and size that differ in weights and inputs; None for others.
+
+    >>> import torch
+    >>> from lipscope.attention import DotProductAttention
+    >>> w = torch.randn(2, 4, 6, 6)
+    >>> ops = [DotProductAttention(*one, heads=2).linearise(torch.randn(3, 6)) for one in w]
+    >>> joined(ops).matvec(torch.ones(2, 3, 6)).shape
+    torch.Size([2, 3, 6])
+    """
+    parts = list[Linearised]()
+    for op in operators:
+        at = getattr(op.matvec, "__self__", None)
+        if isinstance(at, Linearised) and (op.matvec, op.rmatvec) == (at.matvec, at.rmatvec):
+            parts.append(at)
+    if len(parts) < len(operators) or not _known_scores(type(parts[0].core.layer)):
+        return None
+    at = several_layers(parts)
+    return None if at is None else replace(operators[0], matvec=at.matvec, rmatvec=at.rmatvec)
+
+
+def _known_scores(kind: type[Layer]) -> bool:
+    """Whether scores of queries and keys, and their derivatives, depend on nothing else."""
+    ours = [
+        {getattr(one, name) for one in (InnerProduct, Distance)}
+        for name in ("score_jvp", "score_vjp")
+    ]
+    return kind.score_jvp in ours[0] and kind.score_vjp in ours[1]
 
 
 def _agree(op: Operator, exact: Operator, heads: int | None) -> None:

@@ -7,8 +7,9 @@ the mask; what becomes of them is the weighting's.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -214,6 +215,32 @@ class ChunkedCore:
         s, slope = self._logits(block)
         return self.weighting.again(s, self.statistics[block.index]), slope
 
+    def joined(self, cores: Sequence[ChunkedCore]) -> ChunkedCore:
+        """The heads of several cores that are like this one, and keep weights, as those of one."""
+        joint, heads = copy.copy(self), len(self.q)
+        joint.q, joint.k, joint.v, joint.o = (
+            torch.cat([getattr(one, name) for one in cores]) for name in ("q", "k", "v", "o")
+        )
+        v, o = zip(*(one.apart for one in cores), strict=True)
+        joint.apart = torch.cat(v), torch.cat(o)
+        joint.blocks = [replace(block, heads=slice(0, heads * len(cores))) for block in self.blocks]
+        joint.scratch = self.q.new_empty(1, max(block.size for block in joint.blocks))
+        joint.stored, joint.settled = [], []
+        for block in self.blocks:
+            ats, slopes = zip(*(one.stored[block.index] for one in cores), strict=True)
+            at = tuple(torch.cat(same) for same in zip(*ats, strict=True))
+            joint.stored.append((at, None if slopes[0] is None else torch.cat(slopes)))
+            still = [
+                (head + heads * i, row)
+                for i, one in enumerate(cores)
+                if (settled := one.settled[block.index]) is not None
+                for head, row in [settled]
+            ]
+            joint.settled.append(
+                tuple(torch.cat(same) for same in zip(*still, strict=True)) if still else None
+            )
+        return joint
+
     def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
         """``do``, shape ``(h, n, d_v)``, for ``dq, dk, dv`` with heads in front."""
         do, (v, o) = torch.empty_like(self.o), self.apart
@@ -266,45 +293,77 @@ class Projections:
     leave_t: Callable[[Tensor], Tensor]  # its transpose
     axes: int  # of an input
     width_out: int
+    # Matrices in and out, and rows of the first by queries, keys and values: where they and what
+    # the layer says are all that the maps depend on.
+    weights: tuple[Tensor, Tensor | None, list[int]] | None = None
 
 
 def _all_heads(layer: Layer, map: Map, x: Tensor) -> Projections:
     """The linear maps around the core, all heads together, norms linearised at ``x``."""
     query, key, value = layer.projections()
     weight = torch.cat([query * layer.scale, key, value])
-    sizes = [query.shape[0], key.shape[0], value.shape[0]]
-    norms, counts = _norms_at(layer, x), _head_counts(layer)
-    grouped = layer.num_groups != layer.num_heads
     out = layer.output if map == "attention" else None
+    sizes = [query.shape[0], key.shape[0], value.shape[0]]
+    return _of_weights(layer, weight, out, sizes, _norms_at(layer, x))
+
+
+_NO_NORMS: list[NormAt | None] = [None, None, None]
+
+
+def _of_weights(
+    layer: Layer,
+    weight: Tensor,
+    out: Tensor | None,
+    sizes: list[int],
+    norms: list[NormAt | None],
+) -> Projections:
+    """The same maps, by matrices into the core and out of it.
+
+    Where these are of several layers that are alike, ``(b, ·, ·)``, so are the tokens; the core's
+    heads are those of all layers, one layer after the other.
+    """
+    counts, several = _head_counts(layer), weight.ndim > 2
+    grouped = layer.num_groups != layer.num_heads
 
     def enter(e: Tensor) -> Parts:
         q, k, v = (
-            (z if norm is None else norm.derivative(z)).unflatten(-1, (h, -1)).transpose(0, 1)
-            for z, norm, h in zip((e @ weight.T).split(sizes, -1), norms, counts, strict=True)
+            (z if norm is None else norm.derivative(z)).unflatten(-1, (h, -1)).transpose(-3, -2)
+            for z, norm, h in zip((e @ weight.mT).split(sizes, -1), norms, counts, strict=True)
         )
         q, k = _rotate(layer.rotary, q), _rotate(layer.rotary, k)
-        return (q, layer.repeat_groups(k), layer.repeat_groups(v)) if grouped else (q, k, v)
+        if grouped:
+            k, v = layer.repeat_groups(k), layer.repeat_groups(v)
+        return (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)) if several else (q, k, v)
+
+    def side_by_side(z: Tensor) -> Tensor:
+        return z.transpose(-3, -2).flatten(-2)
+
+    def by_layer(z: Tensor) -> Tensor:
+        return z.unflatten(0, (-1, layer.num_heads)) if several else z
 
     def enter_t(gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
+        gq, gk, gv = by_layer(gq), by_layer(gk), by_layer(gv)
         if grouped:
             gk, gv = layer.sum_groups(gk), layer.sum_groups(gv)
         gq, gk = _rotate_t(layer.rotary, gq), _rotate_t(layer.rotary, gk)
-        flat = (g.transpose(0, 1).flatten(1) for g in (gq, gk, gv))
+        flat = map(side_by_side, (gq, gk, gv))
         parts = [
             g if norm is None else norm.transpose(g) for g, norm in zip(flat, norms, strict=True)
         ]
         return torch.cat(parts, dim=-1) @ weight
 
     def leave(o: Tensor) -> Tensor:
-        heads = o.transpose(0, 1).flatten(1)
-        return heads if out is None else heads @ out.T
+        heads = side_by_side(by_layer(o))
+        return heads if out is None else heads @ out.mT
 
     def leave_t(g: Tensor) -> Tensor:
         heads = g if out is None else g @ out
-        return heads.unflatten(-1, (layer.num_heads, -1)).transpose(0, 1)
+        heads = heads.unflatten(-1, (layer.num_heads, -1)).transpose(-3, -2)
+        return heads.flatten(0, 1) if several else heads
 
-    width_out = layer.num_heads * layer.value_width if out is None else len(out)
-    return Projections(enter, enter_t, leave, leave_t, 2, width_out)
+    width_out = layer.num_heads * layer.value_width if out is None else out.shape[-2]
+    kept = (weight, out, sizes) if norms == _NO_NORMS else None
+    return Projections(enter, enter_t, leave, leave_t, weight.ndim, width_out, kept)
 
 
 def _per_head(layer: Layer, map: Map, x: Tensor) -> Projections:
@@ -388,7 +447,7 @@ def _one_side(frame: Projections, side: MovingSide, core: ChunkedCore) -> Projec
             return frame.enter_t(gq, _zeros(gk, length), _zeros(gv, length))
         return frame.enter_t(_zeros(gq, gk.shape[1]), gk, gv)
 
-    return replace(frame, enter=enter, enter_t=enter_t)
+    return replace(frame, enter=enter, enter_t=enter_t, weights=None)
 
 
 def _zeros(like: Tensor, tokens: int) -> Tensor:
@@ -401,6 +460,7 @@ def _entered(frame: Projections, at: NormAt) -> Projections:
         frame,
         enter=lambda e: frame.enter(at.derivative(e)),
         enter_t=lambda *g: at.transpose(frame.enter_t(*g)),
+        weights=None,
     )
 
 
@@ -429,7 +489,7 @@ def _coupled(frame: Projections, layer: Layer, x: Tensor, context: Tensor | None
         own = (gq / c, gk, gv)
         return frame.enter_t(*(g - s * change for g, s in zip(own, slopes, strict=True)))
 
-    return replace(frame, enter=enter, enter_t=enter_t)
+    return replace(frame, enter=enter, enter_t=enter_t, weights=None)
 
 
 def _head_counts(layer: Layer) -> tuple[int, int, int]:
@@ -499,6 +559,45 @@ class Linearised:
             return torch.stack([self.rmatvec(one) for one in g])
         with torch.no_grad(), torch.autocast(self.moved.device.type, enabled=False):
             return self.frame.enter_t(*self.core.vjp(self.frame.leave_t(g)))
+
+
+def several_layers(parts: Sequence[Linearised]) -> Linearised | None:
+    """Layers that are alike as one, on a leading axis, whose products are those of each of them.
+
+    None where they are not, or a product is more than one pass over what is kept.
+    """
+    first, weights = parts[0], [one.frame.weights for one in parts if one.frame.weights is not None]
+    if len(weights) < len(parts) or not all(_alike(first, one) for one in parts):
+        return None
+    joint, (into, out, sizes) = copy.copy(first), zip(*weights, strict=True)
+    joint.core = first.core.joined([one.core for one in parts])
+    joint.frame = _of_weights(
+        first.core.layer,
+        torch.stack(into),
+        None if out[0] is None else torch.stack(out),
+        sizes[0],
+        _NO_NORMS,
+    )
+    return joint
+
+
+def _alike(one: Linearised, other: Linearised) -> bool:
+    """Whether two layers differ in weights and tokens only, and both keep what they need."""
+    a, b = one.core, other.core
+    same = type(a.layer) is type(b.layer) and a.layer.num_groups == b.layer.num_groups
+    whole = all(block.heads == slice(0, len(a.q)) for block in a.blocks) and a.blocks == b.blocks
+    kept = a.stored and b.stored and a.empty is None and b.empty is None
+    sizes = [
+        (t.dtype, t.device, t.shape, p.moved.shape, p.frame.width_out, p.frame.axes)
+        for p in (one, other)
+        for t in (p.core.q, p.core.k, p.core.v)
+    ]
+    if not (same and whole and kept and sizes[:3] == sizes[3:]):
+        return False
+    turn, turned = a.layer.rotary, b.layer.rotary
+    if turn is None or turned is None:
+        return turn is turned
+    return turn.cos.equal(turned.cos) and turn.sin.equal(turned.sin)
 
 
 # --- ``<g, J(x) e>``, differentiable in everything

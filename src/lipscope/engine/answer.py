@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lipscope.attention import joined
 from lipscope.engine.checks import COPIES, OF_TEXT, parse_tokens
 from lipscope.engine.plan import Job, Shape, heads_one_by_one, row_id
 from lipscope.engine.ready_model import ReferenceModel
@@ -31,6 +32,7 @@ from lipscope.linalg import (
     over_leading,
     restrict,
     start_named,
+    together,
     top_singular_batch,
 )
 from lipscope.measures import own_operator
@@ -141,29 +143,30 @@ def answer(
     key: str,
     reference: Callable[[], ReferenceModel] | None = None,
     watch: Watch | None = None,
+    solved: Solve | None = None,
 ) -> list[Answer]:
     """Answer a job for a layer, or for each of its heads, within so many bytes of memory.
 
     ``key`` names the model, layer, length and sample; with the seed it fixes the starts. With a
     ``reference``, the model itself between the map's ends, the Jacobian is compared with its finite
     difference along the direction that was found; it is made once that is there. ``watch`` sees the
-    intervals of sigma after every step of the solver, and may end it.
+    intervals of sigma after every step of the solver, and may end it. ``solved`` has sigma already.
 
     Raises:
         InputError: If the two disagree.
     """
-    heads: list[int | None] = [None]
-    if spec.per_head and layer.num_heads is not None:
-        heads = list(range(layer.num_heads))
-    began = time.perf_counter()
-    halved = memory
+    began, halved = time.perf_counter(), memory
     while True:
         try:
-            found = _Solve(layer, spec, job, halved, key, heads, watch).answers(began, reference)
+            if solved is None:
+                solved = Solve(layer, spec, job, halved, key, watch)
+            found = solved.answers(reference)
         except (RuntimeError, MemoryError) as problem:
             if out_of_memory(problem) and halved > _LEAST_MEMORY:
                 halved //= 2
+                solved = None
                 continue
+            heads = _heads(layer, spec)
             seconds = (time.perf_counter() - began) / len(heads)
             return [_failed(layer, head, seconds, explained(problem)) for head in heads]
         if halved == memory:
@@ -172,7 +175,13 @@ def answer(
         return [replace(one, notes=(*one.notes, said)) for one in found]
 
 
-class _Solve:
+def _heads(layer: LayerMap, spec: Spec) -> list[int | None]:
+    if spec.per_head and layer.num_heads is not None:
+        return list(range(layer.num_heads))
+    return [None]
+
+
+class Solve:
     """The operators of one layer and the runs on them, with an axis of heads (of one: all)."""
 
     def __init__(
@@ -182,11 +191,11 @@ class _Solve:
         job: Job,
         memory: int,
         key: str,
-        heads: list[int | None],
         watch: Watch | None,
     ) -> None:
+        self._began = time.perf_counter()
         self.layer, self.spec, self.job, self.watch = layer, spec, job, watch
-        self.memory, self.key, self.heads = memory, key, heads
+        self.memory, self.key, self.heads = memory, key, _heads(layer, spec)
         self.n = layer.x.shape[0]
         self.jacobian = self._jacobian()
         self.norms = layer.x.norm(dim=1)
@@ -199,6 +208,44 @@ class _Solve:
         self.move = self._index("move", spec.move, self.n)
         self.read = self._index("read", spec.read, self.rows_out)
         self.operator = restrict(self.jacobian, move=self.move, read=self.read, scale=self.scale)
+        self.tops: list[TopSingular] | None = None
+        self.seconds = 0.0  # a head
+
+    def solve(self) -> list[TopSingular]:
+        """Sigma of all heads together, or of each."""
+        self._keep(self._top(self.operator, "sigma"), len(self.heads))
+        assert self.tops is not None
+        return self.tops
+
+    def solve_with(self, others: Sequence[Solve]) -> None:
+        """Sigma, and that of layers that are alike, of the same specification: by one product.
+
+        Nothing if there is no such product.
+        """
+        solves = [self, *others]
+        jacobian = joined([one.jacobian for one in solves])
+        if jacobian is None:
+            return
+        scale = None if self.scale is None else torch.stack([one.scale for one in solves])
+        shared = restrict(jacobian, move=self.move, read=self.read, scale=scale)
+
+        def watch(now: Callable[[], Sequence[tuple[float, float]]]) -> None:
+            for i, one in enumerate(solves):
+                if one.watch is not None:
+                    one.watch(lambda i=i: now()[i : i + 1])
+
+        tops = top_singular_batch(
+            together(shared, [one.operator for one in solves]),
+            [one._generator(None, "sigma") for one in solves],
+            memory=self.memory // 2,
+            watch=watch,
+            **self.spec.solver(),
+        )
+        for one, top in zip(solves, tops, strict=True):
+            one._keep([top], len(solves))
+
+    def _keep(self, tops: list[TopSingular], share: int) -> None:
+        self.tops, self.seconds = tops, (time.perf_counter() - self._began) / share
 
     def _jacobian(self) -> Operator:
         """That of the map; for copies against each other, what tokens do by their own queries."""
@@ -216,9 +263,9 @@ class _Solve:
         chosen = parse_tokens(text, n, option)
         return None if chosen is None else torch.tensor(chosen, device=self.layer.x.device)
 
-    def answers(self, began: float, reference: Callable[[], ReferenceModel] | None) -> list[Answer]:
-        tops = self._top(self.operator, "sigma")
-        seconds = (time.perf_counter() - began) / len(self.heads)
+    def answers(self, reference: Callable[[], ReferenceModel] | None) -> list[Answer]:
+        """The answers, compared with the model itself."""
+        tops = self.tops or self.solve()
         error, remark = self._beside(reference(), tops) if reference is not None else (None, None)
         shares = [_token_shares(_embedded(top.v, self.move, self.n)) for top in tops]
         nothing: list[_Remarked] = [(None, None)] * len(tops)
@@ -244,7 +291,7 @@ class _Solve:
                 sigma_rest=rest[i][0],
                 frobenius=average[i][0],
                 derivative_error=error,
-                seconds=seconds,
+                seconds=self.seconds,
                 notes=(*filter(None, (top.note, *about, rest[i][1], average[i][1])),),
                 leading=self._leading(top) if self.spec.directions else (),
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
@@ -111,6 +111,7 @@ class OpenModel(Shown, ReadyModel):
         layers: Sequence[int] | int | str = "all",
         lengths: Sequence[int] | int | str | None = None,
         samples: int | None = None,
+        watch: Callable[[int | None], Watch] | None = None,
         **options: Unpack[MeasureOptions],
     ) -> Iterator[LayerAtInput]:
         """Layers at inputs: for every length and sample, layer by layer, one pass a window.
@@ -120,6 +121,10 @@ class OpenModel(Shown, ReadyModel):
             layers: Indices from 0, or "all".
             lengths: Numbers of tokens of the text windows; 64 if None.
             samples: Windows per length; 1 if None.
+            watch: Where sigma of every layer will be asked for, which then is found of several at
+                once: what it gives for a layer is called after every step of the solver, which is
+                two products with the Jacobian, with a function that gives the intervals
+                ``(sigma, upper)`` so far, one a row. What that raises ends the solve.
             **options: As for `at`.
 
         Yields:
@@ -130,7 +135,7 @@ class OpenModel(Shown, ReadyModel):
         """
         asked: dict[str, Any] = {name: v for name, v in options.items() if v is not None}
         cut = {"layers": layers, "lengths": lengths, "samples": samples}
-        for one in maps_at(self, data, **cut, **asked):
+        for one in maps_at(self, data, watch=watch, **cut, **asked):
             yield LayerAtInput(one, None, asked)
 
     def decision(
@@ -341,19 +346,9 @@ class LayerAtInput(Shown):
         """The row of `measure`."""
         return self._map.finished[self.head or 0].row
 
-    def rows(self, watch: Watch | None = None) -> Rows:
-        """The row, or that of every head with ``per_head``, with the tokens.
-
-        Args:
-            watch: Called after every step, which is two products with the Jacobian, with a function
-                that gives the intervals ``(sigma, upper)`` so far, one a row. What it raises ends
-                the solve.
-        """
-        self._map.watch = watch
-        try:
-            found = self._map.finished
-        finally:
-            self._map.watch = None
+    def rows(self) -> Rows:
+        """The row, or that of every head with ``per_head``, with the tokens."""
+        found = self._map.finished
         tokens = [token for one in found for token in one.tokens]
         return Rows([one.row for one in found], tokens)
 

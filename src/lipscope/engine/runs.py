@@ -34,6 +34,7 @@ from lipscope.engine.ready_model import AnyModel, ReadyModel, masked, ready_mode
 from lipscope.engine.session import MapAtInput, ModelKey, Session
 from lipscope.engine.spec import AXES, LENGTHS, REAL, SAMPLES, Spec, Verb, options_of, single_spec
 from lipscope.errors import InputError
+from lipscope.linalg import Watch
 from lipscope.models import (
     Sample,
     checked_data,
@@ -212,7 +213,9 @@ class LocalRun:
         tell(sum(one in done for one in ids), len(ids), None)
         left = left_over(self.jobs, [self.survey.shape], done)
         self.session.coming = {job.window for job in left}
-        for job in self.session.in_order(left) if left else ():
+        ordered = self.session.in_order(left) if left else []
+        self.session.expect(ordered)
+        for job in ordered:
             new = [one for one in self._answered(job) if one.row.id not in done]
             if folder is not None and keep:
                 self._note_model()
@@ -403,12 +406,14 @@ def maps_at(
     data: AnyData = None,
     *,
     chosen: Sequence[int] | None = None,
+    watch: Callable[[int | None], Watch] | None = None,
     **options: Any,
 ) -> Iterator[MapAtInput]:
     """Maps of a model's layers at its inputs: for every length and sample, layer by layer.
 
     The model is ready while the iteration lasts. Arguments and options are those of `measure`; a
-    text is cut into one window if nothing else is said. Only the ``chosen`` samples, if any.
+    text is cut into one window if nothing else is said. Only the ``chosen`` samples, if any. With
+    ``watch``, sigma of all will be asked for, and what it gives for a layer is told of it.
     """
     usual = {"lengths": 64, "samples": 1} if is_text(data, options) else {}
     asked = usual | {name: value for name, value in options.items() if value is not None}
@@ -417,6 +422,9 @@ def maps_at(
         model, data = run.model, run.samples(chosen)
         asked = {name: value for name, value in asked.items() if name not in OF_INPUT}
     with LocalRun(model, data, asked, _AT) as run:
+        if watch is not None:
+            run.session.watch = watch
+            run.session.expect(run.jobs)
         for job in run.jobs:
             yield run.at(job)
 

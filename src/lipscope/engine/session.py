@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
-from lipscope.engine.answer import Answer, answer, explained, failed_rows, row_of
+from lipscope.engine.answer import Answer, Solve, answer, explained, failed_rows, row_of
 from lipscope.engine.checks import COPIES, FREE, budget, parse_tokens
 from lipscope.engine.closed_form import (
     BuiltInput,
@@ -37,7 +37,7 @@ from lipscope.engine.ready_model import (
 )
 from lipscope.engine.spec import REAL, Spec
 from lipscope.errors import InputError, memory_for
-from lipscope.linalg import Operator, Watch
+from lipscope.linalg import USUAL_STEPS, Operator, Watch
 from lipscope.models import (
     WHOLE,
     ExactNorm,
@@ -59,6 +59,9 @@ _MASKS = {
     False: "run without a causal mask",
 }
 _CHUNKS = 2**30  # bytes
+_TOGETHER = 4  # layers whose products are one, at most
+# Entries of an input up to which they are: 100 tokens of width 576 gain a fifth, 200 nothing.
+_FEW = 2**16
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -84,7 +87,9 @@ class MapAtInput:
     ) -> None:
         self._session, self.spec = session, session.spec
         self.job, self.window, self.model = job, window, window.model
-        self.watch: Watch | None = None  # told of intervals as they narrow
+        # Told of intervals as they narrow.
+        self._watch = None if session.watch is None else session.watch(job.layer)
+        self.solved: Solve | None = None  # with sigma, where a map before this one had it as well
         if given is not None:
             self.__dict__["given"] = given
 
@@ -251,19 +256,33 @@ class MapAtInput:
     # --- answers
 
     @property
-    def answers(self) -> list[Answer]:
-        """What the map, or each of its heads, answers: singular vectors included."""
+    def _question(self) -> tuple[LayerMap, Spec, Job, int, str]:
+        """What is solved, within which memory, and the key that fixes the starts."""
         spec, job = self.spec, self.job
         key = f"{spec.models[job.model].name}|{job.layer}|{job.num_tokens or ''}|{job.sample}"
         if job.input != REAL:
             key += f"|{job.input}|{job.radius or ''}"
+        return self.map, spec, job, self._session.chunks, key
+
+    def unsolved(self) -> Solve:
+        """The operators of the map, and no sigma yet."""
+        with self.window.ready():
+            return Solve(*self._question, self._watch)
+
+    @property
+    def answers(self) -> list[Answer]:
+        """What the map, or each of its heads, answers: singular vectors included."""
+        spec, job = self.spec, self.job
         whole_tokens = spec.move != COPIES  # the model itself has no copies
 
         def make() -> list[Answer]:
+            # What fails, fails again where its own row is made, and is told there.
+            with suppress(InputError, RuntimeError, MemoryError):
+                self._session.solve_with_next(self)
             with self.window.ready():
                 check = self._session.first(job) and whole_tokens
                 reference = (lambda: self.window.reference(self.map)) if check else None
-                return answer(self.map, spec, job, self._session.chunks, key, reference, self.watch)
+                return answer(*self._question, reference, self._watch, self.solved)
 
         asked = job, spec.per_head, spec.rest, spec.average, spec.directions
         return keep_last(self.window.answers, asked, make)
@@ -371,6 +390,11 @@ class Session:
         self.coming: Collection[WindowKey] | None = ()
         self._window: dict[WindowKey, ModelAtInput] = {}
         self._at: dict[Job, MapAtInput] = {}
+        # By job, those that are asked after it; and maps that were solved with one before them.
+        self._next: dict[Job, Job] = {}
+        self._ahead: dict[Job, MapAtInput] = {}
+        # What is told of the intervals of a layer as they narrow, if anybody is.
+        self.watch: Callable[[int | None], Watch] | None = None
         self._sizes: dict[Any, dict[int | None, list[float]]] = {}
         self.texts: dict[Setting, Texts] = {}  # towards which directions turn
 
@@ -384,7 +408,7 @@ class Session:
         """Put the model back as it was, and let go of it."""
         self._stack.close()
         self._part()
-        for held in (self._model, self._items, self._ready, self._at, self.texts):
+        for held in (self._model, self._items, self._ready, self._at, self._ahead, self.texts):
             held.clear()
 
     # --- what a model has
@@ -523,6 +547,7 @@ class Session:
 
         self._part()
         self._at.clear()
+        self._ahead.clear()
         keep_last(self._ready, (model_key, setting), enter)
         whole = spec.among or not maps.isdisjoint(("stack", *WHOLE))
         about: dict[str, Any] = {"norms": norms, "layers": None if whole else spec.layers}
@@ -573,12 +598,56 @@ class Session:
 
     def at(self, job: Job) -> MapAtInput:
         """The map that a job asks about, at its input."""
+        if job in self._ahead:
+            return keep_last(self._at, job, lambda: self._ahead.pop(job))
         key = job.window
         window, before = self.window(key), next(iter(self._at.values()), None)
         place = key, job.map, job.layer
         same = before and (before.job.window, before.job.map, before.job.layer) == place
         given = before.given if before is not None and same else None
         return keep_last(self._at, job, lambda: MapAtInput(self, job, window, given))
+
+    def expect(self, jobs: Sequence[Job]) -> None:
+        """These jobs will be asked one after the other, for sigma."""
+        self._next = dict(pairwise(jobs))
+
+    def solve_with_next(self, one: MapAtInput) -> None:
+        """Find sigma of a map, and of those that are asked for next, where one product has all.
+
+        That is: of other layers at the same input, in closed form and of few tokens. As many as
+        there are threads; one thread has nothing to gain.
+        """
+        count, job, solves = min(torch.get_num_threads(), _TOGETHER), one.job, list[Solve]()
+        if one.solved is not None or count < 2 or not self._shares(one):
+            return
+        alike = [one]
+        while (job := self._next.get(job)) and len(alike) < count:
+            if job != one.job._replace(id=job.id, layer=job.layer):
+                break
+            other = MapAtInput(self, job, one.window)
+            if not self._shares(other):
+                break
+            alike.append(other)
+        if len(alike) > 1:
+            with one.window.ready():
+                solves = [other.unsolved() for other in alike]
+                solves[0].solve_with(solves[1:])
+        for other, solve in zip(alike, solves, strict=False):
+            other.solved = solve
+            if other is not one and solve.tops:
+                self._ahead[other.job] = other
+
+    def _shares(self, one: MapAtInput) -> bool:
+        """Whether a solve may share products: it runs no module of the model, and is small."""
+        plain = one.job.input == REAL and one.job.metric in ("frobenius", "token-relative")
+        if one.job.map not in ("attention", "heads") or not plain or self.spec.per_head:
+            return False
+        x = one.x
+        basis = 2 * USUAL_STEPS * x.numel() * x.element_size()
+        fits = x.numel() <= _FEW and 4 * basis * _TOGETHER <= self.chunks
+        with one.window.ready() as ready:
+            alone = one.map.attention is not None and ready.resident is None
+        return alone and fits and x.device.type == "cpu"
 
     def first(self, job: Job) -> bool:
         """Whether its input is the first one of its length."""

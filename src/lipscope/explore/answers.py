@@ -14,6 +14,7 @@ from lipscope.display import rounded_down
 from lipscope.engine import DecisionCertificate, OpenModel, directions, push
 from lipscope.errors import InputError
 from lipscope.explore.question import MOST_TOKENS, Question, as_command, as_python
+from lipscope.linalg import Watch
 from lipscope.models import whole_text
 from lipscope.pages import (
     Rows,
@@ -100,8 +101,13 @@ def _rows(
     """The rows of each layer."""
     layers = "all" if asked.layer is None else [asked.layer]
     length, _ = length_of(model, asked.text)
-    for at in model.layers(asked.text, lengths=length, layers=layers, **asked.options):
-        yield at.layer, at.rows(_Watch(at.layer, check, tell))
+
+    def watch(layer: int | None) -> Watch:
+        return _Watch(layer, check, tell)
+
+    cut = {"lengths": length, "layers": layers}
+    for at in model.layers(asked.text, watch=watch, **cut, **asked.options):
+        yield at.layer, at.rows()
         check()
 
 

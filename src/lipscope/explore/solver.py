@@ -11,7 +11,6 @@ from contextlib import closing
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-import torch
 
 from lipscope.engine import OpenModel
 from lipscope.errors import InputError
@@ -138,14 +137,12 @@ class Solver:
 
     def _answer(self, ticket: Ticket) -> None:
         told: list[Event] = []
-        asked, check, threads = ticket.asked, ticket.check, torch.get_num_threads()
+        asked, check = ticket.asked, ticket.check
         try:
             with closing(events_of(self.model, asked, check, ticket.tell)) as events:
                 for event in events:
                     told.append(event)
                     ticket.tell(event)
-                    if event["event"] == "rows":  # from now on the browser draws: leave it one
-                        torch.set_num_threads(max(threads - 1, 1))
         except SupersededError:
             return
         except Exception as problem:
@@ -153,8 +150,6 @@ class Solver:
             text = " ".join(f"{kind}{problem}".split())[:500]
             told = []
             ticket.tell({"event": "error", "text": text})
-        finally:
-            torch.set_num_threads(threads)
         with self._change:
             if told and not asked.is_file:  # which is large, and wanted once
                 self._kept[asked] = told

@@ -23,9 +23,11 @@ from lipscope.linalg.operator import (
     start_named as start_named,
     stretch as stretch,
     to_dense as to_dense,
+    together as together,
 )
 from lipscope.linalg.singular import (
     SMALLEST_TOL as SMALLEST_TOL,
+    USUAL_STEPS as USUAL_STEPS,
     TopSingular as TopSingular,
     Watch as Watch,
     golub_kahan as golub_kahan,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -72,6 +72,48 @@ class Operator(Shown):
     def in_size(self) -> int:
         """Dimension of the input space."""
         return math.prod(self.in_shape)
+
+
+@dataclass(frozen=True, repr=False)
+class Together(Operator):
+    """Operators of one shape that share their products, on a leading axis: see `together`.
+
+    Attributes:
+        left: Indices of the parts that are left.
+    """
+
+    left: set[int] = field(default_factory=set)
+
+
+def together(joint: Operator, parts: Sequence[Operator]) -> Together:
+    """Operators that may leave the products that they share, as solves of them end.
+
+    Products of those that have left mean nothing. The last one that is left goes on by itself.
+
+    Args:
+        joint: The products of all of them, entry i of a leading axis for part i.
+        parts: The operators.
+    """
+    left = set(range(len(parts)))
+
+    def of(shared: Product, alone: Sequence[Product]) -> Product:
+        def product(e: Tensor) -> Tensor:
+            if len(left) != 1:
+                return shared(e)
+            (i,) = left
+            y = alone[i](e[i])
+            found = y.new_zeros(len(parts), *y.shape)
+            found[i] = y
+            return found
+
+        return product
+
+    matvec, rmatvec = (
+        of(getattr(joint, name), [getattr(one, name) for one in parts])
+        for name in ("matvec", "rmatvec")
+    )
+    shapes = joint.in_shape, joint.out_shape
+    return Together(matvec, rmatvec, *shapes, joint.dtype, joint.device, left)
 
 
 def over_leading(product: Product, event_dims: int) -> Product:
@@ -304,12 +346,12 @@ def restrict(
         move: Indices of the tokens that may move, ``(m,)``, or ``(b, m)`` with one set per
             entry of a leading batch axis; None for all.
         read: Indices of the output tokens that are read, ``(m,)``, or None for all.
-        scale: Factor per input token, shape ``(n,)``, or None for 1.
+        scale: Factor per input token, ``(n,)``, or ``(b, n)`` likewise, or None for 1.
     """
     if move is None and read is None and scale is None:
         return op
     n, n_out = op.in_shape[-2], op.out_shape[-2]
-    factor = None if scale is None else scale[:, None].to(op.device, op.dtype)
+    factor = None if scale is None else scale[..., None].to(op.device, op.dtype)
 
     def matvec(e: Tensor) -> Tensor:
         if move is not None:

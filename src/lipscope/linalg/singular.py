@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lipscope.display import Shown
 from lipscope.errors import InputError
-from lipscope.linalg.operator import Operator
+from lipscope.linalg.operator import Operator, Together
 from lipscope.linalg.torch_state import few_threads
 
 
@@ -188,7 +188,7 @@ def golub_kahan(
     size_in, size_out = op.in_size, math.prod(op.out_shape)
     # Room for a usual run: the process keeps memory of this size, so that the next solve meets no
     # page faults. A run that turns out long gets all its room at once, when the first is full.
-    held = capacity if capacity <= 2 * _USUAL_STEPS else _USUAL_STEPS
+    held = capacity if capacity <= 2 * USUAL_STEPS else USUAL_STEPS
     right = torch.empty(b, held + 1, size_in, dtype=op.dtype, device=op.device)
     left = start.new_empty(b, held if keep_left else 1, size_out)
     eps = torch.finfo(op.dtype).eps * _BREAKDOWN
@@ -254,8 +254,9 @@ def _orthogonalise(z: Tensor, basis: Tensor) -> Tensor:
 
 
 def _project_out(z: Tensor, basis: Tensor) -> Tensor:
-    coefficients = torch.bmm(basis, z[:, :, None])
-    return torch.baddbmm(z[:, :, None], basis.mT, coefficients, alpha=-1)[:, :, 0]
+    # One by one: a batch of products with single vectors takes ten times as long.
+    one_by_one = zip(z, basis, strict=True)
+    return torch.stack([torch.addmv(x, rows.mT, rows @ x, alpha=-1) for x, rows in one_by_one])
 
 
 SolverStatus = Literal["converged", "max_steps", "non_finite"]
@@ -271,7 +272,7 @@ SMALLEST_TOL = {torch.float32: 2e-5, torch.float64: 2e-12}
 _SMALLEST_BASIS = 8  # steps between restarts, whatever the memory
 # Runs are rarely longer. Where so many left vectors do not fit, none is kept: the room is worth
 # more to the right ones, and the one left vector that is wanted costs one more product.
-_USUAL_STEPS = 64
+USUAL_STEPS = 64
 
 
 @dataclass(frozen=True, repr=False)
@@ -375,11 +376,15 @@ def top_singular_batch(
     stop = _Stop(tol, delta, op)
     b = len(generators)
     answers: list[TopSingular | None] = [None] * b
-    with few_threads(b * op.in_size):
+    left = op.left if isinstance(op, Together) else None
+    # Several large matrices with few rows are worth several threads.
+    with few_threads(b * op.in_size if left is None else math.inf):
         for run, last in _restarted(op, _random_starts(op, generators), max_steps, memory, stop):
             for i in range(b):
                 if answers[i] is None:
                     answers[i] = stop.judge(run, i, last=last)
+                    if left and answers[i] is not None:
+                        left.discard(i)
             if watch is not None:
                 watch(
                     lambda run=run: [
@@ -447,7 +452,7 @@ def _restarted(
         b * size * start.element_size() for size in (op.in_size, math.prod(op.out_shape))
     )
     room = memory // max(right + left, 1) - 1
-    keep_left = room >= min(max_steps, _USUAL_STEPS)
+    keep_left = room >= min(max_steps, USUAL_STEPS)
     if not keep_left:
         room = max(_SMALLEST_BASIS, (memory - left) // max(right, 1) - 1)
     cycles: list[list[Cycle]] = [[] for _ in range(b)]
