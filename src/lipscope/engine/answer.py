@@ -141,8 +141,8 @@ def answer(
     job: Job,
     memory: int,
     key: str,
+    watch: Watch,
     reference: Callable[[], ReferenceModel] | None = None,
-    watch: Watch | None = None,
     solved: Solve | None = None,
 ) -> list[Answer]:
     """Answer a job for a layer, or for each of its heads, within so many bytes of memory.
@@ -191,7 +191,7 @@ class Solve:
         job: Job,
         memory: int,
         key: str,
-        watch: Watch | None,
+        watch: Watch,
     ) -> None:
         self._began = time.perf_counter()
         self.layer, self.spec, self.job, self.watch = layer, spec, job, watch
@@ -213,38 +213,12 @@ class Solve:
 
     def solve(self) -> list[TopSingular]:
         """Sigma of all heads together, or of each."""
-        self._keep(self._top(self.operator, "sigma"), len(self.heads))
-        assert self.tops is not None
-        return self.tops
+        tops = self._top(self.operator, "sigma")
+        self.keep(tops, len(self.heads))
+        return tops
 
-    def solve_with(self, others: Sequence[Solve]) -> None:
-        """Sigma, and that of layers that are alike, of the same specification: by one product.
-
-        Nothing if there is no such product.
-        """
-        solves = [self, *others]
-        jacobian = joined([one.jacobian for one in solves])
-        if jacobian is None:
-            return
-        scale = None if self.scale is None else torch.stack([one.scale for one in solves])
-        shared = restrict(jacobian, move=self.move, read=self.read, scale=scale)
-
-        def watch(now: Callable[[], Sequence[tuple[float, float]]]) -> None:
-            for i, one in enumerate(solves):
-                if one.watch is not None:
-                    one.watch(lambda i=i: now()[i : i + 1])
-
-        tops = top_singular_batch(
-            together(shared, [one.operator for one in solves]),
-            [one._generator(None, "sigma") for one in solves],
-            memory=self.memory // 2,
-            watch=watch,
-            **self.spec.solver(),
-        )
-        for one, top in zip(solves, tops, strict=True):
-            one._keep([top], len(solves))
-
-    def _keep(self, tops: list[TopSingular], share: int) -> None:
+    def keep(self, tops: list[TopSingular], share: int) -> None:
+        """Keep sigma, found in a share of the time since the beginning."""
         self.tops, self.seconds = tops, (time.perf_counter() - self._began) / share
 
     def _jacobian(self) -> Operator:
@@ -305,7 +279,7 @@ class Solve:
         found = leading(
             self.operator,
             top,
-            lambda rank: self._generator(None, f"direction {rank}"),
+            lambda rank: self.generator(None, f"direction {rank}"),
             count=self.spec.directions,
             memory=self.memory // 2,
             **self.spec.solver(),
@@ -367,7 +341,7 @@ class Solve:
         best = max(tops, key=lambda top: top.sigma if math.isfinite(top.sigma) else -1.0)
         v = best.v.to(self.layer.x)
         if not bool(v.isfinite().all()) or not bool(v.any()):
-            v = torch.randn(v.shape, generator=self._generator(None, "difference")).to(v)
+            v = torch.randn(v.shape, generator=self.generator(None, "difference")).to(v)
         if self.scale is not None:
             v = v * (self.scale if self.move is None else self.scale[self.move])[:, None]
         return _embedded(v, self.move, self.n)
@@ -379,7 +353,7 @@ class Solve:
             return [bracketed(one, self.job.metric, **end) for one in alone]
         return top_singular_batch(
             operator,
-            [self._generator(head, purpose) for head in self.heads],
+            [self.generator(head, purpose) for head in self.heads],
             memory=self.memory // 2,
             watch=self.watch if purpose == "sigma" else None,
             **self.spec.solver(),
@@ -393,7 +367,7 @@ class Solve:
 
         return replace(op, matvec=of(op.matvec), rmatvec=of(op.rmatvec))
 
-    def _generator(self, head: int | None, purpose: str) -> torch.Generator:
+    def generator(self, head: int | None, purpose: str) -> torch.Generator:
         """A start that depends on names only: not on batches, order or restarts."""
         name = f"{self.job.seed}|{self.key}|{self.job.map}|{head}|{self.n}|{purpose}"
         return start_named(name)
@@ -421,7 +395,7 @@ class Solve:
 
     def _averages(self, tops: list[TopSingular]) -> list[_Remarked]:
         """``‖J‖_F`` of each head from Gaussian probes, with its interval in words."""
-        generators = [self._generator(head, "average") for head in self.heads]
+        generators = [self.generator(head, "average") for head in self.heads]
         total = torch.zeros(len(tops), dtype=torch.float64)
         for _ in range(_PROBES):
             z = torch.stack([torch.randn(self.operator.in_shape, generator=g) for g in generators])
@@ -454,6 +428,34 @@ class Solve:
         if not (one.positional or one.causal or one.window or one.mask is not None):
             return None
         return "copies of a token share its position and read what it reads"
+
+
+def solved_together(questions: Sequence[tuple[Any, ...]]) -> list[Solve]:
+    """Solves of layers of one specification: where they are alike, one product serves them all."""
+    solves = [Solve(*one) for one in questions]
+    first, jacobian = solves[0], joined([one.jacobian for one in solves])
+    if jacobian is None:
+        for one in solves:
+            one.solve()
+        return solves
+    scales = [one.scale for one in solves if one.scale is not None]
+    scale = torch.stack(scales) if scales else None
+    shared = restrict(jacobian, move=first.move, read=first.read, scale=scale)
+
+    def watch(now: Callable[[], Sequence[tuple[float, float]]]) -> None:
+        for i, one in enumerate(solves):
+            one.watch(lambda i=i: now()[i : i + 1])
+
+    tops = top_singular_batch(
+        together(shared, [one.operator for one in solves]),
+        [one.generator(None, "sigma") for one in solves],
+        memory=first.memory // 2,
+        watch=watch,
+        **first.spec.solver(),
+    )
+    for one, top in zip(solves, tops, strict=True):
+        one.keep([top], len(solves))
+    return solves
 
 
 def _embedded(vector: Tensor, index: Tensor | None, n: int) -> Tensor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby, pairwise
+from threading import Event
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,7 +16,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
-from lipscope.engine.answer import Answer, Solve, answer, explained, failed_rows, row_of
+from lipscope.engine.answer import (
+    Answer,
+    Solve,
+    answer,
+    explained,
+    failed_rows,
+    row_of,
+    solved_together,
+)
 from lipscope.engine.checks import COPIES, FREE, budget, parse_tokens
 from lipscope.engine.closed_form import (
     BuiltInput,
@@ -59,7 +69,8 @@ _MASKS = {
     False: "run without a causal mask",
 }
 _CHUNKS = 2**30  # bytes
-_TOGETHER = 4  # layers whose products are one, at most
+_TOGETHER = 3  # layers whose products are one, at most: more fill no processor better
+_MOST_GROUPS = 4  # of them, solved at a time
 # Entries of an input up to which they are: 100 tokens of width 576 gain a fifth, 200 nothing.
 _FEW = 2**16
 K = TypeVar("K")
@@ -87,9 +98,7 @@ class MapAtInput:
     ) -> None:
         self._session, self.spec = session, session.spec
         self.job, self.window, self.model = job, window, window.model
-        # Told of intervals as they narrow.
-        self._watch = None if session.watch is None else session.watch(job.layer)
-        self.solved: Solve | None = None  # with sigma, where a map before this one had it as well
+        self._watch = session.watching(job.layer)
         if given is not None:
             self.__dict__["given"] = given
 
@@ -256,18 +265,13 @@ class MapAtInput:
     # --- answers
 
     @property
-    def _question(self) -> tuple[LayerMap, Spec, Job, int, str]:
-        """What is solved, within which memory, and the key that fixes the starts."""
+    def question(self) -> tuple[LayerMap, Spec, Job, int, str, Watch]:
+        """What is solved, within which memory, the key that fixes the starts, and who watches."""
         spec, job = self.spec, self.job
         key = f"{spec.models[job.model].name}|{job.layer}|{job.num_tokens or ''}|{job.sample}"
         if job.input != REAL:
             key += f"|{job.input}|{job.radius or ''}"
-        return self.map, spec, job, self._session.chunks, key
-
-    def unsolved(self) -> Solve:
-        """The operators of the map, and no sigma yet."""
-        with self.window.ready():
-            return Solve(*self._question, self._watch)
+        return self.map, spec, job, self._session.chunks, key, self._watch
 
     @property
     def answers(self) -> list[Answer]:
@@ -276,13 +280,14 @@ class MapAtInput:
         whole_tokens = spec.move != COPIES  # the model itself has no copies
 
         def make() -> list[Answer]:
+            solved = None
             # What fails, fails again where its own row is made, and is told there.
             with suppress(InputError, RuntimeError, MemoryError):
-                self._session.solve_with_next(self)
+                solved = self._session.solved(self)
             with self.window.ready():
                 check = self._session.first(job) and whole_tokens
                 reference = (lambda: self.window.reference(self.map)) if check else None
-                return answer(*self._question, reference, self._watch, self.solved)
+                return answer(*self.question, reference, solved)
 
         asked = job, spec.per_head, spec.rest, spec.average, spec.directions
         return keep_last(self.window.answers, asked, make)
@@ -349,6 +354,10 @@ def failed(spec: Spec, job: Job, shape: Shape, error: str) -> Result:
     return Result(job.id, job.model, {}, failed_rows(spec, job, shape, error, {}))
 
 
+class _OverError(BaseException):
+    """Ends a solve between two products: its session is over."""
+
+
 class ModelKey(NamedTuple):
     """A model of a specification, with the seed of its weights if they are random."""
 
@@ -390,9 +399,13 @@ class Session:
         self.coming: Collection[WindowKey] | None = ()
         self._window: dict[WindowKey, ModelAtInput] = {}
         self._at: dict[Job, MapAtInput] = {}
-        # By job, those that are asked after it; and maps that were solved with one before them.
+        # By job, the one that is asked after it; maps that are solved ahead, and what solves them.
         self._next: dict[Job, Job] = {}
         self._ahead: dict[Job, MapAtInput] = {}
+        self._begun: dict[Job, tuple[Future[list[Solve]], int]] = {}
+        self._coming: MapAtInput | None = None  # the next one to begin with
+        self._pool: ThreadPoolExecutor | None = None
+        self._over = Event()
         # What is told of the intervals of a layer as they narrow, if anybody is.
         self.watch: Callable[[int | None], Watch] | None = None
         self._sizes: dict[Any, dict[int | None, list[float]]] = {}
@@ -406,10 +419,20 @@ class Session:
 
     def close(self) -> None:
         """Put the model back as it was, and let go of it."""
+        self._end_solves()
         self._stack.close()
         self._part()
-        for held in (self._model, self._items, self._ready, self._at, self._ahead, self.texts):
+        for held in (self._model, self._items, self._ready, self._at, self.texts):
             held.clear()
+
+    def _end_solves(self) -> None:
+        """End what is solved ahead, between two products."""
+        if self._pool is not None:
+            self._over.set()
+            self._pool.shutdown(cancel_futures=True)
+        self._pool, self._coming, self._over = None, None, Event()
+        self._ahead.clear()
+        self._begun.clear()
 
     # --- what a model has
 
@@ -547,7 +570,7 @@ class Session:
 
         self._part()
         self._at.clear()
-        self._ahead.clear()
+        self._end_solves()
         keep_last(self._ready, (model_key, setting), enter)
         whole = spec.among or not maps.isdisjoint(("stack", *WHOLE))
         about: dict[str, Any] = {"norms": norms, "layers": None if whole else spec.layers}
@@ -611,31 +634,60 @@ class Session:
         """These jobs will be asked one after the other, for sigma."""
         self._next = dict(pairwise(jobs))
 
-    def solve_with_next(self, one: MapAtInput) -> None:
-        """Find sigma of a map, and of those that are asked for next, where one product has all.
+    def watching(self, layer: int | None) -> Watch:
+        """What is called after every step of a solve; it ends those of a session that is over."""
+        told = None if self.watch is None else self.watch(layer)
 
-        That is: of other layers at the same input, in closed form and of few tokens. As many as
-        there are threads; one thread has nothing to gain.
+        def watch(now: Callable[[], Sequence[tuple[float, float]]]) -> None:
+            if self._over.is_set():
+                raise _OverError
+            if told is not None:
+                told(now)
+
+        return watch
+
+    def solved(self, one: MapAtInput) -> Solve | None:
+        """Sigma of a map, found together with those that are asked for next; None for it alone.
+
+        These are other layers at the same input, in closed form and of few tokens. Some of them
+        share their products, and such groups are solved in threads beside this one, as many at a
+        time as torch has threads, each with one: several small solves at once use processors
+        better than several threads a product, and never wait for each other.
         """
-        count, job, solves = min(torch.get_num_threads(), _TOGETHER), one.job, list[Solve]()
-        if one.solved is not None or count < 2 or not self._shares(one):
-            return
-        alike = [one]
-        while (job := self._next.get(job)) and len(alike) < count:
-            if job != one.job._replace(id=job.id, layer=job.layer):
+        workers, job = min(torch.get_num_threads(), _MOST_GROUPS), one.job
+        if job not in self._begun:
+            self._coming = one
+        while self._coming is not None and workers > 1:
+            at_work = {f for f, _ in self._begun.values() if not f.done()}
+            if len(at_work) >= workers:
                 break
-            other = MapAtInput(self, job, one.window)
-            if not self._shares(other):
-                break
-            alike.append(other)
-        if len(alike) > 1:
-            with one.window.ready():
-                solves = [other.unsolved() for other in alike]
-                solves[0].solve_with(solves[1:])
-        for other, solve in zip(alike, solves, strict=False):
-            other.solved = solve
-            if other is not one and solve.tops:
-                self._ahead[other.job] = other
+            self._coming = self._begin(self._coming, workers)
+        if job not in self._begun:
+            return None
+        future, index = self._begun.pop(job)
+        return future.result()[index]
+
+    def _begin(self, first: MapAtInput, workers: int) -> MapAtInput | None:
+        """Begin to solve a map and some that follow it; the one after them, if it is like them."""
+        jobs, job = [first.job], self._next.get(first.job)
+        while job is not None and job == first.job._replace(id=job.id, layer=job.layer):
+            jobs.append(job)
+            job = self._next.get(job)
+        if not self._shares(first) or (len(jobs) < 2 and not self._begun):
+            return None
+        # The first by itself: somebody may wait for its interval.
+        share = max(2, -(-len(jobs) // workers))
+        size = 1 if self._pool is None else min(_TOGETHER, share)
+        maps = [first, *(MapAtInput(self, job, first.window) for job in jobs[1:size])]
+        maps = [one for one in maps if self._shares(one)]
+        if self._pool is None:
+            one_thread = {"initializer": torch.set_num_threads, "initargs": (1,)}
+            self._pool = ThreadPoolExecutor(workers, **one_thread)
+        future = self._pool.submit(solved_together, [one.question for one in maps])
+        for index, one in enumerate(maps):
+            self._begun[one.job] = future, index
+            self._ahead[one.job] = one
+        return None if len(jobs) <= size else MapAtInput(self, jobs[size], first.window)
 
     def _shares(self, one: MapAtInput) -> bool:
         """Whether a solve may share products: it runs no module of the model, and is small."""
@@ -644,7 +696,7 @@ class Session:
             return False
         x = one.x
         basis = 2 * USUAL_STEPS * x.numel() * x.element_size()
-        fits = x.numel() <= _FEW and 4 * basis * _TOGETHER <= self.chunks
+        fits = x.numel() <= _FEW and 2 * _TOGETHER * _MOST_GROUPS * basis <= self.chunks
         with one.window.ready() as ready:
             alone = one.map.attention is not None and ready.resident is None
         return alone and fits and x.device.type == "cpu"

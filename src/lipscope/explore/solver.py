@@ -11,7 +11,6 @@ from contextlib import closing
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-
 from lipscope.engine import OpenModel
 from lipscope.errors import InputError
 from lipscope.explore.answers import Event, events_of

@@ -377,8 +377,7 @@ def top_singular_batch(
     b = len(generators)
     answers: list[TopSingular | None] = [None] * b
     left = op.left if isinstance(op, Together) else None
-    # Several large matrices with few rows are worth several threads.
-    with few_threads(b * op.in_size if left is None else math.inf):
+    with few_threads(b * op.in_size):
         for run, last in _restarted(op, _random_starts(op, generators), max_steps, memory, stop):
             for i in range(b):
                 if answers[i] is None:

@@ -57,7 +57,7 @@ def draws_from(seed: int, devices: Sequence[int] = ()) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def few_threads(entries: float | None, small: int = _SMALL) -> Iterator[None]:
+def few_threads(entries: int | None, small: int = _SMALL) -> Iterator[None]:
     """One thread while an input of at most so many entries is worked on; then as before.
 
     Within it, the caller's threads for an input that is larger, such as a batch. ``entries``: of

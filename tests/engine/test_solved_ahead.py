@@ -1,0 +1,101 @@
+"""Layers that are asked one after the other are solved ahead, and say what each says alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import lipscope as ls
+from lipscope.engine import session
+from lipscope.errors import InputError
+
+SIZES = "hidden_size=12,num_attention_heads=3,num_hidden_layers=5,intermediate_size=16"
+MODELS = {
+    "bert": f"random:bert:{SIZES},vocab_size=300",
+    "gpt2": "random:gpt2:n_embd=12,n_head=3,n_layer=5,n_positions=64,vocab_size=300",
+    "llama": f"random:llama:{SIZES},num_key_value_heads=1,vocab_size=300",
+    "qwen3": f"random:qwen3:{SIZES},num_key_value_heads=1,head_dim=4,vocab_size=300",
+}
+ALIKE = ("sigma", "upper", "relative", "input_norm", "top_share")
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom."
+
+
+@pytest.fixture
+def two() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def rows(model: object, **options: object) -> list:
+    return list(ls.measure(model, TEXT, lengths=12, layers="all", **options))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("options", [{}, {"move": "not-first"}, {"metric": "token-relative"}])
+def test_rows_are_those_of_one_layer_at_a_time(name: str, options: dict, two, monkeypatch) -> None:
+    model, shared = ls.load_model(MODELS[name]), []
+    usual = session.solved_together
+    monkeypatch.setattr(session, "solved_together", lambda q: shared.append(len(q)) or usual(q))
+    ahead = rows(model, **options)
+    assert sum(shared) == len(ahead) > 1
+    torch.set_num_threads(1)
+    alone = rows(model, **options)
+    assert sum(shared) == len(ahead)
+    for one, other in zip(ahead, alone, strict=True):
+        assert (one.id, one.status, one.products) == (other.id, other.status, other.products)
+        assert (one.derivative_error is None) == (other.derivative_error is None)
+        for column in ALIKE:
+            assert getattr(one, column) == pytest.approx(getattr(other, column), rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"per_head": True}, {"map": "block"}, {"metric": "max-token"}])
+def test_what_shares_nothing_is_solved_as_before(options: dict, two, monkeypatch) -> None:
+    monkeypatch.setattr(session, "solved_together", None)
+    assert all(row.sigma for row in rows(MODELS["bert"], **options))
+
+
+def test_a_layer_that_fails_fails_alone(two, monkeypatch) -> None:
+    """Whatever goes wrong in a thread is tried again where the row is made."""
+
+    def broken(_: object) -> None:
+        raise InputError("no product")
+
+    alone = rows(MODELS["gpt2"])
+    monkeypatch.setattr(session, "solved_together", broken)
+    again = rows(MODELS["gpt2"])
+    assert [row.sigma for row in again] == pytest.approx([row.sigma for row in alone])
+
+
+class GoneError(BaseException):
+    pass
+
+
+def test_what_a_watch_raises_ends_all_solves(two) -> None:
+    model, told, before = ls.load_model(MODELS["llama"]), [], threading.active_count()
+
+    def watch(layer: int | None):
+        def step(now) -> None:
+            told.append((layer, now()))
+            if len(told) > 4:
+                raise GoneError
+
+        return step
+
+    with pytest.raises(GoneError):
+        for at in model.layers(TEXT, lengths=12, watch=watch):
+            at.rows()
+    assert threading.active_count() == before
+    assert all(0 < low <= high for _, ((low, high),) in told)
+
+
+def test_a_session_that_is_over_leaves_no_thread(two) -> None:
+    model, before = ls.load_model(MODELS["llama"]), threading.active_count()
+    found = model.layers(TEXT, lengths=12, watch=lambda _: lambda now: None)
+    assert next(found).rows()
+    found.close()
+    assert threading.active_count() == before
