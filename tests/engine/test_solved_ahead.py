@@ -86,9 +86,10 @@ def test_what_a_watch_raises_ends_all_solves(two) -> None:
 
         return step
 
+    found = model.layers(TEXT, lengths=12, watch=watch)
     with pytest.raises(GoneError):
-        for at in model.layers(TEXT, lengths=12, watch=watch):
-            at.rows()
+        [at.rows() for at in found]
+    found.close()
     assert threading.active_count() == before
     assert all(0 < low <= high for _, ((low, high),) in told)
 

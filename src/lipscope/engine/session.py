@@ -661,7 +661,9 @@ class Session:
             at_work = {f for f, _ in self._begun.values() if not f.done()}
             if len(at_work) >= workers:
                 break
-            self._coming = self._begin(self._coming, workers)
+            coming, self._coming = self._coming, None
+            with suppress(InputError, RuntimeError, MemoryError):  # told where its row is made
+                self._coming = self._begin(coming, workers)
         if job not in self._begun:
             return None
         future, index = self._begun.pop(job)
