@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pkgutil import resolve_name
 
 import pytest
 import torch
 
 import lipscope as ls
-from lipscope.engine import session
 from lipscope.errors import InputError
 
 SIZES = "hidden_size=12,num_attention_heads=3,num_hidden_layers=5,intermediate_size=16"
@@ -19,6 +19,7 @@ MODELS = {
     "llama": f"random:llama:{SIZES},num_key_value_heads=1,vocab_size=300",
     "qwen3": f"random:qwen3:{SIZES},num_key_value_heads=1,head_dim=4,vocab_size=300",
 }
+SOLVER = "lipscope.engine.solve_queue.solved_together"
 ALIKE = ("sigma", "upper", "relative", "input_norm", "top_share")
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom."
 
@@ -39,8 +40,8 @@ def rows(model: object, **options: object) -> list:
 @pytest.mark.parametrize("options", [{}, {"move": "not-first"}, {"metric": "token-relative"}])
 def test_rows_are_those_of_one_layer_at_a_time(name: str, options: dict, two, monkeypatch) -> None:
     model, shared = ls.load_model(MODELS[name]), []
-    usual = session.solved_together
-    monkeypatch.setattr(session, "solved_together", lambda q: shared.append(len(q)) or usual(q))
+    usual = resolve_name(SOLVER)
+    monkeypatch.setattr(SOLVER, lambda q: shared.append(len(q)) or usual(q))
     ahead = rows(model, **options)
     assert sum(shared) == len(ahead) > 1
     torch.set_num_threads(1)
@@ -55,7 +56,7 @@ def test_rows_are_those_of_one_layer_at_a_time(name: str, options: dict, two, mo
 
 @pytest.mark.parametrize("options", [{"per_head": True}, {"map": "block"}, {"metric": "max-token"}])
 def test_what_shares_nothing_is_solved_as_before(options: dict, two, monkeypatch) -> None:
-    monkeypatch.setattr(session, "solved_together", None)
+    monkeypatch.setattr(SOLVER, None)
     assert all(row.sigma for row in rows(MODELS["bert"], **options))
 
 
@@ -66,7 +67,7 @@ def test_a_layer_that_fails_fails_alone(two, monkeypatch) -> None:
         raise InputError("no product")
 
     alone = rows(MODELS["gpt2"])
-    monkeypatch.setattr(session, "solved_together", broken)
+    monkeypatch.setattr(SOLVER, broken)
     again = rows(MODELS["gpt2"])
     assert [row.sigma for row in again] == pytest.approx([row.sigma for row in alone])
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import cached_property
-from itertools import groupby, pairwise
-from threading import Event
+from functools import cached_property, partial
+from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,12 +16,10 @@ from torch import Tensor, nn
 from lipscope.attention import Attention
 from lipscope.engine.answer import (
     Answer,
-    Solve,
     answer,
     explained,
     failed_rows,
     row_of,
-    solved_together,
 )
 from lipscope.engine.checks import COPIES, FREE, budget, parse_tokens
 from lipscope.engine.closed_form import (
@@ -45,9 +41,10 @@ from lipscope.engine.ready_model import (
     masked,
     ready_model,
 )
+from lipscope.engine.solve_queue import SolveQueue
 from lipscope.engine.spec import REAL, Spec
 from lipscope.errors import InputError, memory_for
-from lipscope.linalg import USUAL_STEPS, Operator, Watch
+from lipscope.linalg import Operator, Watch
 from lipscope.models import (
     WHOLE,
     ExactNorm,
@@ -69,10 +66,6 @@ _MASKS = {
     False: "run without a causal mask",
 }
 _CHUNKS = 2**30  # bytes
-_TOGETHER = 3  # layers whose products are one, at most: more fill no processor better
-_MOST_GROUPS = 4  # of them, solved at a time
-# Entries of an input up to which they are: 100 tokens of width 576 gain a fifth, 200 nothing.
-_FEW = 2**16
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -98,7 +91,7 @@ class MapAtInput:
     ) -> None:
         self._session, self.spec = session, session.spec
         self.job, self.window, self.model = job, window, window.model
-        self._watch = session.watching(job.layer)
+        self._watch = session.solves.watching(job.layer)
         if given is not None:
             self.__dict__["given"] = given
 
@@ -283,7 +276,7 @@ class MapAtInput:
             solved = None
             # What fails, fails again where its own row is made, and is told there.
             with suppress(InputError, RuntimeError, MemoryError):
-                solved = self._session.solved(self)
+                solved = self._session.solves.solved(self)
             with self.window.ready():
                 check = self._session.first(job) and whole_tokens
                 reference = (lambda: self.window.reference(self.map)) if check else None
@@ -354,10 +347,6 @@ def failed(spec: Spec, job: Job, shape: Shape, error: str) -> Result:
     return Result(job.id, job.model, {}, failed_rows(spec, job, shape, error, {}))
 
 
-class _OverError(BaseException):
-    """Ends a solve between two products: its session is over."""
-
-
 class ModelKey(NamedTuple):
     """A model of a specification, with the seed of its weights if they are random."""
 
@@ -399,15 +388,7 @@ class Session:
         self.coming: Collection[WindowKey] | None = ()
         self._window: dict[WindowKey, ModelAtInput] = {}
         self._at: dict[Job, MapAtInput] = {}
-        # By job, the one that is asked after it; maps that are solved ahead, and what solves them.
-        self._next: dict[Job, Job] = {}
-        self._ahead: dict[Job, MapAtInput] = {}
-        self._begun: dict[Job, tuple[Future[list[Solve]], int]] = {}
-        self._coming: MapAtInput | None = None  # the next one to begin with
-        self._pool: ThreadPoolExecutor | None = None
-        self._over = Event()
-        # What is told of the intervals of a layer as they narrow, if anybody is.
-        self.watch: Callable[[int | None], Watch] | None = None
+        self.solves = SolveQueue(spec, self.chunks, partial(MapAtInput, self))
         self._sizes: dict[Any, dict[int | None, list[float]]] = {}
         self.texts: dict[Setting, Texts] = {}  # towards which directions turn
 
@@ -419,20 +400,11 @@ class Session:
 
     def close(self) -> None:
         """Put the model back as it was, and let go of it."""
-        self._end_solves()
+        self.solves.end()
         self._stack.close()
         self._part()
         for held in (self._model, self._items, self._ready, self._at, self.texts):
             held.clear()
-
-    def _end_solves(self) -> None:
-        """End what is solved ahead, between two products."""
-        if self._pool is not None:
-            self._over.set()
-            self._pool.shutdown(cancel_futures=True)
-        self._pool, self._coming, self._over = None, None, Event()
-        self._ahead.clear()
-        self._begun.clear()
 
     # --- what a model has
 
@@ -570,7 +542,7 @@ class Session:
 
         self._part()
         self._at.clear()
-        self._end_solves()
+        self.solves.end()
         keep_last(self._ready, (model_key, setting), enter)
         whole = spec.among or not maps.isdisjoint(("stack", *WHOLE))
         about: dict[str, Any] = {"norms": norms, "layers": None if whole else spec.layers}
@@ -621,87 +593,14 @@ class Session:
 
     def at(self, job: Job) -> MapAtInput:
         """The map that a job asks about, at its input."""
-        if job in self._ahead:
-            return keep_last(self._at, job, lambda: self._ahead.pop(job))
+        if (ahead := self.solves.taken(job)) is not None:
+            return keep_last(self._at, job, lambda: ahead)
         key = job.window
         window, before = self.window(key), next(iter(self._at.values()), None)
         place = key, job.map, job.layer
         same = before and (before.job.window, before.job.map, before.job.layer) == place
         given = before.given if before is not None and same else None
         return keep_last(self._at, job, lambda: MapAtInput(self, job, window, given))
-
-    def expect(self, jobs: Sequence[Job]) -> None:
-        """These jobs will be asked one after the other, for sigma."""
-        self._next = dict(pairwise(jobs))
-
-    def watching(self, layer: int | None) -> Watch:
-        """What is called after every step of a solve; it ends those of a session that is over."""
-        told = None if self.watch is None else self.watch(layer)
-
-        def watch(now: Callable[[], Sequence[tuple[float, float]]]) -> None:
-            if self._over.is_set():
-                raise _OverError
-            if told is not None:
-                told(now)
-
-        return watch
-
-    def solved(self, one: MapAtInput) -> Solve | None:
-        """Sigma of a map, found together with those that are asked for next; None for it alone.
-
-        These are other layers at the same input, in closed form and of few tokens. Some of them
-        share their products, and such groups are solved in threads beside this one, as many at a
-        time as torch has threads, each with one: several small solves at once use processors
-        better than several threads a product, and never wait for each other.
-        """
-        workers, job = min(torch.get_num_threads(), _MOST_GROUPS), one.job
-        if job not in self._begun:
-            self._coming = one
-        while self._coming is not None and workers > 1:
-            at_work = {f for f, _ in self._begun.values() if not f.done()}
-            if len(at_work) >= workers:
-                break
-            coming, self._coming = self._coming, None
-            with suppress(InputError, RuntimeError, MemoryError):  # told where its row is made
-                self._coming = self._begin(coming, workers)
-        if job not in self._begun:
-            return None
-        future, index = self._begun.pop(job)
-        return future.result()[index]
-
-    def _begin(self, first: MapAtInput, workers: int) -> MapAtInput | None:
-        """Begin to solve a map and some that follow it; the one after them, if it is like them."""
-        jobs, job = [first.job], self._next.get(first.job)
-        while job is not None and job == first.job._replace(id=job.id, layer=job.layer):
-            jobs.append(job)
-            job = self._next.get(job)
-        if not self._shares(first) or (len(jobs) < 2 and not self._begun):
-            return None
-        # The first by itself: somebody may wait for its interval.
-        share = max(2, -(-len(jobs) // workers))
-        size = 1 if self._pool is None else min(_TOGETHER, share)
-        maps = [first, *(MapAtInput(self, job, first.window) for job in jobs[1:size])]
-        maps = [one for one in maps if self._shares(one)]
-        if self._pool is None:
-            one_thread = {"initializer": torch.set_num_threads, "initargs": (1,)}
-            self._pool = ThreadPoolExecutor(workers, **one_thread)
-        future = self._pool.submit(solved_together, [one.question for one in maps])
-        for index, one in enumerate(maps):
-            self._begun[one.job] = future, index
-            self._ahead[one.job] = one
-        return None if len(jobs) <= size else MapAtInput(self, jobs[size], first.window)
-
-    def _shares(self, one: MapAtInput) -> bool:
-        """Whether a solve may share products: it runs no module of the model, and is small."""
-        plain = one.job.input == REAL and one.job.metric in ("frobenius", "token-relative")
-        if one.job.map not in ("attention", "heads") or not plain or self.spec.per_head:
-            return False
-        x = one.x
-        basis = 2 * USUAL_STEPS * x.numel() * x.element_size()
-        fits = x.numel() <= _FEW and 2 * _TOGETHER * _MOST_GROUPS * basis <= self.chunks
-        with one.window.ready() as ready:
-            alone = one.map.attention is not None and ready.resident is None
-        return alone and fits and x.device.type == "cpu"
 
     def first(self, job: Job) -> bool:
         """Whether its input is the first one of its length."""
