@@ -141,7 +141,7 @@ def answer(
     job: Job,
     memory: int,
     key: str,
-    watch: Watch,
+    watch: Watch | None,
     reference: Callable[[], ReferenceModel] | None = None,
     solved: Solve | None = None,
 ) -> list[Answer]:
@@ -191,7 +191,7 @@ class Solve:
         job: Job,
         memory: int,
         key: str,
-        watch: Watch,
+        watch: Watch | None,
     ) -> None:
         self._began = time.perf_counter()
         self.layer, self.spec, self.job, self.watch = layer, spec, job, watch
@@ -444,7 +444,8 @@ def solved_together(questions: Sequence[tuple[Any, ...]]) -> list[Solve]:
 
     def watch(now: Callable[[], Sequence[tuple[float, float]]]) -> None:
         for i, one in enumerate(solves):
-            one.watch(lambda i=i: now()[i : i + 1])
+            if one.watch is not None:
+                one.watch(lambda i=i: now()[i : i + 1])
 
     tops = top_singular_batch(
         together(shared, [one.operator for one in solves]),

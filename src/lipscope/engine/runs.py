@@ -214,7 +214,7 @@ class LocalRun:
         left = left_over(self.jobs, [self.survey.shape], done)
         self.session.coming = {job.window for job in left}
         ordered = self.session.in_order(left) if left else []
-        self.session.solves.expect(ordered)
+        self.session.expect(ordered)
         for job in ordered:
             new = [one for one in self._answered(job) if one.row.id not in done]
             if folder is not None and keep:
@@ -423,8 +423,7 @@ def maps_at(
         asked = {name: value for name, value in asked.items() if name not in OF_INPUT}
     with LocalRun(model, data, asked, _AT) as run:
         if watch is not None:
-            run.session.solves.watch = watch
-            run.session.solves.expect(run.jobs)
+            run.session.expect(run.jobs, watch)
         for job in run.jobs:
             yield run.at(job)
 

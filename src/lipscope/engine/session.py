@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lipscope.attention import Attention
 from lipscope.engine.answer import (
     Answer,
+    Solve,
     answer,
     explained,
     failed_rows,
@@ -91,7 +92,7 @@ class MapAtInput:
     ) -> None:
         self._session, self.spec = session, session.spec
         self.job, self.window, self.model = job, window, window.model
-        self._watch = session.solves.watching(job.layer)
+        self._watch = session.watching(job.layer)
         if given is not None:
             self.__dict__["given"] = given
 
@@ -258,7 +259,7 @@ class MapAtInput:
     # --- answers
 
     @property
-    def question(self) -> tuple[LayerMap, Spec, Job, int, str, Watch]:
+    def question(self) -> tuple[LayerMap, Spec, Job, int, str, Watch | None]:
         """What is solved, within which memory, the key that fixes the starts, and who watches."""
         spec, job = self.spec, self.job
         key = f"{spec.models[job.model].name}|{job.layer}|{job.num_tokens or ''}|{job.sample}"
@@ -276,7 +277,7 @@ class MapAtInput:
             solved = None
             # What fails, fails again where its own row is made, and is told there.
             with suppress(InputError, RuntimeError, MemoryError):
-                solved = self._session.solves.solved(self)
+                solved = self._session.solved(self)
             with self.window.ready():
                 check = self._session.first(job) and whole_tokens
                 reference = (lambda: self.window.reference(self.map)) if check else None
@@ -388,7 +389,7 @@ class Session:
         self.coming: Collection[WindowKey] | None = ()
         self._window: dict[WindowKey, ModelAtInput] = {}
         self._at: dict[Job, MapAtInput] = {}
-        self.solves = SolveQueue(spec, self.chunks, partial(MapAtInput, self))
+        self.solves: SolveQueue[MapAtInput] | None = None  # where several jobs are expected
         self._sizes: dict[Any, dict[int | None, list[float]]] = {}
         self.texts: dict[Setting, Texts] = {}  # towards which directions turn
 
@@ -400,7 +401,8 @@ class Session:
 
     def close(self) -> None:
         """Put the model back as it was, and let go of it."""
-        self.solves.end()
+        if self.solves is not None:
+            self.solves.end()
         self._stack.close()
         self._part()
         for held in (self._model, self._items, self._ready, self._at, self.texts):
@@ -542,7 +544,8 @@ class Session:
 
         self._part()
         self._at.clear()
-        self.solves.end()
+        if self.solves is not None:
+            self.solves.end()
         keep_last(self._ready, (model_key, setting), enter)
         whole = spec.among or not maps.isdisjoint(("stack", *WHOLE))
         about: dict[str, Any] = {"norms": norms, "layers": None if whole else spec.layers}
@@ -593,7 +596,8 @@ class Session:
 
     def at(self, job: Job) -> MapAtInput:
         """The map that a job asks about, at its input."""
-        if (ahead := self.solves.taken(job)) is not None:
+        ahead = None if self.solves is None else self.solves.taken(job)
+        if ahead is not None:
             return keep_last(self._at, job, lambda: ahead)
         key = job.window
         window, before = self.window(key), next(iter(self._at.values()), None)
@@ -601,6 +605,27 @@ class Session:
         same = before and (before.job.window, before.job.map, before.job.layer) == place
         given = before.given if before is not None and same else None
         return keep_last(self._at, job, lambda: MapAtInput(self, job, window, given))
+
+    def expect(
+        self, jobs: Sequence[Job], watch: Callable[[int | None], Watch] | None = None
+    ) -> None:
+        """These jobs will be asked one after the other for sigma, which is found ahead.
+
+        What ``watch`` gives for a layer is told of its intervals as they narrow.
+        """
+        if self.solves is not None:
+            self.solves.end()
+        if len(jobs) > 1 or watch is not None:
+            made = partial(MapAtInput, self)
+            self.solves = SolveQueue(self.spec, self.chunks, made, jobs, watch)
+
+    def watching(self, layer: int | None) -> Watch | None:
+        """What is called after every step of a solve, if anything is."""
+        return None if self.solves is None else self.solves.watching(layer)
+
+    def solved(self, one: MapAtInput) -> Solve | None:
+        """What found sigma of a map ahead, if anything did."""
+        return None if self.solves is None else self.solves.solved(one)
 
     def first(self, job: Job) -> bool:
         """Whether its input is the first one of its length."""

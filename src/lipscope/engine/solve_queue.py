@@ -49,27 +49,29 @@ M = TypeVar("M", bound=_Asked)
 class SolveQueue(Generic[M]):
     """Finds sigma of maps before they are asked for, within so many bytes of memory a solve.
 
-    ``make`` gives the map of a job at a window. ``watch``, if it is set, gives what is told of the
-    intervals of a layer as they narrow.
+    ``make`` gives the map of a job at a window; the jobs will be asked one after the other; what
+    ``watch`` gives for a layer is told of its intervals as they narrow.
     """
 
-    def __init__(self, spec: Spec, memory: int, make: Callable[[Job, ModelAtInput], M]) -> None:
-        self._spec, self._memory, self._make = spec, memory, make
-        self.watch: Callable[[int | None], Watch] | None = None
-        self._next: dict[Job, Job] = {}  # by job, the one that is asked after it
+    def __init__(
+        self,
+        spec: Spec,
+        memory: int,
+        make: Callable[[Job, ModelAtInput], M],
+        jobs: Sequence[Job],
+        watch: Callable[[int | None], Watch] | None,
+    ) -> None:
+        self._spec, self._memory, self._make, self._watch = spec, memory, make, watch
+        self._next = dict(pairwise(jobs))  # by job, the one that is asked after it
         self._ahead: dict[Job, M] = {}
         self._begun: dict[Job, tuple[Future[list[Solve]], int]] = {}
         self._coming: M | None = None  # the next one to begin with
         self._pool: ThreadPoolExecutor | None = None
         self._over = Event()
 
-    def expect(self, jobs: Sequence[Job]) -> None:
-        """These jobs will be asked one after the other, for sigma."""
-        self._next = dict(pairwise(jobs))
-
     def watching(self, layer: int | None) -> Watch:
         """What is called after every step of a solve; it ends those of a session that is over."""
-        told = None if self.watch is None else self.watch(layer)
+        told = None if self._watch is None else self._watch(layer)
 
         def watch(now: Callable[[], Sequence[tuple[float, float]]]) -> None:
             if self._over.is_set():
