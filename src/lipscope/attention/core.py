@@ -229,9 +229,9 @@ def joined(operators: Sequence[Operator]) -> Operator | None:
     Holds for layers of one kind and size that differ in weights and inputs; None for others.
 
     >>> import torch
-    >>> from lipscope.attention import DotProductAttention
+    >>> from lipscope.attention import DotProduct
     >>> w = torch.randn(2, 4, 6, 6)
-    >>> ops = [DotProductAttention(*one, heads=2).linearise(torch.randn(3, 6)) for one in w]
+    >>> ops = [DotProduct(*one, heads=2).linearise(torch.randn(3, 6)) for one in w]
     >>> joined(ops).matvec(torch.ones(2, 3, 6)).shape
     torch.Size([2, 3, 6])
     """
