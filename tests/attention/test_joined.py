@@ -60,24 +60,21 @@ def test_products_are_those_of_each_layer(name: str, map: str) -> None:
         torch.testing.assert_close(getattr(shared, product)(e), each, rtol=1e-12, atol=1e-12)
 
 
-def test_a_mask_of_one_layer_is_kept() -> None:
-    layers = [DotProduct(*weights(k), heads=HEADS, causal=k == 1) for k in range(2)]
+@pytest.mark.parametrize(
+    "each", [({}, {"causal": True}), ({"groups": 1}, {"groups": 1})], ids=["one mask", "groups"]
+)
+def test_masks_are_those_of_each_layer_and_groups_are_shared(each: tuple[dict, dict]) -> None:
+    layers = [
+        DotProduct(*weights(k, options.get("groups", HEADS)), heads=HEADS, **options)
+        for k, options in enumerate(each)
+    ]
     ops = [layer.linearise(tokens(i)) for i, layer in enumerate(layers)]
     shared = joined(ops)
     assert shared is not None
-    e = torch.randn(2, N, D, dtype=torch.float64)
-    each = torch.stack([op.matvec(one) for op, one in zip(ops, e, strict=True)])
-    torch.testing.assert_close(shared.matvec(e), each, rtol=1e-12, atol=1e-12)
-
-
-def test_grouped_keys_are_shared_too() -> None:
-    layers = [DotProduct(*weights(seed, 1), heads=HEADS, groups=1) for seed in range(2)]
-    ops = [layer.linearise(tokens(i)) for i, layer in enumerate(layers)]
-    shared = joined(ops)
-    assert shared is not None
-    g = torch.randn(2, N, D, dtype=torch.float64)
-    each = torch.stack([op.rmatvec(one) for op, one in zip(ops, g, strict=True)])
-    torch.testing.assert_close(shared.rmatvec(g), each, rtol=1e-12, atol=1e-12)
+    for product in ("matvec", "rmatvec"):
+        e = torch.randn(2, N, D, dtype=torch.float64)
+        alone = torch.stack([getattr(op, product)(one) for op, one in zip(ops, e, strict=True)])
+        torch.testing.assert_close(getattr(shared, product)(e), alone, rtol=1e-12, atol=1e-12)
 
 
 def test_layers_that_differ_share_nothing() -> None:
@@ -85,6 +82,7 @@ def test_layers_that_differ_share_nothing() -> None:
     others = {
         "length": DotProduct(*weights(1), heads=HEADS).linearise(tokens(1, N + 1)),
         "heads": DotProduct(*weights(1), heads=1).linearise(tokens(1)),
+        "soft cap": DotProduct(*weights(1), heads=HEADS, softcap=2.0).linearise(tokens(1)),
         "rotary": DotProduct(*weights(1), heads=HEADS, rotary=turned(1)).linearise(tokens(1)),
         "kind": SigmoidAttention(*weights(1), heads=HEADS).linearise(tokens(1)),
         "type": DotProduct(*weights(1), heads=HEADS).float().linearise(tokens(1).float()),
@@ -95,7 +93,9 @@ def test_layers_that_differ_share_nothing() -> None:
             DotProduct(*weights(1), heads=HEADS).linearise(tokens(1)), scale=torch.ones(N)
         ),
     }
-    assert [name for name, other in others.items() if joined([one, other]) is not None] == []
+    for pair in ((one, other) for other in others.values()):
+        assert joined(pair) is None
+        assert joined(pair[::-1]) is None
     turns = [DotProduct(*weights(k), heads=HEADS, rotary=turned(k)) for k in range(2)]
     assert joined([layer.linearise(tokens(0)) for layer in turns]) is None
 

@@ -224,7 +224,7 @@ def joined(operators: Sequence[Operator]) -> Operator | None:
     """Jacobians of layers that are alike as one: products with all of them, on a leading axis.
 
     Entry ``i`` of a product belongs to operator ``i``. Each matrix is multiplied as often as
-    before, but several at once, which serves more threads than one small product does.
+    before, in fewer calls.
 
     Holds for layers of one kind and size that differ in weights and inputs; None for others.
 

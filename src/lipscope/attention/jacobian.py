@@ -584,7 +584,9 @@ def several_layers(parts: Sequence[Linearised]) -> Linearised | None:
 def _alike(one: Linearised, other: Linearised) -> bool:
     """Whether two layers differ in weights and tokens only, and both keep what they need."""
     a, b = one.core, other.core
+    capped = [layer.softcap is not None for layer in (a.layer, b.layer)]
     same = type(a.layer) is type(b.layer) and a.layer.num_groups == b.layer.num_groups
+    same = same and a.weighting is b.weighting and capped[0] == capped[1]
     whole = all(block.heads == slice(0, len(a.q)) for block in a.blocks) and a.blocks == b.blocks
     kept = a.stored and b.stored and a.empty is None and b.empty is None
     sizes = [
