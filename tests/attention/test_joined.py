@@ -12,6 +12,7 @@ from lipscope.attention import (
     Rotary,
     ScaledCosineAttention,
     SigmoidAttention,
+    SinkhornAttention,
     joined,
 )
 from lipscope.linalg import Operator, restrict, to_dense, together, top_singular, top_singular_batch
@@ -35,8 +36,14 @@ def turned(seed: int) -> Rotary:
     return Rotary(torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin()] * 2, -1))
 
 
+def tied(query: Tensor, _: Tensor, *others: Tensor, **options: int) -> L2Attention:
+    return L2Attention(query, *others, **options)
+
+
 KINDS = {
     "dot product": (DotProduct, {}),
+    "distance": (tied, {}),
+    "doubly stochastic": (SinkhornAttention, {}),
     "causal": (DotProduct, {"causal": True}),
     "window": (DotProduct, {"causal": True, "window": 2}),
     "soft cap": (DotProduct, {"softcap": 2.0}),
@@ -96,23 +103,10 @@ def test_layers_that_differ_share_nothing() -> None:
     for pair in ((one, other) for other in others.values()):
         assert joined(pair) is None
         assert joined(pair[::-1]) is None
+    norms = [ScaledCosineAttention(*weights(k), heads=HEADS, temperature=1.5) for k in range(2)]
+    assert joined([layer.linearise(tokens(0)) for layer in norms]) is None
     turns = [DotProduct(*weights(k), heads=HEADS, rotary=turned(k)) for k in range(2)]
     assert joined([layer.linearise(tokens(0)) for layer in turns]) is None
-
-
-@pytest.mark.parametrize("kind", [L2Attention, ScaledCosineAttention])
-def test_kinds_with_more_than_a_score_share_nothing_or_what_is_right(kind: type) -> None:
-    square = [weights(seed) for seed in range(2)]
-    if kind is L2Attention:
-        layers = [kind(q, v, o, heads=HEADS) for q, _, v, o in square]
-    else:
-        layers = [kind(*w, heads=HEADS, temperature=1.5) for w in square]
-    ops = [layer.linearise(tokens(i)) for i, layer in enumerate(layers)]
-    if (shared := joined(ops)) is None:
-        return
-    e = torch.randn(2, N, D, dtype=torch.float64)
-    each = torch.stack([op.matvec(one) for op, one in zip(ops, e, strict=True)])
-    torch.testing.assert_close(shared.matvec(e), each, rtol=1e-12, atol=1e-12)
 
 
 def test_rows_whose_weights_do_not_move_are_those_of_their_layer() -> None:
