@@ -99,6 +99,7 @@ class SolveQueue(Generic[M]):
             coming, self._coming = self._coming, None
             with suppress(InputError, RuntimeError, MemoryError):  # told where its row is made
                 self._coming = self._begin(coming, workers)
+        self._ahead.pop(job, None)  # it is at hand
         if job not in self._begun:
             return None
         future, index = self._begun.pop(job)
