@@ -76,6 +76,13 @@ function soon(then) {
   timer = setTimeout(() => { timer = null; framed = true; requestAnimationFrame(draw); }, then ? 0 : drawnAt + PAUSE - performance.now());
 }
 
+// Whether a part of the page shows this already: what is drawn once more is laid out once more.
+function shows(part, ...what) {
+  const before = part.shown;
+  part.shown = what;
+  return before !== undefined && what.every((one, k) => one === before[k]);
+}
+
 function problem(text) {
   $("problem").hidden = !text;
   if ($("problem").textContent !== text) $("problem").textContent = text;
@@ -104,9 +111,11 @@ function fitAxis(ends) {
 const placeOf = (v) => 100 * Math.min(Math.max(Math.log(v / axis[0]) / Math.log(axis[1] / axis[0]), 0), 1);
 
 function drawAxis() {
+  const width = $("axis").clientWidth;
+  if (shows($("axis"), width, ...axis)) return;
   const ticks = [];
   for (let p = 10 ** Math.floor(Math.log10(axis[0])); p <= axis[1]; p *= 10) ticks.push(...[1, 2, 5].map((s) => s * p));
-  const room = 2600 / Math.max($("axis").clientWidth, 1);  // of one number, in hundredths of the axis
+  const room = 2600 / Math.max(width, 1);  // of one number, in hundredths of the axis
   let last = -Infinity;
   const some = ticks.filter((t) => t >= axis[0] * 0.999 && t <= axis[1] * 1.001)
     .filter((t) => { const far = placeOf(t) - last >= room; if (far) last = placeOf(t); return far; });
@@ -136,8 +145,9 @@ function place(line, which, ends) {
 }
 
 function drawLine(line, one) {
-  const ends = endsOf(one);
   const row = one.row;
+  if (shows(line, row ?? one.rough, one.old, ...axis)) return;
+  const ends = endsOf(one);
   line.classList.toggle("rough", !row || Boolean(one.old));
   place(line, "i:not(.beside)", ends);
   const [, , value, relative, top] = line.children;
@@ -386,7 +396,7 @@ for (const button of document.querySelectorAll("[data-copy]")) {
 const SCOPES = { in: "move", out: "read" };
 function drawTokens() {
   const one = shownOf(state.layer);
-  if (!one?.row) return;
+  if (!one?.row || shows($("in"), one.row, state.layer, state.move, state.read)) return;
   for (const side of Object.keys(SCOPES)) {
     const box = $(side);
     const chosen = indices(state[SCOPES[side]], one.words.length);
