@@ -288,6 +288,11 @@ def transformed() -> bool:
 # --- scores that variants share
 
 
+def _both(q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, out: Tensor | None) -> Tensor:
+    """``<dq_i, k_j> + <q_i, dk_j>``: one product twice as wide would copy all four."""
+    return torch.bmm(dq, k.mT, out=out).baddbmm_(q, dk.mT)
+
+
 class InnerProduct(Attention):
     """Attention with ``S_ij = <q_i, k_j>``, whatever a variant makes ``q`` and ``k`` of."""
 
@@ -298,8 +303,8 @@ class InnerProduct(Attention):
     def score_jvp(
         self, q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, *, out: Tensor | None = None
     ) -> Tensor:
-        """``<dq_i, k_j> + <q_i, dk_j>`` as one product, twice as wide."""
-        return torch.matmul(torch.cat([dq, q], dim=-1), torch.cat([k, dk], dim=-1).mT, out=out)
+        """``<dq_i, k_j> + <q_i, dk_j>``."""
+        return _both(q, k, dq, dk, out)
 
     def score_vjp(self, q: Tensor, k: Tensor, gs: Tensor) -> tuple[Tensor, Tensor]:
         """``gs k`` and ``gs^T q``."""
@@ -335,9 +340,8 @@ class Distance(Attention):
         self, q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, *, out: Tensor | None = None
     ) -> Tensor:
         """``-2 <q_i - k_j, dq_i - dk_j>``."""
-        s = torch.matmul(torch.cat([dq, q], -1), torch.cat([2 * k, 2 * dk], -1).mT, out=out)
         own, other = (q * dq).sum(-1, keepdim=True), (k * dk).sum(-1)[..., None, :]
-        return s - 2 * own - 2 * other
+        return _both(q, k, dq, dk, out).sub_(own).sub_(other).mul_(2)
 
     def score_size(self, q: Tensor, k: Tensor) -> Tensor:
         """``(|q_i| + max_j |k_j|)²``: of what the distance is a difference."""

@@ -346,11 +346,14 @@ def _of_weights(
         if grouped:
             gk, gv = layer.sum_groups(gk), layer.sum_groups(gv)
         gq, gk = _rotate_t(layer.rotary, gq), _rotate_t(layer.rotary, gk)
-        flat = map(side_by_side, (gq, gk, gv))
-        parts = [
-            g if norm is None else norm.transpose(g) for g, norm in zip(flat, norms, strict=True)
-        ]
-        return torch.cat(parts, dim=-1) @ weight
+        flat = gq.new_empty(*gq.shape[:-3], gq.shape[-2], sum(sizes))
+        parts = zip((gq, gk, gv), norms, flat.split(sizes, -1), strict=True)
+        for g, norm, into in parts:
+            if norm is None:
+                into.unflatten(-1, (g.shape[-3], -1)).copy_(g.transpose(-3, -2))
+            else:
+                into.copy_(norm.transpose(side_by_side(g)))
+        return flat @ weight
 
     def leave(o: Tensor) -> Tensor:
         heads = side_by_side(by_layer(o))

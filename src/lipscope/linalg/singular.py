@@ -245,7 +245,7 @@ def _normalise(w: Tensor, floor: np.ndarray, out: Tensor) -> np.ndarray:
 
 
 def _orthogonalise(z: Tensor, basis: Tensor) -> Tensor:
-    """``z`` minus its projection on the rows of ``basis``, twice where it cancels."""
+    """``z`` minus its projection on the rows of ``basis``, twice where it cancels; in its place."""
     before = torch.linalg.vector_norm(z, dim=1)
     z = _project_out(z, basis)
     if (torch.linalg.vector_norm(z, dim=1) < 0.7 * before).any():
@@ -255,8 +255,9 @@ def _orthogonalise(z: Tensor, basis: Tensor) -> Tensor:
 
 def _project_out(z: Tensor, basis: Tensor) -> Tensor:
     # One by one: a batch of products with single vectors takes ten times as long.
-    one_by_one = zip(z, basis, strict=True)
-    return torch.stack([torch.addmv(x, rows.mT, rows @ x, alpha=-1) for x, rows in one_by_one])
+    for x, rows in zip(z, basis, strict=True):
+        x.addmv_(rows.mT, rows @ x, alpha=-1)
+    return z
 
 
 SolverStatus = Literal["converged", "max_steps", "non_finite"]
