@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -121,14 +124,59 @@ def test_rows_whose_weights_do_not_move_are_those_of_their_layer() -> None:
     torch.testing.assert_close(shared.matvec(e), each, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("scores", [2**22, 3 * HEADS * N * N * 8, 8])
+@pytest.mark.parametrize("name", [*KINDS, "grouped", "norms"])
+def test_products_with_several_vectors_are_those_with_each(
+    name: str, scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once, three at a time, and one by one, where so few scores are taken together."""
+    monkeypatch.setattr("lipscope.attention.jacobian._TOGETHER_BYTES", scores)
+    if name == "norms":  # these share nothing
+        layer = ScaledCosineAttention(*weights(0), heads=HEADS, temperature=1.5)
+    elif name == "grouped":
+        layer = DotProduct(*weights(0, 1), heads=HEADS, groups=1)
+    else:
+        kind, options = KINDS[name]
+        layer = kind(*weights(0), heads=HEADS, **options)
+    op = layer.linearise(tokens(0))
+    for product in (op.matvec, op.rmatvec):
+        for count in (7, 4, 1):
+            e = torch.randn(count, N, D, dtype=torch.float64)
+            each = torch.stack([product(one) for one in e])
+            torch.testing.assert_close(product(e), each, rtol=1e-12, atol=1e-12)
+        pairs = torch.randn(2, 3, N, D, dtype=torch.float64)
+        each = torch.stack([torch.stack([product(one) for one in two]) for two in pairs])
+        torch.testing.assert_close(product(pairs), each, rtol=1e-12, atol=1e-12)
+
+
+def test_one_layer_at_several_inputs_has_its_weights_of_the_time() -> None:
+    """Weights that change between two of them are those that each was made with."""
+    layer = DotProduct(*weights(0), heads=HEADS)
+    ops = [layer.linearise(tokens(i)) for i in range(2)]
+    with torch.no_grad():
+        layer.query *= 2
+    ops.append(layer.linearise(tokens(2)))
+    for some in (ops[:2], ops):
+        shared = joined(some)
+        assert shared is not None
+        e = torch.randn(len(some), N, D, dtype=torch.float64)
+        each = torch.stack([op.matvec(one) for op, one in zip(some, e, strict=True)])
+        torch.testing.assert_close(shared.matvec(e), each, rtol=1e-12, atol=1e-12)
+
+
 def test_solves_that_share_products_end_by_themselves() -> None:
     """Sigma of every part is that of the dense Jacobian, whoever ends first."""
-    layers = [DotProduct(*weights(seed), heads=HEADS) for seed in range(3)]
+    layers = [DotProduct(*weights(seed), heads=HEADS) for seed in range(6)]
     ops: list[Operator] = [layer.linearise(tokens(i)) for i, layer in enumerate(layers)]
-    shared = joined(ops)
-    assert shared is not None
-    found = together(shared, ops)
-    seeds = [50, 51, 52]  # of no weight
+    groups: list[list[int]] = []
+
+    def join(some: Sequence[int]) -> Operator | None:
+        groups.append([*some])
+        return joined([ops[i] for i in some])
+
+    found = together(join, ops)
+    assert found is not None
+    seeds = [50, 51, 52, 53, 54, 55]  # of no weight
     tops = top_singular_batch(found, [torch.Generator().manual_seed(seed) for seed in seeds])
     assert not found.left
     for top, op, seed in zip(tops, ops, seeds, strict=True):
@@ -139,3 +187,11 @@ def test_solves_that_share_products_end_by_themselves() -> None:
         alone = top_singular(op, generator=torch.Generator().manual_seed(seed))
         assert top.sigma == pytest.approx(alone.sigma, rel=1e-9)
         assert top.products == alone.products
+    longest = [max(tops, key=lambda top: top.products)]
+    for some in groups:  # those that still go on are in it, and few others
+        assert tops.index(longest[0]) in some
+    sizes = [len(some) for some in groups]
+    assert sizes[0] == 6
+    assert all(later <= 0.75 * earlier for earlier, later in pairwise(sizes))
+    ends = sorted({top.products for top in tops})
+    assert len(sizes) > 1 or len(ends) < 3

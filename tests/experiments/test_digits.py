@@ -18,11 +18,11 @@ from lipscope_experiments.castin2024.divide_by_bound import (
     Linear,
     VisionTransformer,
     attacked,
-    certified,
     trained,
 )
 from lipscope_experiments.digits import Digits, digits
 from lipscope_experiments.simple_layers import bound_values, top
+from lipscope_experiments.training import certified_radii
 
 
 def blobs() -> Digits:
@@ -43,7 +43,8 @@ def test_no_move_within_the_radius_changes_the_answer(kind) -> None:
     data = blobs()
     net = trained(VisionTransformer(kind), data, 5, 0)[0].double()
     images, labels = data.test_images.double(), data.test_labels
-    slope, radii = net.slope(), certified(net, images, labels)
+    slope = net.slope()
+    radii = certified_radii(net(images), net.head.weight, labels, slope)
 
     def inner(x):
         held = []
@@ -67,7 +68,8 @@ def test_a_linear_map_is_certified_to_its_nearest_other_answer() -> None:
     data = blobs()
     net = trained(Linear(), data, 5, 0)[0].double()
     images, labels = data.test_images.double(), data.test_labels
-    radii, w = certified(net, images, labels), net.head.weight
+    w = net.head.weight
+    radii = certified_radii(net(images), w, labels, net.slope())
     for i in (radii > 0).nonzero()[:5, 0].tolist():
         y, tied = int(labels[i]), []
         for c in set(range(10)) - {y}:

@@ -16,12 +16,12 @@ from lipscope_experiments.certified.smooth import (
     Task,
     beside,
     fitted,
-    radii,
     slope_before_head,
 )
 from lipscope_experiments.digits import Digits
 from lipscope_experiments.newhouse2025 import shakespeare
 from lipscope_experiments.newhouse2025.shakespeare import bound_of, formula, largest_found
+from lipscope_experiments.training import certified_radii
 
 
 def decoder(cap: float, seed: int = 0) -> SmoothTransformer:
@@ -78,7 +78,7 @@ def test_no_move_within_the_radius_of_the_bound_changes_the_answer(kind):
     model = fitted(of, kind, 30, 0).double()
     x, labels = of.test[0].double(), of.test[1]
     with torch.no_grad():
-        sure = radii(model(x), model.head.weight, labels, slope_before_head(model))
+        sure = certified_radii(model(x), model.head.weight, labels, slope_before_head(model))
     assert bool((sure > 0).any())
     hold(model, x, labels, sure)
 
@@ -112,7 +112,7 @@ def hold(model, x, labels, sure):
 def test_the_radius_of_a_linear_model_is_the_distance():
     head = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
     scores = torch.tensor([[10.0, 0.0], [0.0, 1.0]])
-    found = radii(scores, head, torch.tensor([0, 0]), 0.5)
+    found = certified_radii(scores, head, torch.tensor([0, 0]), 0.5)
     assert found.tolist() == [pytest.approx(10 / (0.5 * 5)), 0.0]
 
 

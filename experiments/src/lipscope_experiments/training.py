@@ -1,10 +1,11 @@
-"""Training of smooth Transformers."""
+"""Training of smooth Transformers, and what a bound proves of a classifier."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import AdamW, Muon
 
 from lipscope import SmoothTransformer
@@ -30,3 +31,22 @@ def train(
             optimiser.step()
         model.cap_weights()
         yield step + 1, float(loss.detach())
+
+
+def norm_of(weight: Tensor) -> float:
+    """The spectral norm of a matrix, in float64."""
+    return float(torch.linalg.matrix_norm(weight.detach().double(), 2))
+
+
+def certified_radii(scores: Tensor, head: Tensor, labels: Tensor, slope: float) -> Tensor:
+    """The radius within which no input changes its answer; 0 where the answer is wrong.
+
+    ``min_c (z_y - z_c) / (L |w_y - w_c|)`` over the other classes ``c``, for scores ``z`` by the
+    rows ``w`` of a head and a bound ``L`` of how far what it reads moves. Of a linear classifier
+    the distance to the nearest input with another answer, exactly.
+    """
+    w, scores = head.detach().double(), scores.double()
+    apart = (w[:, None] - w[None]).norm(dim=-1)[labels].clamp_min(1e-30)
+    each = (scores.gather(1, labels[:, None]) - scores) / (slope * apart)
+    own = nn.functional.one_hot(labels, len(w)).bool()
+    return each.masked_fill(own, torch.inf).amin(1).clamp_min(0.0)

@@ -24,10 +24,16 @@ from lipscope.attacks.constructions import (
     two_cluster,
     unbalanced,
 )
-from lipscope.attention import Attention
+from lipscope.attention import Attention, joined
 from lipscope.display import Shown
 from lipscope.errors import InputError
-from lipscope.linalg import TopSingular, top_singular
+from lipscope.linalg import (
+    USUAL_STEPS,
+    TopSingular,
+    together,
+    top_singular,
+    top_singular_batch,
+)
 from lipscope.theorems import DERIVED
 
 # One construction is one function; those that place tokens by a head take its index.
@@ -41,6 +47,7 @@ PER_HEAD: dict[str, Callable[..., Construction]] = {
     "l2_opposed": l2_opposed,
 }
 PER_LAYER: dict[str, Callable[..., Construction]] = {"constant": constant}
+_TOGETHER, _MEMORY = 12, 2**28  # inputs whose products are one, and bytes of their bases
 KNOWN, DRAWN = "ascent from known inputs", "ascent from random starts"
 
 
@@ -96,11 +103,13 @@ def worst(
     """
     check_size(num_tokens, radius)
     rough = copy.deepcopy(layer).float()  # twice as fast
-    rows = [
-        _measured(rough, _about(built), built.x, tol, generator, built.predicted)
-        if isinstance(built, Construction)
-        else built
-        for built in _all(layer, num_tokens, radius, names)
+    built = list(_all(layer, num_tokens, radius, names))
+    made = [one for one in built if isinstance(one, Construction)]
+    tops = _tops(rough, [one.x for one in made], tol, generator)
+    rows = [one for one in built if isinstance(one, WorstInput)]
+    rows += [
+        _worst_row(_about(one), one.x, top, one.predicted)
+        for one, top in zip(made, tops, strict=True)
     ]
     best = {row.name: row for row in sorted(rows, key=_by_sigma, reverse=True)}
     rows = [
@@ -172,9 +181,27 @@ def _measured(
     generator: torch.Generator | None,
     predicted: float | None = None,
 ) -> WorstInput:
-    operator = layer.linearise(x.to(layer.query.dtype))
-    top = top_singular(operator, tol=tol, generator=generator)
+    (top,) = _tops(layer, [x], tol, generator)
     return _worst_row(about, x, top, predicted)
+
+
+def _tops(
+    layer: Attention, inputs: Sequence[Tensor], tol: float, generator: torch.Generator | None
+) -> list[TopSingular]:
+    """Sigma of one layer at several inputs of one size: small ones share their products."""
+    found = list[TopSingular]()
+    basis = max(
+        (2 * USUAL_STEPS * x.numel() * layer.query.element_size() for x in inputs), default=1
+    )
+    size = max(1, min(_TOGETHER, _MEMORY // basis))
+    for k in range(0, len(inputs), size):
+        ops = [layer.linearise(x.to(layer.query.dtype)) for x in inputs[k : k + size]]
+        shared = together(lambda some, ops=ops: joined([ops[i] for i in some]), ops)
+        if shared is None:
+            found += [top_singular(op, tol=tol, generator=generator) for op in ops]
+        else:
+            found += top_singular_batch(shared, [generator] * len(ops), tol=tol)
+    return found
 
 
 def _worst_row(

@@ -94,6 +94,7 @@ def reach(rows: slice, num_keys: int, causal: bool, window: int | None) -> slice
 
 # One chunk of scores stays near the last-level cache; larger ones are bound by memory.
 CHUNK_BYTES = 2**24
+_TOGETHER_BYTES = 2**22  # of the scores of several products at once
 SURE = 1e-4  # a shift of scores that changes no weight by more than its own share
 _SHARE = 0.5  # of the memory, for stored weights; the rest is the solver's
 
@@ -304,7 +305,7 @@ def _all_heads(layer: Layer, map: Map, x: Tensor) -> Projections:
     weight = torch.cat([query * layer.scale, key, value])
     out = layer.output if map == "attention" else None
     sizes = [query.shape[0], key.shape[0], value.shape[0]]
-    return _of_weights(layer, weight, out, sizes, _norms_at(layer, x))
+    return _of_weights(layer, weight, out, sizes, _norms_at(layer, x), several=False)
 
 
 _NO_NORMS: list[NormAt | None] = [None, None, None]
@@ -316,13 +317,15 @@ def _of_weights(
     out: Tensor | None,
     sizes: list[int],
     norms: list[NormAt | None],
+    *,
+    several: bool,
 ) -> Projections:
     """The same maps, by matrices into the core and out of it.
 
-    Where these are of several layers that are alike, ``(b, ·, ·)``, so are the tokens; the core's
-    heads are those of all layers, one layer after the other.
+    Where tokens are ``several``, ``(b, n, d)``, the core's heads are those of all of them, one
+    after the other; matrices are those of one layer, or ``(b, ·, ·)`` of layers that are alike.
     """
-    counts, several = _head_counts(layer), weight.ndim > 2
+    counts = _head_counts(layer)
     grouped = layer.num_groups != layer.num_heads
 
     def enter(e: Tensor) -> Parts:
@@ -366,7 +369,7 @@ def _of_weights(
 
     width_out = layer.num_heads * layer.value_width if out is None else out.shape[-2]
     kept = (weight, out, sizes) if norms == _NO_NORMS else None
-    return Projections(enter, enter_t, leave, leave_t, weight.ndim, width_out, kept)
+    return Projections(enter, enter_t, leave, leave_t, 2 + several, width_out, kept)
 
 
 def _per_head(layer: Layer, map: Map, x: Tensor) -> Projections:
@@ -548,40 +551,62 @@ class Linearised:
                 frame = _coupled(frame, layer, x, context)
             self.core, self.frame = core, frame
             self.doubt = core.doubt()
+            self.copies: dict[int, Linearised | None] = {}  # so many as one
 
     def matvec(self, e: Tensor) -> Tensor:
         """``J e``."""
         if e.ndim > self.frame.axes:
-            return torch.stack([self.matvec(one) for one in e])
+            return self._of_each(e, lambda at, one: at.matvec(one))
         with torch.no_grad(), torch.autocast(self.moved.device.type, enabled=False):
             return self.frame.leave(self.core.jvp(*self.frame.enter(e)))
 
     def rmatvec(self, g: Tensor) -> Tensor:
         """``J^T g``."""
         if g.ndim > self.frame.axes:
-            return torch.stack([self.rmatvec(one) for one in g])
+            return self._of_each(g, lambda at, one: at.rmatvec(one))
         with torch.no_grad(), torch.autocast(self.moved.device.type, enabled=False):
             return self.frame.enter_t(*self.core.vjp(self.frame.leave_t(g)))
+
+    def _of_each(self, vectors: Tensor, product: Callable[[Linearised, Tensor], Tensor]) -> Tensor:
+        """Products with each vector: those of small layers by several at once."""
+        scores = sum(block.size for block in self.core.blocks) * vectors.element_size()
+        most = _TOGETHER_BYTES // max(scores, 1)
+        if len(vectors) == 1 or most < 2 or vectors.ndim > self.frame.axes + 1:
+            return torch.stack([product(self, one) for one in vectors])
+        found = []
+        for some in vectors.split(most):
+            b = len(some)
+            if b not in self.copies:
+                self.copies[b] = several_layers([self] * b)
+            at = self.copies[b]
+            each = product(at, some) if at else torch.stack([product(self, one) for one in some])
+            found.append(each)
+        return torch.cat(found)
 
 
 def several_layers(parts: Sequence[Linearised]) -> Linearised | None:
     """Layers that are alike as one, on a leading axis, whose products are those of each of them.
 
-    None where they are not, or a product is more than one pass over what is kept.
+    None where they are not, or a product is more than one pass over what is kept. One layer at
+    several inputs multiplies by its matrices once.
     """
     first, weights = parts[0], [one.frame.weights for one in parts if one.frame.weights is not None]
     if len(weights) < len(parts) or not all(_alike(first, one) for one in parts):
         return None
     joint, (into, out, sizes) = copy.copy(first), zip(*weights, strict=True)
-    joint.core = first.core.joined([one.core for one in parts])
+    joint.core, joint.copies = first.core.joined([one.core for one in parts]), {}
+    output = None if out[0] is None else _stacked(out)
     joint.frame = _of_weights(
-        first.core.layer,
-        torch.stack(into),
-        None if out[0] is None else torch.stack(out),
-        sizes[0],
-        _NO_NORMS,
+        first.core.layer, _stacked(into), output, sizes[0], _NO_NORMS, several=True
     )
     return joint
+
+
+def _stacked(matrices: Sequence[Tensor]) -> Tensor:
+    """The matrices on a leading axis, or the one that all of them are."""
+    first = matrices[0]
+    same = all(one is first or one.equal(first) for one in matrices)
+    return first if same else torch.stack(list(matrices))
 
 
 def _alike(one: Linearised, other: Linearised) -> bool:

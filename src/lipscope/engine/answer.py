@@ -433,14 +433,21 @@ class Solve:
 def solved_together(questions: Sequence[tuple[Any, ...]]) -> list[Solve]:
     """Solves of layers of one specification: where they are alike, one product serves them all."""
     solves = [Solve(*one) for one in questions]
-    first, jacobian = solves[0], joined([one.jacobian for one in solves])
-    if jacobian is None:
+    first = solves[0]
+
+    def join(some: Sequence[int]) -> Operator | None:
+        jacobian = joined([solves[i].jacobian for i in some])
+        scales = [scale for i in some if (scale := solves[i].scale) is not None]
+        scale = torch.stack(scales) if scales else None
+        if jacobian is None:
+            return None
+        return restrict(jacobian, move=first.move, read=first.read, scale=scale)
+
+    shared = together(join, [one.operator for one in solves])
+    if shared is None:
         for one in solves:
             one.solve()
         return solves
-    scales = [one.scale for one in solves if one.scale is not None]
-    scale = torch.stack(scales) if scales else None
-    shared = restrict(jacobian, move=first.move, read=first.read, scale=scale)
 
     def watch(now: Callable[[], Sequence[tuple[float, float]]]) -> None:
         for i, one in enumerate(solves):
@@ -448,7 +455,7 @@ def solved_together(questions: Sequence[tuple[Any, ...]]) -> list[Solve]:
                 one.watch(lambda i=i: now()[i : i + 1])
 
     tops = top_singular_batch(
-        together(shared, [one.operator for one in solves]),
+        shared,
         [one.generator(None, "sigma") for one in solves],
         memory=first.memory // 2,
         watch=watch,

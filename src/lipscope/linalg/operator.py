@@ -8,6 +8,7 @@ batch axes in front of their shape.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -74,6 +75,9 @@ class Operator(Shown):
         return math.prod(self.in_shape)
 
 
+_REJOINED = 0.75  # once so few of those that share products are left, the others are left out
+
+
 @dataclass(frozen=True, repr=False)
 class Together(Operator):
     """Operators of one shape that share their products, on a leading axis: see `together`.
@@ -85,35 +89,47 @@ class Together(Operator):
     left: set[int] = field(default_factory=set)
 
 
-def together(joint: Operator, parts: Sequence[Operator]) -> Together:
+Join = Callable[[Sequence[int]], Operator | None]
+
+
+def together(join: Join, parts: Sequence[Operator]) -> Together | None:
     """Operators that may leave the products that they share, as solves of them end.
+
+    None where they share none.
 
     Products of those that have left mean nothing. The last one that is left goes on by itself.
 
     Args:
-        joint: The products of all of them, entry i of a leading axis for part i.
+        join: The products of those with these indices, entry i of a leading axis for the i-th.
         parts: The operators.
     """
-    left = set(range(len(parts)))
+    left, now = set(range(len(parts))), list(range(len(parts)))
+    if (joint := join(now)) is None:
+        return None
+    shapes, kind = (joint.in_shape, joint.out_shape), (joint.dtype, joint.device)
 
-    def of(shared: Product, alone: Sequence[Product]) -> Product:
-        def product(e: Tensor) -> Tensor:
-            if len(left) != 1:
-                return shared(e)
-            (i,) = left
-            y = alone[i](e[i])
-            found = y.new_zeros(len(parts), *y.shape)
-            found[i] = y
-            return found
+    def of_some(name: str, e: Tensor) -> Tensor:
+        """Products of those that are left, and perhaps of some others."""
+        nonlocal joint, now
+        if len(left) == 1:
+            now = [*left]
+            return getattr(parts[now[0]], name)(e[now[0]])[None]
+        if len(left) <= _REJOINED * len(now):
+            now = sorted(left)
+            joint = join(now)
+            assert joint is not None
+        return getattr(joint, name)(e if len(now) == len(parts) else e[now])
 
-        return product
+    def product(name: str, e: Tensor) -> Tensor:
+        some = of_some(name, e)
+        if len(now) == len(parts):
+            return some
+        found = some.new_zeros(len(parts), *some.shape[1:])
+        found[now] = some
+        return found
 
-    matvec, rmatvec = (
-        of(getattr(joint, name), [getattr(one, name) for one in parts])
-        for name in ("matvec", "rmatvec")
-    )
-    shapes = joint.in_shape, joint.out_shape
-    return Together(matvec, rmatvec, *shapes, joint.dtype, joint.device, left)
+    matvec, rmatvec = (functools.partial(product, name) for name in ("matvec", "rmatvec"))
+    return Together(matvec, rmatvec, *shapes, *kind, left)
 
 
 def over_leading(product: Product, event_dims: int) -> Product:

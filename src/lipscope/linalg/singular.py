@@ -378,7 +378,7 @@ def top_singular_batch(
     b = len(generators)
     answers: list[TopSingular | None] = [None] * b
     left = op.left if isinstance(op, Together) else None
-    with few_threads(b * op.in_size):
+    with few_threads(b * max(op.in_size, math.prod(op.out_shape))):
         for run, last in _restarted(op, _random_starts(op, generators), max_steps, memory, stop):
             for i in range(b):
                 if answers[i] is None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from lipscope_experiments.digits import Digits, digits
 from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, chosen, column_mean, grouped, line
 from lipscope_experiments.simple_layers import bound_values
+from lipscope_experiments.training import certified_radii, norm_of
 
 PATCHES, WIDTH, HEADS, BLOCKS = 16, 32, 2, 2
 RADIUS = 4.0  # of the ball that tokens are brought into before attention
@@ -100,11 +100,11 @@ class VisionTransformer(nn.Module):
         ``‖E‖ Π (1 + L_F) (1 + ‖W_1‖ ‖W_2‖)``, ``L_F`` the least bound of the catalogue
         for the ball; holds at all images.
         """
-        found = _largest_singular_value(self.patches)
+        found = norm_of(self.patches.weight)
         for block, layer in zip(self.blocks, self.constants(), strict=True):
             assert isinstance(block, SmoothBlock)
-            inner = _largest_singular_value(block.up) * _largest_singular_value(block.down)
-            found *= (1 + layer) * (1 + inner)
+            up, down = cast("tuple[nn.Linear, nn.Linear]", (block.up, block.down))
+            found *= (1 + layer) * (1 + norm_of(up.weight) * norm_of(down.weight))
         return found
 
     def constants(self) -> list[float]:
@@ -133,26 +133,6 @@ class Linear(nn.Module):
 
 
 Net = TypeVar("Net", bound=VisionTransformer | Linear)
-
-
-@torch.no_grad()
-def certified(net: VisionTransformer | Linear, images: Tensor, labels: Tensor) -> Tensor:
-    """The radius within which no image changes the answer; 0 where it is wrong.
-
-    ``min_c (z_y - z_c) / (L |w_y - w_c|)`` over the other classes ``c``. Of `Linear` the distance
-    to the nearest image with another answer, exactly.
-    """
-    w, scores = net.head.weight.double(), net(images).double()
-    apart = torch.cdist(w[None], w[None], compute_mode="donot_use_mm_for_euclid_dist")[0]
-    own = scores.gather(1, labels[:, None])
-    each = (own - scores) / apart[labels].clamp_min(1e-30)
-    same = nn.functional.one_hot(labels, 10).bool()
-    return each.masked_fill(same, math.inf).amin(1).clamp_min(0.0) / net.slope()
-
-
-def _largest_singular_value(linear: nn.Module) -> float:
-    assert isinstance(linear.weight, Tensor)
-    return float(torch.linalg.matrix_norm(linear.weight.double(), 2))
 
 
 def trained(net: Net, data: Digits, epochs: int, seed: int) -> tuple[Net, int]:
@@ -285,12 +265,13 @@ def _trained_run(
         net = Linear() if kind == _LINEAR else VisionTransformer(kind)
     net, done = trained(net, data[task], epochs, seed)
     images, labels = data[task].test_images, data[task].test_labels
-    radii = certified(net, images, labels)
+    scores, slope = net(images).detach(), net.slope()
+    radii = certified_radii(scores, net.head.weight, labels, slope)
     return {
         "done": done,
-        "slope": net.slope(),
+        "slope": slope,
         "constant": 0.0 if isinstance(net, Linear) else max(net.constants()),
-        "accuracy": _share_of(net(images).argmax(1) == labels),
+        "accuracy": _share_of(scores.argmax(1) == labels),
         "certified": [_share_of(radii > eps) for eps in _SIZES],
         "adversarial": [_share_of(attacked(net, images, labels, eps)) for eps in _SIZES],
     }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope import InputError, SmoothTransformer, lipschitz_bound, load_model
-from lipscope.attention import Clip, spectral_norm
+from lipscope.attention import Clip
 from lipscope.charts import Panel
 from lipscope.control import MeanPool
 from lipscope_experiments.certified.crown import peer, peer_radius
@@ -22,7 +22,7 @@ from lipscope_experiments.certified.deept import folder_for, sentences, words_of
 from lipscope_experiments.digits import digits
 from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, line, middle, percentage
-from lipscope_experiments.training import SHARPER, train
+from lipscope_experiments.training import SHARPER, certified_radii, norm_of, train
 
 CAPS = {"cap 0.5": 0.5, "cap 1": 1.0, "cap 2": 2.0, "ordinary": None}
 LINEAR = "linear"
@@ -119,25 +119,12 @@ def slope_before_head(model: Any) -> float:
     if not isinstance(model, SmoothTransformer):
         return 1.0 if isinstance(model[0], nn.Flatten) else _WORDS**-0.5
     whole = min(float(lipschitz_bound(model, norm=n)) for n in ("max-token", "frobenius"))
-    return whole * _entry(model) / _norm(model.head.weight)
+    return whole * _entry(model) / norm_of(model.head.weight)
 
 
 def _entry(model: SmoothTransformer) -> float:
     """How far the stream moves at most by a move of the input: of word vectors, as far."""
-    return _norm(model.embedding.weight) if isinstance(model.embedding, nn.Linear) else 1.0
-
-
-def _norm(weight: Tensor) -> float:
-    return float(spectral_norm(weight.detach().double()))
-
-
-def radii(scores: Tensor, head: Tensor, labels: Tensor, slope: float) -> Tensor:
-    """``min_c (z_y - z_c) / (slope |w_y - w_c|)`` over the other classes; 0 where it is wrong."""
-    w, scores = head.detach().double(), scores.double()
-    apart = (w[:, None] - w[None]).norm(dim=-1)[labels].clamp_min(1e-30)
-    each = (scores.gather(1, labels[:, None]) - scores) / (slope * apart)
-    own = nn.functional.one_hot(labels, len(w)).bool()
-    return each.masked_fill(own, torch.inf).amin(1).clamp_min(0.0)
+    return norm_of(model.embedding.weight) if isinstance(model.embedding, nn.Linear) else 1.0
 
 
 def beside(model: SmoothTransformer, x: Tensor) -> Record:
@@ -163,7 +150,7 @@ def classified(study: Study, name: str, of: Task) -> list[Record]:
         with torch.no_grad():
             scores = net(x)
         slope = slope_before_head(net)
-        sure = radii(scores, net.head.weight, y, slope)
+        sure = certified_radii(scores, net.head.weight, y, slope)
         return {
             "accuracy": int((scores.argmax(1) == y).sum()),
             "tested": len(y),

@@ -18,7 +18,7 @@ from lipscope.records import stable_id
 from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, average, chosen, geometric, grouped, line
 from lipscope_experiments.texts import Corpus, corpus
-from lipscope_experiments.training import SHARPER, train
+from lipscope_experiments.training import SHARPER, norm_of, train
 
 CAPS = (1.0, 1.25, 1.5, 2.0, None)
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -67,7 +67,7 @@ def formula(model: SmoothTransformer, *, right: bool) -> float:
 
 def _rms_norm(weight: Tensor) -> float:
     rows, columns = weight.shape
-    return float(torch.linalg.matrix_norm(weight.detach().double(), 2)) * math.sqrt(columns / rows)
+    return norm_of(weight) * math.sqrt(columns / rows)
 
 
 def _as_rms(model: SmoothTransformer) -> float:

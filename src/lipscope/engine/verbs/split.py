@@ -17,7 +17,14 @@ from lipscope.engine.ready_model import AnyModel
 from lipscope.engine.runs import AnyData, AnyFolder, LocalRun, Progress, as_callback, of_one_window
 from lipscope.engine.spec import OF_QUESTION, Options, Verb
 from lipscope.errors import InputError
-from lipscope.linalg import Operator, TopSingular, restrict, start_named, top_singular_batch
+from lipscope.linalg import (
+    Operator,
+    TopSingular,
+    restrict,
+    start_named,
+    together,
+    top_singular_batch,
+)
 from lipscope.measures import own_operator
 from lipscope.pages import Rows, empty_table, number
 from lipscope.records import GAINS, Measurement, TokenGain, stable_id
@@ -136,10 +143,15 @@ def _gains(run: LocalRun, job: Job, row: Measurement) -> list[TokenGain]:
     assert built.attention is not None  # else the row has no sigma
     own = own_operator(built.attention, built.x, map=built.map)
     index = torch.arange(row.num_tokens, device=built.x.device)[:, None]
-    whole = restrict(built.linearise(built.x), move=index)
+    linear = built.linearise(built.x)
+    whole = together(
+        lambda some: restrict(linear, move=index[list(some)]),
+        [restrict(linear, move=i) for i in index],
+    )
     # Every token's matrix is an operator of its own: they share their products.
     shape = own.in_shape[1:], own.out_shape[1:]
     apart = Operator(own.matvec, own.rmatvec, *shape, own.dtype, own.device)
+    assert whole is not None
     with at.window.ready():
         split, moved = _solve_tokens(apart, row, COPIES), _solve_tokens(whole, row, "all")
     about = row.id, row.layer or 0, row.sample
