@@ -47,7 +47,7 @@ PER_HEAD: dict[str, Callable[..., Construction]] = {
     "l2_opposed": l2_opposed,
 }
 PER_LAYER: dict[str, Callable[..., Construction]] = {"constant": constant}
-_TOGETHER, _MEMORY = 12, 2**28  # inputs whose products are one, and bytes of their bases
+_TOGETHER, _MEMORY = 12, 2**28  # inputs whose products are one, and bytes of what they keep
 KNOWN, DRAWN = "ascent from known inputs", "ascent from random starts"
 
 
@@ -87,7 +87,7 @@ def worst(
     from the best construction of each kind and the worst given input, and the end of another one
     from random starts. Holds for every layer; what cannot be built for it follows last, with the
     reason. Constructions are compared in float32; the best of each kind, and what overflows there,
-    is measured as the layer is. Twelve heads of width 32 at n = 64 take ten to twelve seconds on
+    is measured as the layer is. Twelve heads of width 32 at n = 64 take eight to ten seconds on
     two cores.
 
     Args:
@@ -190,13 +190,14 @@ def _tops(
 ) -> list[TopSingular]:
     """Sigma of one layer at several inputs of one size: small ones share their products."""
     found = list[TopSingular]()
-    basis = max(
-        (2 * USUAL_STEPS * x.numel() * layer.query.element_size() for x in inputs), default=1
-    )
-    size = max(1, min(_TOGETHER, _MEMORY // basis))
+    numbers = (2 * USUAL_STEPS * x.numel() + 4 * layer.num_heads * len(x) ** 2 for x in inputs)
+    size = _MEMORY // (max(numbers, default=1) * layer.query.element_size())
+    size = max(1, min(_TOGETHER, size))
     for k in range(0, len(inputs), size):
         ops = [layer.linearise(x.to(layer.query.dtype)) for x in inputs[k : k + size]]
-        shared = together(lambda some, ops=ops: joined([ops[i] for i in some]), ops)
+        shared = None
+        if len(ops) > 1:
+            shared = together(lambda some, ops=ops: joined([ops[i] for i in some]), ops)
         if shared is None:
             found += [top_singular(op, tol=tol, generator=generator) for op in ops]
         else:
