@@ -32,6 +32,19 @@ new PerformanceObserver((some) => some.getEntries().forEach((one) => one.sources
 }))).observe({ type: "layout-shift" });
 """
 
+# The lines of the table, or the parts besides, in which some work puts or takes anything.
+TOUCHED = """(work) => {
+  const watch = new MutationObserver(() => {});
+  const all = { subtree: true, childList: true, characterData: true };
+  watch.observe($("layers").closest("section"), all);
+  work();
+  const holds = (one) => (one.target.nodeType === 1 ? one.target : one.target.parentElement)
+    .closest("[data-key], #axis, #in, #out");
+  const found = watch.takeRecords().map(holds).filter((one) => one);
+  watch.disconnect();
+  return [...new Set(found.map((one) => one.dataset.key ?? one.id))];
+}"""
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
@@ -433,6 +446,32 @@ def test_nothing_jumps_when_numbers_come(browser: Browser, server: Server) -> No
         page.wait_for_timeout(700)
         assert page.evaluate("jumps") == []
     window.close()
+
+
+def test_what_is_shown_is_not_drawn_again(opened: Opened) -> None:
+    """Each drawing costs what changed: nothing, one line, or all of them where the axis moves."""
+    page = opened.page
+
+    def drawn_by(change: str) -> list[str]:
+        """The lines and other parts of the page that are touched by a drawing after a change."""
+        return sorted(page.evaluate(f"({TOUCHED})(() => {{ {change}; drawSeen(); }})"))
+
+    assert drawn_by("") == []
+    same = "const one = seen.layers.get(1); seen.layers.set(1, { ...one, row: { ...one.row } })"
+    assert drawn_by(f"state.layer = 0; drawSeen(); {same}") == ["1", "in", "out"]
+    assert drawn_by(same) == ["1"]
+    far = "const row = seen.layers.get(1).row; row.sigma *= 1e3; row.upper *= 1e3"
+    assert drawn_by(f"{same}; {far}") == ["0", "1", "2", "axis"]
+    assert drawn_by("state.move = '0'") == ["in", "out"]
+    assert drawn_by("") == []
+
+
+def test_dots_move_at_once_while_numbers_come(opened: Opened) -> None:
+    """To let them glide takes longer than to draw the rest, and the solver waits."""
+    moves = "getComputedStyle(document.querySelector('.track i')).transitionDuration"
+    assert opened.page.evaluate(moves) != "0s"
+    opened.page.evaluate("document.documentElement.dataset.drawn = ''")
+    assert opened.page.evaluate(moves) == "0s"
 
 
 def test_a_reader_who_wants_no_motion_gets_none(browser: Browser, server: Server) -> None:
