@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lipscope.attention import (
+    Attention,
     DotProduct,
     L2Attention,
     Rotary,
@@ -124,12 +125,12 @@ def test_rows_whose_weights_do_not_move_are_those_of_their_layer() -> None:
     torch.testing.assert_close(shared.matvec(e), each, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("scores", [2**22, 3 * HEADS * N * N * 8, 8])
+@pytest.mark.parametrize("scores", [2**24, 3 * 330 * 8, 8])
 @pytest.mark.parametrize("name", [*KINDS, "grouped", "norms"])
 def test_products_with_several_vectors_are_those_with_each(
     name: str, scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All at once, three at a time, and one by one, where so few scores are taken together."""
+    """All at once, three at a time, and one by one, where so few bytes are kept for several."""
     monkeypatch.setattr("lipscope.attention.jacobian._TOGETHER_BYTES", scores)
     if name == "norms":  # these share nothing
         layer = ScaledCosineAttention(*weights(0), heads=HEADS, temperature=1.5)
@@ -147,6 +148,48 @@ def test_products_with_several_vectors_are_those_with_each(
         pairs = torch.randn(2, 3, N, D, dtype=torch.float64)
         each = torch.stack([torch.stack([product(one) for one in two]) for two in pairs])
         torch.testing.assert_close(product(pairs), each, rtol=1e-12, atol=1e-12)
+
+
+def test_what_several_vectors_share_is_forgotten_where_it_cannot_serve() -> None:
+    """Made in inference mode, of a joined operator, or one of more sizes than are kept."""
+    layer = DotProduct(*weights(0), heads=HEADS)
+    op = layer.linearise(tokens(0))
+    e = torch.randn(3, N, D, dtype=torch.float64)
+    with torch.inference_mode():
+        first = op.matvec(e)
+    torch.testing.assert_close(op.matvec(e), first)
+    for count in range(2, 9):
+        op.rmatvec(torch.randn(count, N, D, dtype=torch.float64))
+    assert len(op.matvec.__self__.copies) == 2
+    both = joined([op, layer.linearise(tokens(1))])
+    assert both is not None
+    pairs = torch.randn(4, 2, N, D, dtype=torch.float64)
+    each = torch.stack([both.matvec(one) for one in pairs])
+    torch.testing.assert_close(both.matvec(pairs), each, rtol=1e-12, atol=1e-12)
+
+
+class Tempered(Attention):
+    """A score with a number of its own for every head: heads of copies would not know theirs."""
+
+    temper = torch.tensor([1.0, 2.0], dtype=torch.float64)[:, None, None]
+
+    def score(self, q, k, *, out=None):
+        return self.temper * (q @ k.mT)
+
+    def score_jvp(self, q, k, dq, dk, *, out=None):
+        return self.temper * (dq @ k.mT + q @ dk.mT)
+
+    def score_vjp(self, q, k, gs):
+        gs = self.temper * gs
+        return gs @ k, gs.mT @ q
+
+
+def test_scores_that_know_their_head_share_nothing() -> None:
+    ops = [Tempered(*weights(k), heads=HEADS).linearise(tokens(k)) for k in range(2)]
+    assert joined(ops) is None
+    e = torch.randn(3, N, D, dtype=torch.float64)
+    for product in (ops[0].matvec, ops[0].rmatvec):
+        torch.testing.assert_close(product(e), torch.stack([product(one) for one in e]))
 
 
 def test_one_layer_at_several_inputs_has_its_weights_of_the_time() -> None:
@@ -193,5 +236,14 @@ def test_solves_that_share_products_end_by_themselves() -> None:
     sizes = [len(some) for some in groups]
     assert sizes[0] == 6
     assert all(later <= 0.75 * earlier for earlier, later in pairwise(sizes))
+    assert found.matvec(torch.randn(6, N, D, dtype=torch.float64)).shape == (6, N, D)  # of nobody
     ends = sorted({top.products for top in tops})
     assert len(sizes) > 1 or len(ends) < 3
+
+
+def test_a_rotary_layer_is_followed_entry_by_entry() -> None:
+    """torch's own batching has a rule for all that the turn does: it warns where it has none."""
+    layer = DotProduct(*weights(0), heads=HEADS, rotary=turned(0))
+    x = torch.stack([tokens(k) for k in range(3)])
+    each = torch.stack([layer(one) for one in x])
+    torch.testing.assert_close(torch.func.vmap(layer)(x), each)

@@ -548,6 +548,13 @@ def test_the_keyboard_reaches_everything(opened: Opened) -> None:
     page.keyboard.press("Escape")
     opened.drawn()
     page.keyboard.press("Home")
+    marked = "document.querySelectorAll('#in .dragged').length"
+    page.keyboard.press("Shift+ArrowRight")
+    assert page.evaluate(marked) == 2
+    page.keyboard.press("Escape")  # all may move, as before: nothing is drawn anew
+    assert page.evaluate(marked) == 0
+    opened.drawn()
+    page.keyboard.press("Home")
     page.keyboard.press("Shift+ArrowRight")
     page.keyboard.press("Shift+ArrowRight")
     page.keyboard.press("Enter")

@@ -170,7 +170,8 @@ class Attention(Layer):
                 rmatvec=lambda g: op.rmatvec(wide(g)).to(x.dtype),
                 dtype=x.dtype,
             )
-        at = Linearised(self, x, memory, context=context, log_weights=log_weights, **options)
+        more: dict[str, Any] = {"context": context, "log_weights": log_weights}
+        at = Linearised(self, x, memory, **options, **more, shares=_known_scores(type(self)))
         doubt = at.doubt
         op = Operator(
             at.matvec,
@@ -240,9 +241,7 @@ def joined(operators: Sequence[Operator]) -> Operator | None:
         at = getattr(op.matvec, "__self__", None)
         if isinstance(at, Linearised) and (op.matvec, op.rmatvec) == (at.matvec, at.rmatvec):
             parts.append(at)
-    if len(parts) < len(operators) or not _known_scores(type(parts[0].core.layer)):
-        return None
-    at = several_layers(parts)
+    at = several_layers(parts) if 0 < len(parts) == len(operators) else None
     return None if at is None else replace(operators[0], matvec=at.matvec, rmatvec=at.rmatvec)
 
 

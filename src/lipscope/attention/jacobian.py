@@ -94,7 +94,7 @@ def reach(rows: slice, num_keys: int, causal: bool, window: int | None) -> slice
 
 # One chunk of scores stays near the last-level cache; larger ones are bound by memory.
 CHUNK_BYTES = 2**24
-_TOGETHER_BYTES = 2**22  # of the scores of several products at once
+_TOGETHER_BYTES = 2**24  # that are kept for several products at once
 SURE = 1e-4  # a shift of scores that changes no weight by more than its own share
 _SHARE = 0.5  # of the memory, for stored weights; the rest is the solver's
 
@@ -537,7 +537,9 @@ class Linearised:
         context: Tensor | None,
         side: MovingSide,
         log_weights: Tensor | None,
+        shares: bool = False,
     ) -> None:
+        self.shares = shares  # whether scores depend on queries and keys alone, head by head
         self.moved = x if context is None or side == "query" else context
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             biased = layer.bias_moves
@@ -551,7 +553,7 @@ class Linearised:
                 frame = _coupled(frame, layer, x, context)
             self.core, self.frame = core, frame
             self.doubt = core.doubt()
-            self.copies: dict[int, Linearised | None] = {}  # so many as one
+            self.copies: dict[int, Linearised | None] = {}  # so many as one; two sizes at most
 
     def matvec(self, e: Tensor) -> Tensor:
         """``J e``."""
@@ -568,20 +570,31 @@ class Linearised:
             return self.frame.enter_t(*self.core.vjp(self.frame.leave_t(g)))
 
     def _of_each(self, vectors: Tensor, product: Callable[[Linearised, Tensor], Tensor]) -> Tensor:
-        """Products with each vector: those of small layers by several at once."""
-        scores = sum(block.size for block in self.core.blocks) * vectors.element_size()
-        most = _TOGETHER_BYTES // max(scores, 1)
-        if len(vectors) == 1 or most < 2 or vectors.ndim > self.frame.axes + 1:
+        """Products with each vector: those of one small layer by several at once."""
+        core = self.core
+        kept = sum(block.size for block in core.blocks) + core.k.numel()
+        kept += 2 * (core.q.numel() + core.v.numel() + core.o.numel())
+        most = _TOGETHER_BYTES // max(kept * core.q.element_size(), 1)
+        if most < 2 or self.frame.axes > 2 or vectors.ndim > 3:
             return torch.stack([product(self, one) for one in vectors])
         found = []
         for some in vectors.split(most):
-            b = len(some)
-            if b not in self.copies:
-                self.copies[b] = several_layers([self] * b)
-            at = self.copies[b]
+            at = self._copied(len(some))
             each = product(at, some) if at else torch.stack([product(self, one) for one in some])
             found.append(each)
         return torch.cat(found)
+
+    def _copied(self, count: int) -> Linearised | None:
+        """So many of this layer as one."""
+        if count < 2:
+            return None
+        if count not in self.copies:
+            if len(self.copies) > 1:
+                self.copies.pop(next(iter(self.copies)))
+            # What it keeps is written to by later products, wherever the first one was asked for.
+            with torch.inference_mode(False), torch.no_grad():
+                self.copies[count] = several_layers([self] * count)
+        return self.copies[count]
 
 
 def several_layers(parts: Sequence[Linearised]) -> Linearised | None:
@@ -591,7 +604,8 @@ def several_layers(parts: Sequence[Linearised]) -> Linearised | None:
     several inputs multiplies by its matrices once.
     """
     first, weights = parts[0], [one.frame.weights for one in parts if one.frame.weights is not None]
-    if len(weights) < len(parts) or not all(_alike(first, one) for one in parts):
+    shared = len(weights) == len(parts) and all(one.shares for one in parts)
+    if not shared or not all(_alike(first, one) for one in parts):
         return None
     joint, (into, out, sizes) = copy.copy(first), zip(*weights, strict=True)
     joint.core, joint.copies = first.core.joined([one.core for one in parts]), {}

@@ -162,21 +162,17 @@ class Rotary:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate queries or keys ``(..., n, k)``."""
-        return self._turned(x, 1)
+        turned, rest = x.split([self.cos.shape[-1], x.shape[-1] - self.cos.shape[-1]], dim=-1)
+        a, b = turned.chunk(2, dim=-1)
+        turned = turned * self.cos + torch.cat([-b, a], dim=-1) * self.sin
+        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
     def transpose(self, g: Tensor) -> Tensor:
         """Apply the transposed (inverse up to scale) rotation to cotangents ``(..., n, k)``."""
-        return self._turned(g, -1)
-
-    def _turned(self, x: Tensor, sign: int) -> Tensor:
-        """``x`` turned forward, or with the transpose where the sign is negative."""
-        half, width = self.cos.shape[-1] // 2, self.cos.shape[-1]
-        a, b = self.sin.split(half, dim=-1)
-        ahead, back = (a, b) if sign > 0 else (b, a)
-        turned = x[..., :width] * self.cos
-        turned[..., :half].addcmul_(x[..., half:width], ahead, value=-sign)
-        turned[..., half:].addcmul_(x[..., :half], back, value=sign)
-        return torch.cat([turned, x[..., width:]], dim=-1) if x.shape[-1] > width else turned
+        turned, rest = g.split([self.cos.shape[-1], g.shape[-1] - self.cos.shape[-1]], dim=-1)
+        a, b = (turned * self.sin).chunk(2, dim=-1)
+        turned = turned * self.cos + torch.cat([b, -a], dim=-1)
+        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
     def norm(self, width: int) -> float:
         """Largest norm of a rotation of ``width`` numbers: 1, unless a scaling is part of it."""

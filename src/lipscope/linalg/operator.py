@@ -121,6 +121,8 @@ def together(join: Join, parts: Sequence[Operator]) -> Together | None:
         return getattr(joint, name)(e if len(now) == len(parts) else e[now])
 
     def product(name: str, e: Tensor) -> Tensor:
+        if not left:
+            return e.new_zeros(len(parts), *shapes[name == "matvec"])
         some = of_some(name, e)
         if len(now) == len(parts):
             return some

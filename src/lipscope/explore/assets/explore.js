@@ -493,11 +493,13 @@ for (const side of Object.keys(SCOPES)) {
       if (anchor !== null) mark(anchor, next);
       event.preventDefault();
     } else if (event.key === " " || event.key === "Enter") {
+      mark(null);
       if (anchor === null || anchor === k) clickedToken(side, k); else scoped(side, range(anchor, k));
       anchor = null;
       event.preventDefault();
     } else if (event.key === "Escape") {
       anchor = null;
+      mark(null);
       scoped(side, []);
     }
   });
