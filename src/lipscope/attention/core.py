@@ -170,8 +170,8 @@ class Attention(Layer):
                 rmatvec=lambda g: op.rmatvec(wide(g)).to(x.dtype),
                 dtype=x.dtype,
             )
-        more: dict[str, Any] = {"context": context, "log_weights": log_weights}
-        at = Linearised(self, x, memory, **options, **more, shares=_known_scores(type(self)))
+        at = Linearised(self, x, memory, context=context, log_weights=log_weights, **options)
+        at.shares = _known_scores(type(self))
         doubt = at.doubt
         op = Operator(
             at.matvec,

@@ -537,9 +537,8 @@ class Linearised:
         context: Tensor | None,
         side: MovingSide,
         log_weights: Tensor | None,
-        shares: bool = False,
     ) -> None:
-        self.shares = shares  # whether scores depend on queries and keys alone, head by head
+        self.shares = False  # whether scores are known to be functions of queries and keys alone
         self.moved = x if context is None or side == "query" else context
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             biased = layer.bias_moves
