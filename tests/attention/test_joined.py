@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -160,7 +161,8 @@ def test_what_several_vectors_share_is_forgotten_where_it_cannot_serve() -> None
     torch.testing.assert_close(op.matvec(e), first)
     for count in range(2, 9):
         op.rmatvec(torch.randn(count, N, D, dtype=torch.float64))
-    assert len(op.matvec.__self__.copies) == 2
+    at: Any = op.matvec
+    assert len(at.__self__.copies) == 2
     both = joined([op, layer.linearise(tokens(1))])
     assert both is not None
     pairs = torch.randn(4, 2, N, D, dtype=torch.float64)
