@@ -87,7 +87,7 @@ def worst(
     from the best construction of each kind and the worst given input, and the end of another one
     from random starts. Holds for every layer; what cannot be built for it follows last, with the
     reason. Constructions are compared in float32; the best of each kind, and what overflows there,
-    is measured as the layer is. Twelve heads of width 32 at n = 64 take eight to ten seconds on
+    is measured as the layer is. Twelve heads of width 32 at n = 64 take about ten seconds on
     two cores.
 
     Args:

@@ -122,7 +122,7 @@ def together(join: Join, parts: Sequence[Operator]) -> Together | None:
 
     def product(name: str, e: Tensor) -> Tensor:
         if not left:
-            return e.new_zeros(len(parts), *shapes[name == "matvec"])
+            return e.new_zeros(len(parts), *(shapes[1] if name == "matvec" else shapes[0]))
         some = of_some(name, e)
         if len(now) == len(parts):
             return some
