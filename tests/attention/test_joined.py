@@ -237,7 +237,7 @@ def test_solves_that_share_products_end_by_themselves() -> None:
         assert tops.index(longest[0]) in some
     sizes = [len(some) for some in groups]
     assert sizes[0] == 6
-    assert all(later <= 0.75 * earlier for earlier, later in pairwise(sizes))
+    assert all(later <= earlier / 2 for earlier, later in pairwise(sizes))
     assert found.matvec(torch.randn(6, N, D, dtype=torch.float64)).shape == (6, N, D)  # of nobody
     ends = sorted({top.products for top in tops})
     assert len(sizes) > 1 or len(ends) < 3

@@ -75,7 +75,7 @@ class Operator(Shown):
         return math.prod(self.in_shape)
 
 
-_REJOINED = 0.75  # once so few of those that share products are left, the others are left out
+_REJOINED = 0.5  # once so few of those that share products are left, the others are left out
 
 
 @dataclass(frozen=True, repr=False)
