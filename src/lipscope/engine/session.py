@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -278,7 +278,7 @@ class MapAtInput:
             # What fails, fails again where its own row is made, and is told there.
             with suppress(InputError, RuntimeError, MemoryError):
                 solved = self._session.solved(self)
-            with self.window.ready():
+            with self._session.beside_solves(), self.window.ready():
                 check = self._session.first(job) and whole_tokens
                 reference = (lambda: self.window.reference(self.map)) if check else None
                 return answer(*self.question, reference, solved)
@@ -626,6 +626,10 @@ class Session:
     def solved(self, one: MapAtInput) -> Solve | None:
         """What found sigma of a map ahead, if anything did."""
         return None if self.solves is None else self.solves.solved(one)
+
+    def beside_solves(self) -> AbstractContextManager[None]:
+        """What is done beside solves ahead has few threads."""
+        return nullcontext() if self.solves is None else self.solves.beside()
 
     def first(self, job: Job) -> bool:
         """Whether its input is the first one of its length."""

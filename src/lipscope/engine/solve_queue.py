@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import pairwise
 from threading import Event
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -16,7 +16,7 @@ from lipscope.engine.plan import Job
 from lipscope.engine.ready_model import ModelAtInput
 from lipscope.engine.spec import REAL, Spec
 from lipscope.errors import InputError
-from lipscope.linalg import USUAL_STEPS, Watch
+from lipscope.linalg import USUAL_STEPS, Watch, one_thread
 from lipscope.models import LayerMap
 
 _TOGETHER = 3  # layers whose products are one, at most: more fill no processor better
@@ -97,13 +97,18 @@ class SolveQueue(Generic[M]):
             if len(at_work) >= workers:
                 break
             coming, self._coming = self._coming, None
-            with suppress(InputError, RuntimeError, MemoryError):  # told where its row is made
+            # What fails is told where its row is made.
+            with self.beside(), suppress(InputError, RuntimeError, MemoryError):
                 self._coming = self._begin(coming, workers)
         self._ahead.pop(job, None)  # it is at hand
         if job not in self._begun:
             return None
         future, index = self._begun.pop(job)
         return future.result()[index]
+
+    def beside(self) -> AbstractContextManager[None]:
+        """What this thread does beside the solves takes no processor from them."""
+        return one_thread() if self._begun else nullcontext()
 
     def _begin(self, first: M, workers: int) -> M | None:
         """Begin to solve a map and some that follow it; the one after them, if it is like them."""

@@ -38,5 +38,6 @@ from lipscope.linalg.top_subspace import Leading as Leading, leading as leading
 from lipscope.linalg.torch_state import (
     draws_from as draws_from,
     few_threads as few_threads,
+    one_thread as one_thread,
     torch_state as torch_state,
 )

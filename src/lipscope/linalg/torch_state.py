@@ -71,9 +71,27 @@ def few_threads(entries: int | None, small: int = _SMALL) -> Iterator[None]:
     True
     """
     before = torch.get_num_threads()
-    previous = _OUTSIDE.get()
-    outside = previous or before
+    outside = _OUTSIDE.get() or before
     wanted = before if entries is None else 1 if entries <= small else outside
+    with _threads(wanted, outside):
+        yield
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread, whatever an input's size: other threads of ours have the processors.
+
+    >>> with one_thread(), few_threads(2**30):
+    ...     torch.get_num_threads()
+    1
+    """
+    with _threads(1, 1):
+        yield
+
+
+@contextlib.contextmanager
+def _threads(wanted: int, outside: int) -> Iterator[None]:
+    before, previous = torch.get_num_threads(), _OUTSIDE.get()
     _OUTSIDE.set(outside)
     torch.set_num_threads(wanted)
     try:
