@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pkgutil import resolve_name
 
 import pytest
@@ -41,7 +42,7 @@ def rows(model: object, **options: object) -> list:
 def test_rows_are_those_of_one_layer_at_a_time(name: str, options: dict, two, monkeypatch) -> None:
     model, shared = ls.load_model(MODELS[name]), []
     usual = resolve_name(SOLVER)
-    monkeypatch.setattr(SOLVER, lambda q: shared.append(len(q)) or usual(q))
+    monkeypatch.setattr(SOLVER, lambda q, found: shared.append(len(q)) or usual(q, found))
     ahead = rows(model, **options)
     assert sum(shared) == len(ahead) > 1
     torch.set_num_threads(1)
@@ -63,13 +64,51 @@ def test_what_shares_nothing_is_solved_as_before(options: dict, two, monkeypatch
 def test_a_layer_that_fails_fails_alone(two, monkeypatch) -> None:
     """Whatever goes wrong in a thread is tried again where the row is made."""
 
-    def broken(_: object) -> None:
+    def broken(*_: object) -> None:
         raise InputError("no product")
 
     alone = rows(MODELS["gpt2"])
     monkeypatch.setattr(SOLVER, broken)
     again = rows(MODELS["gpt2"])
     assert [row.sigma for row in again] == pytest.approx([row.sigma for row in alone])
+
+
+def test_an_answer_does_not_wait_for_those_that_share_its_products(two, monkeypatch) -> None:
+    """Some layers of a group end before others: theirs are the answers that come first."""
+    usual, ended, whole = resolve_name(SOLVER), [], []
+
+    def solver(questions, found) -> None:
+        usual(questions, lambda i, solve: ended.append(threading.get_ident()) or found(i, solve))
+        whole.append(len(ended))
+
+    monkeypatch.setattr(SOLVER, solver)
+    model, last = ls.load_model(MODELS["bert"]), {}
+
+    def watch(layer: int | None):
+        return lambda now: last.__setitem__(layer, now())
+
+    for at in model.layers(TEXT, lengths=12, watch=watch):
+        (row,) = at.rows()
+        told = last[at.layer]
+        assert told[0][1] >= row.upper  # nothing is told of a layer after its answer
+    assert len(ended) == 5
+    assert len(whole) < len(ended)
+
+
+def test_one_thread_is_left_beside_solves(two, monkeypatch) -> None:
+    """The first thread checks rows while others solve: two threads for it would be three."""
+    usual, threads = resolve_name("lipscope.engine.answer.difference"), []
+
+    def noted(*about: object) -> object:
+        threads.append(torch.get_num_threads())
+        return usual(*about)
+
+    monkeypatch.setattr("lipscope.engine.answer.difference", noted)
+    name = "lipscope.engine.ready_model.few_threads"  # as for an input that is large
+    monkeypatch.setattr(name, partial(resolve_name(name), small=0))
+    rows(MODELS["llama"])
+    assert (threads[0], threads[-1]) == (1, 2)
+    assert torch.get_num_threads() == 2
 
 
 class GoneError(BaseException):
@@ -101,3 +140,16 @@ def test_a_session_that_is_over_leaves_no_thread(two) -> None:
     assert next(found).rows()
     found.close()
     assert threading.active_count() == before
+
+
+def test_norms_are_found_where_they_were_not_recorded(two) -> None:
+    """A pass for sigma alone records none; who asks for them gets them all the same."""
+    given = ls.load_model(MODELS["llama"])
+    norms = [one for name, one in given.model.named_parameters() if "layernorm" in name]
+    with torch.no_grad():  # so that no two are the same
+        [one.uniform_(0.5, 2.0) for one in norms]
+    model = ls.load_model(given.model, tokenizer=given.tokenizer)
+    watched = model.layers(TEXT, lengths=12, watch=lambda _: lambda now: None)
+    found = [(at.rows()[0].id, at.radius_of_norm()) for at in watched]
+    assert found == [(at.id, at.radius_of_norm()) for at in model.layers(TEXT, lengths=12)]
+    assert len(set(found)) == len({radius for _, radius in found}) == 5

@@ -430,8 +430,13 @@ class Solve:
         return "copies of a token share its position and read what it reads"
 
 
-def solved_together(questions: Sequence[tuple[Any, ...]]) -> list[Solve]:
-    """Solves of layers of one specification: where they are alike, one product serves them all."""
+def solved_together(
+    questions: Sequence[tuple[Any, ...]], found: Callable[[int, Solve], None]
+) -> None:
+    """Solves of layers of one specification: where they are alike, one product serves them all.
+
+    ``found`` is called with each question's index and its solve, once that is over.
+    """
     solves = [Solve(*one) for one in questions]
     first = solves[0]
 
@@ -445,25 +450,28 @@ def solved_together(questions: Sequence[tuple[Any, ...]]) -> list[Solve]:
 
     shared = together(join, [one.operator for one in solves])
     if shared is None:
-        for one in solves:
+        for i, one in enumerate(solves):
             one.solve()
-        return solves
+            found(i, one)
+        return
+
+    def keep(i: int, top: TopSingular) -> None:
+        solves[i].keep([top], len(solves))
+        found(i, solves[i])
 
     def watch(now: Callable[[], Sequence[tuple[float, float]]]) -> None:
         for i, one in enumerate(solves):
-            if one.watch is not None:
+            if one.watch is not None and one.tops is None:
                 one.watch(lambda i=i: now()[i : i + 1])
 
-    tops = top_singular_batch(
+    top_singular_batch(
         shared,
         [one.generator(None, "sigma") for one in solves],
         memory=first.memory // 2,
         watch=watch,
+        found=keep,
         **first.spec.solver(),
     )
-    for one, top in zip(solves, tops, strict=True):
-        one.keep([top], len(solves))
-    return solves
 
 
 def _embedded(vector: Tensor, index: Tensor | None, n: int) -> Tensor:

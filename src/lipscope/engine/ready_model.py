@@ -316,6 +316,7 @@ class ModelAtInput:
         # What the model's blocks give as it was given, in its own type, where that is known.
         self._blocks: tuple[torch.dtype, BlockRun] | None = None
         self.beside: list[ModelAtInput] = []  # windows that share a pass over the blocks
+        self._with_norms: ModelAtInput | None = None  # where this one's record has none
         self._sites = 0  # number of attention modules, known with the trace
         # Maps that were built before their layer was asked, and the last things that were solved.
         self.maps: dict[tuple[int | None, str], LayerMap] = {}
@@ -327,6 +328,15 @@ class ModelAtInput:
         """The model, ready for as long as the block lasts, with as many threads as pay."""
         with few_threads(self._entries), self.model.ready(self.setting) as ready:
             yield ready
+
+    def with_norms(self) -> ModelAtInput:
+        """The same with norms in its record; a pass of its own where this one was without."""
+        if self.norms:
+            return self
+        if self._with_norms is None:
+            reach = {"layers": self.layers, "sums": self.sums, "memory": self.memory}
+            self._with_norms = self.model.window(self.setting, self.sample, norms=True, **reach)
+        return self._with_norms
 
     @property
     def _entries(self) -> int | None:

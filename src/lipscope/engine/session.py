@@ -201,7 +201,7 @@ class MapAtInput:
         """The normalisation that feeds the layer, or None."""
         if self.model.is_layer:
             return None
-        record = self.window.trace
+        record = self.window.with_norms().trace
         found = norm_before(record, record.calls[self.job.layer or 0])
         return None if found is None else found.module
 

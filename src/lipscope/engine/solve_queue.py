@@ -20,6 +20,7 @@ from lipscope.linalg import USUAL_STEPS, Watch, one_thread
 from lipscope.models import LayerMap
 
 _TOGETHER = 3  # layers whose products are one, at most: more fill no processor better
+_WAITING = 1  # of them, begun while no thread is free: none is idle until it is seen to be
 _MOST_GROUPS = 4  # of them, solved at a time
 # Entries of an input up to which they are: 100 tokens of width 576 gain a fifth, 200 nothing.
 _FEW = 2**16
@@ -64,7 +65,8 @@ class SolveQueue(Generic[M]):
         self._spec, self._memory, self._make, self._watch = spec, memory, make, watch
         self._next = dict(pairwise(jobs))  # by job, the one that is asked after it
         self._ahead: dict[Job, M] = {}
-        self._begun: dict[Job, tuple[Future[list[Solve]], int]] = {}
+        self._begun: dict[Job, Future[Solve]] = {}
+        self._runs: list[Future[None]] = []  # of groups of them
         self._coming: M | None = None  # the next one to begin with
         self._pool: ThreadPoolExecutor | None = None
         self._over = Event()
@@ -93,8 +95,7 @@ class SolveQueue(Generic[M]):
         if job not in self._begun:
             self._coming = one
         while self._coming is not None and workers > 1:
-            at_work = {f for f, _ in self._begun.values() if not f.done()}
-            if len(at_work) >= workers:
+            if sum(not run.done() for run in self._runs) >= workers + _WAITING:
                 break
             coming, self._coming = self._coming, None
             # What fails is told where its row is made.
@@ -103,8 +104,7 @@ class SolveQueue(Generic[M]):
         self._ahead.pop(job, None)  # it is at hand
         if job not in self._begun:
             return None
-        future, index = self._begun.pop(job)
-        return future.result()[index]
+        return self._begun.pop(job).result()
 
     def beside(self) -> AbstractContextManager[None]:
         """What this thread does beside the solves takes no processor from them."""
@@ -126,10 +126,12 @@ class SolveQueue(Generic[M]):
         if self._pool is None:
             one_thread = {"initializer": torch.set_num_threads, "initargs": (1,)}
             self._pool = ThreadPoolExecutor(workers, **one_thread)
-        future = self._pool.submit(solved_together, [one.question for one in maps])
-        for index, one in enumerate(maps):
-            self._begun[one.job] = future, index
-            self._ahead[one.job] = one
+        begun = {one.job: Future[Solve]() for one in maps}
+        questions = [one.question for one in maps]
+        self._runs = [run for run in self._runs if not run.done()]
+        self._runs.append(self._pool.submit(_run, questions, [*begun.values()]))
+        self._begun |= begun
+        self._ahead |= {one.job: one for one in maps}
         return None if len(jobs) <= size else self._make(jobs[size], first.window)
 
     def _shares(self, one: M) -> bool:
@@ -156,3 +158,14 @@ class SolveQueue(Generic[M]):
         self._pool, self._coming, self._over = None, None, Event()
         self._ahead.clear()
         self._begun.clear()
+        self._runs.clear()
+
+
+def _run(questions: Sequence[tuple[Any, ...]], solves: Sequence[Future[Solve]]) -> None:
+    """Solve them together; each is told as soon as it is there."""
+    try:
+        solved_together(questions, lambda i, solve: solves[i].set_result(solve))
+    except BaseException as problem:
+        for one in solves:
+            if not one.done():
+                one.set_exception(problem)

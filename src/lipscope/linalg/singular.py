@@ -362,6 +362,7 @@ def top_singular_batch(
     max_steps: int = 300,
     memory: int = DEFAULT_MEMORY,
     watch: Watch | None = None,
+    found: Callable[[int, TopSingular], None] | None = None,
 ) -> list[TopSingular]:
     """`top_singular` of ``b`` operators that share their products, for example heads.
 
@@ -371,7 +372,8 @@ def top_singular_batch(
 
     ``watch`` is called after every step with a function that gives the intervals ``(sigma, upper)``
     so far, one an entry. The start alone may make them fail, so all intervals of a run hold at once
-    with probability ``1 - delta`` an entry; what ``watch`` raises ends the run.
+    with probability ``1 - delta`` an entry; what ``watch`` raises ends the run. ``found`` is called
+    with each entry and its answer once that is there, while others go on.
     """
     _check_solver(op, tol, delta, max_steps)
     stop = _Stop(tol, delta, op)
@@ -381,10 +383,13 @@ def top_singular_batch(
     with few_threads(b * max(op.in_size, math.prod(op.out_shape))):
         for run, last in _restarted(op, _random_starts(op, generators), max_steps, memory, stop):
             for i in range(b):
-                if answers[i] is None:
-                    answers[i] = stop.judge(run, i, last=last)
-                    if left and answers[i] is not None:
-                        left.discard(i)
+                if answers[i] is not None or (top := stop.judge(run, i, last=last)) is None:
+                    continue
+                answers[i] = top
+                if left:
+                    left.discard(i)
+                if found is not None:
+                    found(i, top)
             if watch is not None:
                 watch(
                     lambda run=run: [
