@@ -66,10 +66,25 @@ def exact_maths(dtype: torch.dtype, *, differentiable: bool = True) -> Iterator[
         yield
 
 
+def _modules(model: nn.Module) -> list[nn.Module]:
+    """Every module once, outer ones before those in them.
+
+    `nn.Module.modules` makes their names too, which takes most of its time; a question about a
+    model of 30 blocks walks a hundred times.
+    """
+    found, seen = [model], {id(model)}
+    for here in found:
+        for child in here._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return found
+
+
 @contextlib.contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
     """Run a module on copies of its buffers, so that caches in it stay as they were."""
-    own = [(m, name, b) for m in module.modules() for name, b in m._buffers.items()]
+    own = [(m, name, b) for m in _modules(module) for name, b in m._buffers.items()]
     try:
         for holder, name, buffer in own:
             holder._buffers[name] = None if buffer is None else buffer.clone()
@@ -126,14 +141,15 @@ def prepared(
         kinds = " and ".join(narrow)
         notes.append(f"the weights are {kinds}: every layer was computed in {str(dtype)[6:]}")
     model = converted(model, dtype, device) if own is None else own
-    if any(m.training and _drops(m) for m in model.modules()):
+    if any(m.training and _drops(m) for m in _modules(model)):
         notes.append("dropout was live and has been switched off for the measurement")
     with eval_mode(model), _implementations(model, implementation):
         yield model, notes
 
 
 def _floating(model: nn.Module) -> list[Tensor]:
-    return [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    held = ((*m._parameters.values(), *m._buffers.values()) for m in _modules(model))
+    return [t for some in held for t in some if t is not None and t.is_floating_point()]
 
 
 def _check_hooks(model: nn.Module) -> None:
@@ -149,19 +165,21 @@ def _check_hooks(model: nn.Module) -> None:
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """A model in eval mode, not compiled, its weights without gradients; put back on exit."""
-    modes = {m: m.training for m in model.modules()}
-    grads = {p: p.requires_grad for p in model.parameters()}
+    trained = [m for m in _modules(model) if m.training]
+    held = (p for m in _modules(model) for p in m._parameters.values())
+    grads = [p for p in held if p is not None and p.requires_grad]
     try:
-        model.eval()
+        if trained:
+            model.eval()
         for p in grads:
             p.requires_grad_(False)
         with _uncompiled(model):
             yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
-        for p, needs in grads.items():
-            p.requires_grad_(needs)
+        for module in trained:
+            module.training = True
+        for p in grads:
+            p.requires_grad_(True)
 
 
 def _converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -226,11 +244,11 @@ def _uncompiled(model: nn.Module) -> Iterator[None]:
     """Every module as it was written: no hook sees into a compiled one."""
     wrapped = [
         (parent, name, child)
-        for parent in model.modules()
+        for parent in _modules(model)
         for name, child in parent._modules.items()
-        if hasattr(child, "_orig_mod")
+        if child is not None and "_orig_mod" in child._modules
     ]
-    compiled = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl}
+    compiled = {m: m._compiled_call_impl for m in _modules(model) if m._compiled_call_impl}
     try:
         for parent, name, child in wrapped:
             parent._modules[name] = child._orig_mod  # pyright: ignore
@@ -309,11 +327,11 @@ def implementation_for(model: nn.Module, *, closed: bool) -> str:
     # have no attention (tokenizers of sound that are convolutions).
     lacking = any(
         part in outer or getattr(part, "_can_set_attn_implementation", lambda: False)()
-        for part in model.modules()
-        if not getattr(part, "_supports_sdpa", True)
+        for part in _modules(model)
+        if not getattr(type(part), "_supports_sdpa", True)
     )
     # Fused attention leaves a soft cap out, where transformers (5.18) does not rule it out.
-    capped = any(getattr(part, "attn_logit_softcapping", None) for part in model.modules())
+    capped = any(getattr(part, "attn_logit_softcapping", None) for part in _modules(model))
     return "sdpa" if closed and not (lacking or capped) else "eager"
 
 
@@ -332,17 +350,17 @@ def _outermost(model: nn.Module, setter: str) -> list[nn.Module]:
     """The modules with a setter that are inside of no other one; a setter reaches its parts."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
-    for module in model.modules():
-        if module not in inside and callable(getattr(module, setter, None)):
+    for module in _modules(model):
+        if module not in inside and callable(getattr(type(module), setter, None)):
             found.append(module)
-            inside.update(module.modules())
+            inside.update(_modules(module))
     return found
 
 
 def _configs(model: nn.Module) -> list[Any]:
     """The configurations of all modules, sub-configurations included, each once."""
     found: dict[int, Any] = {}
-    waiting = [getattr(module, "config", None) for module in model.modules()]
+    waiting = [getattr(module, "config", None) for module in _modules(model)]
     while waiting:
         config = waiting.pop()
         if config is None or id(config) in found:
