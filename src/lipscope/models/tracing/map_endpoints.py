@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,6 +41,7 @@ from lipscope.models.tracing.recorder import (
     first_tensor,
     named_arguments,
     run_of_blocks,
+    signature_of,
     standing_in,
 )
 from lipscope.models.tracing.sites import AttentionCall, block_of, first_block_of
@@ -334,7 +334,7 @@ def from_norm(record: Trace, norm: NormCall, ends: MapEndpoints) -> MapEndpoints
     """The same end, but the tokens move before the norm."""
     calls = [other for other in record.norms if other.module is norm.module]
     turn = next(i for i, other in enumerate(calls) if other is norm)
-    first = next(iter(inspect.signature(norm.module.forward).parameters))
+    first = next(iter(signature_of(norm.module).parameters))
     return replace(ends, enters=norm.name, arguments=(first,), turn=turn)
 
 

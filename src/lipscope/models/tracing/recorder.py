@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -129,17 +130,29 @@ def called(model: nn.Module, inputs: Inputs) -> Any:
     if isinstance(inputs, tuple):
         return model(*inputs)
     extra = {}
-    if "use_cache" in inspect.signature(model.forward).parameters:
+    if "use_cache" in signature_of(model).parameters:
         extra["use_cache"] = False
     return model(**{**inputs, **extra})
 
 
 # --- arguments by name
 
+_SIGNATURES: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
+
+
+def signature_of(module: nn.Module) -> inspect.Signature:
+    """What ``forward`` takes; of each method it is read once, as that takes longer than a layer."""
+    method = getattr(module.forward, "__func__", None)
+    if method is None:
+        return inspect.signature(module.forward)
+    if method not in _SIGNATURES:
+        _SIGNATURES[method] = inspect.signature(module.forward)
+    return _SIGNATURES[method]
+
 
 def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     """A call's arguments by name; those that ``*args`` takes are called ``args[0]`` and so on."""
-    signature = inspect.signature(module.forward)
+    signature = signature_of(module)
     try:
         arguments = dict(signature.bind(*args, **kwargs).arguments)
     except TypeError as problem:
@@ -166,7 +179,7 @@ def as_called(
     module: nn.Module, arguments: Mapping[str, Any], first: int = 0
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments by name as a call: the ``first`` ones, and those before ``*args``, have no name."""
-    kinds = {n: p.kind for n, p in inspect.signature(module.forward).parameters.items()}
+    kinds = {n: p.kind for n, p in signature_of(module).parameters.items()}
     named, args = dict(arguments), list[Any]()
     several = any(k.endswith("]") for k in named)
     for index, (name, kind) in enumerate(kinds.items()):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from lipscope.errors import InputError
 from lipscope.linalg import torch_state
 from lipscope.models.tracing.prepare import copied
-from lipscope.models.tracing.recorder import Reached, Recorder, named_arguments
+from lipscope.models.tracing.recorder import Reached, Recorder, named_arguments, signature_of
 
 Test = Callable[[], bool]
 T = TypeVar("T")
@@ -374,7 +373,7 @@ def _chosen_by(one: _Weight) -> str | None:
     """Which argument of a module says which rows of a stack of experts it uses; None for all."""
     if one.empty.ndim < 3 or len(one.places) > 1:
         return None
-    takes = inspect.signature(one.places[0][0].forward).parameters
+    takes = signature_of(one.places[0][0]).parameters
     return next((name for name in ("top_k_index", "router_indices") if name in takes), None)
 
 
