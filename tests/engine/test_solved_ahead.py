@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pkgutil import resolve_name
 
@@ -111,6 +112,12 @@ def test_one_thread_is_left_beside_solves(two, monkeypatch) -> None:
     assert torch.get_num_threads() == 2
 
 
+def threads_of_a_new_one() -> int:
+    """How many threads torch uses in a thread that begins."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(torch.get_num_threads).result()
+
+
 class GoneError(BaseException):
     pass
 
@@ -131,6 +138,7 @@ def test_what_a_watch_raises_ends_all_solves(two) -> None:
         [at.rows() for at in found]
     found.close()
     assert threading.active_count() == before
+    assert threads_of_a_new_one() == 2
     assert all(0 < low <= high for _, ((low, high),) in told)
 
 
@@ -140,6 +148,7 @@ def test_a_session_that_is_over_leaves_no_thread(two) -> None:
     assert next(found).rows()
     found.close()
     assert threading.active_count() == before
+    assert threads_of_a_new_one() == 2
 
 
 def test_norms_are_found_where_they_were_not_recorded(two) -> None:

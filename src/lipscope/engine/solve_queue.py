@@ -155,6 +155,8 @@ class SolveQueue(Generic[M]):
         if self._pool is not None:
             self._over.set()
             self._pool.shutdown(cancel_futures=True)
+            # A thread that begins has as many as the one that set its own last: those were of one.
+            torch.set_num_threads(torch.get_num_threads())
         self._pool, self._coming, self._over = None, None, Event()
         self._ahead.clear()
         self._begun.clear()

@@ -11,6 +11,8 @@ from contextlib import closing
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
+import torch
+
 from lipscope.engine import OpenModel
 from lipscope.errors import InputError
 from lipscope.explore.answers import Event, events_of
@@ -63,6 +65,7 @@ class Solver:
 
     def __init__(self, model: OpenModel) -> None:
         self.model = model
+        self._threads = torch.get_num_threads()
         self._waiting: OrderedDict[Place, Ticket] = OrderedDict()
         self._running: Ticket | None = None
         self._kept: OrderedDict[Question, list[Event]] = OrderedDict()
@@ -132,7 +135,7 @@ class Solver:
                     return
                 _, ticket = self._waiting.popitem(last=False)
                 self._running = ticket
-            by_itself(lambda ticket=ticket: self._answer(ticket))
+            by_itself(lambda ticket=ticket: self._answer(ticket), self._threads)
 
     def _answer(self, ticket: Ticket) -> None:
         told: list[Event] = []
@@ -157,13 +160,17 @@ class Solver:
         ticket.end()
 
 
-def by_itself(work: Callable[[], T]) -> T:
+def by_itself(work: Callable[[], T], threads: int | None = None) -> T:
     """The work done in a thread that ends with it, and with it the threads of its products.
+
+    It has so many, as its caller for None: others that work at the same time may leave fewer to
+    threads that begin.
 
     OpenMP keeps as many for every thread that had some; where they are more than processors, they
     sleep at every product, which takes 1.6 times as long (SmolLM2 at 58 tokens, two processors).
     """
-    with ThreadPoolExecutor(1) as pool:
+    count = threads or torch.get_num_threads()
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(count,)) as pool:
         return pool.submit(work).result()
 
 
