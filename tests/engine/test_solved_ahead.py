@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pkgutil import resolve_name
 
@@ -140,6 +142,35 @@ def test_what_a_watch_raises_ends_all_solves(two) -> None:
     assert threading.active_count() == before
     assert threads_of_a_new_one() == 2
     assert all(0 < low <= high for _, ((low, high),) in told)
+
+
+def test_a_solve_that_was_ended_midway_leaves_memory_at_once(two) -> None:
+    """No circle of problems, frames and futures keeps it until the garbage is collected."""
+    model = ls.load_model(MODELS["llama"])
+
+    def tensors_after_one() -> int:
+        steps = []
+
+        def watch(_: int | None):
+            def step(now) -> None:
+                steps.append(now())
+                if len(steps) > 9:
+                    raise GoneError
+
+            return step
+
+        found = model.layers(TEXT, lengths=12, watch=watch)
+        with pytest.raises(GoneError), closing(found):
+            [at.rows() for at in found]
+        return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
+
+    tensors_after_one()
+    gc.collect()
+    gc.disable()
+    try:
+        assert tensors_after_one() == tensors_after_one()
+    finally:
+        gc.enable()
 
 
 def test_a_session_that_is_over_leaves_no_thread(two) -> None:

@@ -163,11 +163,14 @@ class SolveQueue(Generic[M]):
         self._runs.clear()
 
 
-def _run(questions: Sequence[tuple[Any, ...]], solves: Sequence[Future[Solve]]) -> None:
+def _run(questions: Sequence[tuple[Any, ...]], solves: list[Future[Solve]]) -> None:
     """Solve them together; each is told as soon as it is there."""
     try:
         solved_together(questions, lambda i, solve: solves[i].set_result(solve))
     except BaseException as problem:
-        for one in solves:
-            if not one.done():
-                one.set_exception(problem)
+        # Whoever holds one holds the problem, and so this frame: it may hold none of them, or what
+        # was ended midway stays in memory.
+        while solves:
+            if not solves[-1].done():
+                solves[-1].set_exception(problem)
+            solves.pop()
