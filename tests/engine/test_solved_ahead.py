@@ -182,6 +182,14 @@ def test_a_session_that_is_over_leaves_no_thread(two) -> None:
     assert threads_of_a_new_one() == 2
 
 
+def test_what_is_asked_after_a_session_begins_no_thread(two) -> None:
+    model, before = ls.load_model(MODELS["llama"]), threading.active_count()
+    kept = [*model.layers(TEXT, lengths=12, watch=lambda _: lambda now: None)]
+    assert all(at.rows() for at in kept)
+    assert threading.active_count() == before
+    assert threads_of_a_new_one() == 2
+
+
 def test_norms_are_found_where_they_were_not_recorded(two) -> None:
     """A pass for sigma alone records none; who asks for them gets them all the same."""
     given = ls.load_model(MODELS["llama"])

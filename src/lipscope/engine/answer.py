@@ -214,12 +214,12 @@ class Solve:
     def solve(self) -> list[TopSingular]:
         """Sigma of all heads together, or of each."""
         tops = self._top(self.operator, "sigma")
-        self.keep(tops, len(self.heads))
+        self.keep(tops, (time.perf_counter() - self._began) / len(self.heads))
         return tops
 
-    def keep(self, tops: list[TopSingular], share: int) -> None:
-        """Keep sigma, found in a share of the time since the beginning."""
-        self.tops, self.seconds = tops, (time.perf_counter() - self._began) / share
+    def keep(self, tops: list[TopSingular], seconds: float) -> None:
+        """Keep sigma, and how long a head took."""
+        self.tops, self.seconds = tops, seconds
 
     def _jacobian(self) -> Operator:
         """That of the map; for copies against each other, what tokens do by their own queries."""
@@ -437,6 +437,7 @@ def solved_together(
 
     ``found`` is called with each question's index and its solve, once that is over.
     """
+    began = time.perf_counter()
     solves = [Solve(*one) for one in questions]
     first = solves[0]
 
@@ -455,8 +456,13 @@ def solved_together(
             found(i, one)
         return
 
+    spent, left, last = 0.0, len(solves), began
+
     def keep(i: int, top: TopSingular) -> None:
-        solves[i].keep([top], len(solves))
+        nonlocal spent, left, last
+        now = time.perf_counter()
+        spent, left, last = spent + (now - last) / left, left - 1, now
+        solves[i].keep([top], spent)  # all of them add up to the time that they took together
         found(i, solves[i])
 
     def watch(now: Callable[[], Sequence[tuple[float, float]]]) -> None:

@@ -129,7 +129,7 @@ class LocalRun:
             about = {"norms": self._norms, "by_layer": self._by_layer}
             self.session = Session(self.spec, {"": self.data}, models, **about)
             self.session.coming = None
-            stack.callback(self.session.close)
+            stack.callback(self.session.end)
             self._key = key = survey_key(self.spec, 0, self._more) if self._named else None
             self.survey, held = surveyed(
                 surveys_in(self.folder if key else None),

@@ -397,7 +397,12 @@ class Session:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Let go of everything, and find nothing ahead any more: nobody would end its threads."""
         self.close()
+        self.solves = None
 
     def close(self) -> None:
         """Put the model back as it was, and let go of it."""

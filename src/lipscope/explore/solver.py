@@ -9,9 +9,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
 from lipscope.engine import OpenModel
 from lipscope.errors import InputError
@@ -177,5 +178,8 @@ def by_itself(work: Callable[[], T], threads: int | None = None) -> T:
 def twin(model: OpenModel) -> OpenModel:
     """The model once more, of the same weights, so that two threads may ask at once."""
     module = model.model
-    weights = {id(one): one for one in (*module.parameters(), *module.buffers())}
+    weights: dict[int, Any] = {id(one): one for one in (*module.parameters(), *module.buffers())}
+    for one in module.parameters():
+        if type(one) is nn.Parameter:  # over the same memory: each thread sets its own as it needs
+            weights[id(one)] = nn.Parameter(one.detach(), requires_grad=one.requires_grad)
     return OpenModel(replace(model.loaded, model=copy.deepcopy(module, weights)))
