@@ -20,8 +20,8 @@ from lipscope.linalg import USUAL_STEPS, Watch, one_thread
 from lipscope.models import LayerMap
 
 _TOGETHER = 3  # layers whose products are one, at most: more fill no processor better
-_WAITING = 1  # of them, begun while no thread is free: none is idle until it is seen to be
 _MOST_GROUPS = 4  # of them, solved at a time
+_WAITING = 1  # groups begun while no thread is free, so that none is idle until that is seen
 # Entries of an input up to which they are: 100 tokens of width 576 gain a fifth, 200 nothing.
 _FEW = 2**16
 
@@ -66,7 +66,7 @@ class SolveQueue(Generic[M]):
         self._next = dict(pairwise(jobs))  # by job, the one that is asked after it
         self._ahead: dict[Job, M] = {}
         self._begun: dict[Job, Future[Solve]] = {}
-        self._runs: list[Future[None]] = []  # of groups of them
+        self._groups: list[Future[None]] = []  # what solves them, a group at a time
         self._coming: M | None = None  # the next one to begin with
         self._pool: ThreadPoolExecutor | None = None
         self._over = Event()
@@ -95,7 +95,7 @@ class SolveQueue(Generic[M]):
         if job not in self._begun:
             self._coming = one
         while self._coming is not None and workers > 1:
-            if sum(not run.done() for run in self._runs) >= workers + _WAITING:
+            if sum(not group.done() for group in self._groups) >= workers + _WAITING:
                 break
             coming, self._coming = self._coming, None
             # What fails is told where its row is made.
@@ -124,12 +124,11 @@ class SolveQueue(Generic[M]):
         maps = [first, *(self._make(job, first.window) for job in jobs[1:size])]
         maps = [one for one in maps if self._shares(one)]
         if self._pool is None:
-            one_thread = {"initializer": torch.set_num_threads, "initargs": (1,)}
-            self._pool = ThreadPoolExecutor(workers, **one_thread)
+            self._pool = ThreadPoolExecutor(workers, "", torch.set_num_threads, (1,))
         begun = {one.job: Future[Solve]() for one in maps}
         questions = [one.question for one in maps]
-        self._runs = [run for run in self._runs if not run.done()]
-        self._runs.append(self._pool.submit(_run, questions, [*begun.values()]))
+        self._groups = [group for group in self._groups if not group.done()]
+        self._groups.append(self._pool.submit(_solve_group, questions, [*begun.values()]))
         self._begun |= begun
         self._ahead |= {one.job: one for one in maps}
         return None if len(jobs) <= size else self._make(jobs[size], first.window)
@@ -160,10 +159,10 @@ class SolveQueue(Generic[M]):
         self._pool, self._coming, self._over = None, None, Event()
         self._ahead.clear()
         self._begun.clear()
-        self._runs.clear()
+        self._groups.clear()
 
 
-def _run(questions: Sequence[tuple[Any, ...]], solves: list[Future[Solve]]) -> None:
+def _solve_group(questions: Sequence[tuple[Any, ...]], solves: list[Future[Solve]]) -> None:
     """Solve them together; each is told as soon as it is there."""
     try:
         solved_together(questions, lambda i, solve: solves[i].set_result(solve))
