@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import lipscope as ls
+from lipscope.engine import answer
 from lipscope.errors import InputError
 
 SIZES = "hidden_size=12,num_attention_heads=3,num_hidden_layers=5,intermediate_size=16"
@@ -34,6 +35,10 @@ def two() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
+
+
+def unwatched(_: int | None):
+    return lambda now: None
 
 
 def rows(model: object, **options: object) -> list:
@@ -77,25 +82,45 @@ def test_a_layer_that_fails_fails_alone(two, monkeypatch) -> None:
 
 
 def test_an_answer_does_not_wait_for_those_that_share_its_products(two, monkeypatch) -> None:
-    """Some layers of a group end before others: theirs are the answers that come first."""
-    usual, ended, whole = resolve_name(SOLVER), [], []
+    """The second of a group goes on only when the row of the first is there."""
+    made, waited = threading.Event(), []
 
     def solver(questions, found) -> None:
-        usual(questions, lambda i, solve: ended.append(threading.get_ident()) or found(i, solve))
-        whole.append(len(ended))
+        for i, one in enumerate(questions):
+            if i == 1:
+                waited.append(made.wait(60))
+            solve = answer.Solve(*one)
+            solve.solve()
+            found(i, solve)
 
     monkeypatch.setattr(SOLVER, solver)
-    model, last = ls.load_model(MODELS["bert"]), {}
+    for at in ls.load_model(MODELS["bert"]).layers(TEXT, lengths=12, watch=unwatched):
+        assert at.rows()
+        if at.layer == 1:
+            made.set()
+    assert waited
+    assert all(waited)
+
+
+def test_nothing_is_told_of_a_layer_after_its_answer(two, monkeypatch) -> None:
+    usual, ended, told = resolve_name(SOLVER), set(), []
+
+    def solver(questions, found) -> None:
+        def tell(i: int, solve: answer.Solve) -> None:
+            ended.add(questions[i][2].layer)
+            found(i, solve)
+
+        usual(questions, tell)
 
     def watch(layer: int | None):
-        return lambda now: last.__setitem__(layer, now())
+        return lambda now: told.append(layer in ended)
 
-    for at in model.layers(TEXT, lengths=12, watch=watch):
-        (row,) = at.rows()
-        told = last[at.layer]
-        assert told[0][1] >= row.upper  # nothing is told of a layer after its answer
-    assert len(ended) == 5
-    assert len(whole) < len(ended)
+    monkeypatch.setattr(SOLVER, solver)
+    for at in ls.load_model(MODELS["bert"]).layers(TEXT, lengths=12, watch=watch):
+        assert at.rows()
+    assert ended == set(range(5))
+    assert told
+    assert not any(told)
 
 
 def test_one_thread_is_left_beside_solves(two, monkeypatch) -> None:
@@ -175,7 +200,7 @@ def test_a_solve_that_was_ended_midway_leaves_memory_at_once(two) -> None:
 
 def test_a_session_that_is_over_leaves_no_thread(two) -> None:
     model, before = ls.load_model(MODELS["llama"]), threading.active_count()
-    found = model.layers(TEXT, lengths=12, watch=lambda _: lambda now: None)
+    found = model.layers(TEXT, lengths=12, watch=unwatched)
     assert next(found).rows()
     found.close()
     assert threading.active_count() == before
@@ -184,7 +209,7 @@ def test_a_session_that_is_over_leaves_no_thread(two) -> None:
 
 def test_what_is_asked_after_a_session_begins_no_thread(two) -> None:
     model, before = ls.load_model(MODELS["llama"]), threading.active_count()
-    kept = [*model.layers(TEXT, lengths=12, watch=lambda _: lambda now: None)]
+    kept = [*model.layers(TEXT, lengths=12, watch=unwatched)]
     assert all(at.rows() for at in kept)
     assert threading.active_count() == before
     assert threads_of_a_new_one() == 2
@@ -197,7 +222,7 @@ def test_norms_are_found_where_they_were_not_recorded(two) -> None:
     with torch.no_grad():  # so that no two are the same
         [one.uniform_(0.5, 2.0) for one in norms]
     model = ls.load_model(given.model, tokenizer=given.tokenizer)
-    watched = model.layers(TEXT, lengths=12, watch=lambda _: lambda now: None)
+    watched = model.layers(TEXT, lengths=12, watch=unwatched)
     found = [(at.rows()[0].id, at.radius_of_norm()) for at in watched]
     assert found == [(at.id, at.radius_of_norm()) for at in model.layers(TEXT, lengths=12)]
     assert len(set(found)) == len({radius for _, radius in found}) == 5
