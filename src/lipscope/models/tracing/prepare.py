@@ -310,11 +310,12 @@ def as_chosen(own: Iterable[Choice]) -> Iterator[None]:
     """The attention that a model came with, as far as that runs: its answers may be others."""
     own = [one for one in own if one.value in ("eager", "sdpa")]
     before = [one._replace(value=getattr(one.config, one.key)) for one in own]
+    other = [(mine, now) for mine, now in zip(own, before, strict=True) if mine.value != now.value]
     try:
-        _choose(own)
+        _choose(mine for mine, _ in other)
         yield
     finally:
-        _choose(before)
+        _choose(now for _, now in other)
 
 
 def implementation_for(model: nn.Module, *, closed: bool) -> str:
