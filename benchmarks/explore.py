@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,36 +36,49 @@ def measure(quick: bool = False) -> Raw:
     """Times of single questions, then of a minute of typing."""
     sys.path.append(str(ROOT / "tests"))
     from browser import chromium  # pyright: ignore[reportMissingImports]
-    from lipscope.explore import served
 
     raw: Raw = []
     with chromium() as browser:
         for name, tokens, *_ in CASES[: 1 if quick else None]:
-            server = served([name], text_of(name, tokens))
-            server.start()
-            page = browser.new_page()
-            page.goto(server.address)
-            drawn(page)
-            for k in range(3 if quick else ROUNDS):
-                page.locator("#text").focus()
-                page.keyboard.press("End" if k == 0 else "Backspace")
-                page.wait_for_timeout(600)
-                page.keyboard.type("abcdefghijkl"[k])
+            with serving(name, text_of(name, tokens)) as (process, address):
+                page = browser.new_page()
+                page.goto(address)
                 drawn(page)
-                raw.append({"model": name, "tokens": length(page)} | marks(page))
-            if name == CASES[0][0]:
-                raw.append({"model": name} | typed(page, 5 if quick else MINUTE))
-            page.close()
-            server.end()
+                for k in range(3 if quick else ROUNDS):
+                    page.locator("#text").focus()
+                    page.keyboard.press("End" if k == 0 else "Backspace")
+                    page.wait_for_timeout(600)
+                    page.keyboard.type("abcdefghijkl"[k])
+                    drawn(page)
+                    raw.append({"model": name, "tokens": length(page)} | marks(page))
+                if name == CASES[0][0]:
+                    raw.append({"model": name} | typed(page, process, 5 if quick else MINUTE))
+                page.close()
     return raw
+
+
+@contextmanager
+def serving(name: str, text: str) -> Iterator[tuple[int, str]]:
+    """The process of `lipscope explore`, as people run it, and the address that it prints."""
+    command = str(Path(sys.executable).with_name("lipscope"))
+    asked = [command, "explore", name, "--text", "-", "--no-browser"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(asked, stdin=pipe, stderr=pipe, text=True) as process:
+        try:
+            assert process.stdin is not None and process.stderr is not None
+            process.stdin.write(text)
+            process.stdin.close()
+            address = next((one for one in process.stderr if one.startswith("http://")), "")
+            yield process.pid, address.strip()
+        finally:
+            process.kill()
 
 
 def text_of(name: str, tokens: int) -> str:
     """The beginning of a text that has one token less, so that a letter more makes it whole."""
     import lipscope as ls
-    from lipscope.explore.solver import by_itself
 
-    tokenizer = by_itself(lambda: ls.load_model(name)).tokenizer  # as the command opens it
+    tokenizer = ls.load_model(name).tokenizer
     words = WORDS.split(" ")
     best = max(k for k in range(len(words)) if count(tokenizer, words[:k]) < tokens)
     return " ".join(words[:best]) + " "
@@ -93,13 +108,13 @@ def marks(page: Any) -> dict[str, float]:
     return {name: round(at[name] - at["asked"], 1) for name in ("first", "tight")}
 
 
-def typed(page: Any, seconds: int) -> dict[str, float]:
+def typed(page: Any, process: int, seconds: int) -> dict[str, float]:
     """Twenty keys a second for so long: memory on the way, and the time after the last key."""
     page.locator("#text").fill("")
     began, keys, early = time.perf_counter(), 0, 0.0
     while (now := time.perf_counter() - began) < seconds:
         if not early and now > seconds / 4:
-            early = resident()
+            early = resident(process)
         if keys % 120 == 0:
             page.locator("#text").fill("")
         page.keyboard.type(WORDS[keys % len(WORDS)])
@@ -107,14 +122,14 @@ def typed(page: Any, seconds: int) -> dict[str, float]:
         time.sleep(max(0.0, began + keys / KEYS - time.perf_counter()))
     drawn(page)
     last = marks(page)["tight"]
-    grown = round(resident() - early, 1)
+    grown = round(resident(process) - early, 1)
     return {"typed": keys, "seconds": seconds, "last": last, "early": early, "grown": grown}
 
 
-def resident() -> float:
-    """Memory of this process, which serves and solves, in MB."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if "VmRSS" in x)
-    return int(line.split()[1]) / 1e3
+def resident(process: int) -> float:
+    """Memory of a process, which serves and solves, in MB."""
+    status = Path(f"/proc/{process}/status").read_text().splitlines()
+    return int(next(line for line in status if "VmRSS" in line).split()[1]) / 1e3
 
 
 def render(raw: Raw) -> Section:
@@ -123,7 +138,7 @@ def render(raw: Raw) -> Section:
     section.add(
         "Milliseconds in the browser from the last key to the first interval and to all intervals "
         f"tight and compared with the model: medians of {ROUNDS} questions that were not asked "
-        "before, with the largest in brackets."
+        "before, with the largest in brackets; `lipscope explore` serves from a process of its own."
     )
     lines = []
     for name, tokens, first, tight in CASES:
