@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal, get_args
 
 import regex
@@ -91,7 +91,7 @@ class AttentionCall:
         default=lambda call: LayerEnd(call.output, call.kept[-1], refusal=call.refusal), repr=False
     )
 
-    @cached_property
+    @functools.cached_property
     def end(self) -> LayerEnd:
         """Where the layer ends; looked for when it is first asked, of this layer alone."""
         return self.find_end(self)
@@ -294,7 +294,12 @@ def _naming(named: Collection[str]) -> str:
 
 def is_attention(module: nn.Module) -> bool:
     """Whether a module is attention by the name of its class."""
-    return _NAMED.search(type_before_parametrizations(module).__name__) is not None
+    return _is_named(type_before_parametrizations(module).__name__)
+
+
+@functools.cache
+def _is_named(kind: str) -> bool:
+    return _NAMED.search(kind) is not None
 
 
 def _is_whole(module: nn.Module) -> bool:
