@@ -227,8 +227,10 @@ class ReadyModel:
 
     def by_block(self, dtype: torch.dtype) -> bool:
         """Whether its weights come into memory block by block."""
+        if self.loaded.stored is not None:
+            return True
         as_it_is = all(p.dtype == dtype for p in self.model.parameters())
-        return self.loaded.stored is not None or (self.loaded.is_large(dtype) and not as_it_is)
+        return not as_it_is and self.loaded.is_large(dtype)
 
     def bytes_of_states(self, setting: Setting, num_tokens: int | None) -> int:
         """About what a pass keeps of a window: some token matrices for each layer."""

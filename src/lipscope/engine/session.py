@@ -595,7 +595,8 @@ class Session:
     def in_order(self, jobs: Sequence[Job]) -> list[Job]:
         """Jobs in the order that reads the fewest blocks: layer by layer, of windows together."""
         found = list[Job]()
-        for _, some in groupby(jobs, lambda job: self._sharing(job.window)):
+        shared = {key: self._sharing(key) for key in dict.fromkeys(job.window for job in jobs)}
+        for _, some in groupby(jobs, lambda job: shared[job.window]):
             found += sorted(some, key=lambda job: job.layer or 0)
         return found
 
