@@ -231,3 +231,22 @@ def test_completion_needs_no_torch() -> None:
     heavy, _, seconds = done.stderr.rpartition(" ")
     assert done.stdout.split() == ["minilm"] and heavy == "set()"
     assert float(seconds) < 1.5  # half of one where byte code is kept
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "spins"),
+    [
+        ("lipscope", {}, "5000"),
+        ("lipscope", {"GOMP_SPINCOUNT": "7"}, "7"),
+        ("lipscope", {"OMP_WAIT_POLICY": "ACTIVE"}, None),
+        ("a_program.py", {}, None),  # which keeps its own ways
+    ],
+)
+def test_threads_of_a_command_sleep_soon(
+    name: str, given: dict[str, str], spins: str | None
+) -> None:
+    kept = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    code = "import os, lipscope.cli.interrupts; print(os.environ.get('GOMP_SPINCOUNT'))"
+    asked = [sys.executable, "-c", f"import sys; sys.argv = [{name!r}]; {code}"]
+    done = subprocess.run(asked, env=kept | given, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(spins)]
