@@ -594,10 +594,10 @@ class Session:
 
     def in_order(self, jobs: Sequence[Job]) -> list[Job]:
         """Jobs in the order that reads the fewest blocks: layer by layer, of windows together."""
-        found = list[Job]()
-        shared = {key: self._sharing(key) for key in dict.fromkeys(job.window for job in jobs)}
-        for _, some in groupby(jobs, lambda job: shared[job.window]):
-            found += sorted(some, key=lambda job: job.layer or 0)
+        found, keys = list[Job](), [job.window for job in jobs]
+        shared = {key: self._sharing(key) for key in dict.fromkeys(keys)}
+        for _, some in groupby(zip(keys, jobs, strict=True), lambda one: shared[one[0]]):
+            found += sorted((job for _, job in some), key=lambda job: job.layer or 0)
         return found
 
     def at(self, job: Job) -> MapAtInput:
