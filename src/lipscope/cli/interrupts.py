@@ -30,8 +30,8 @@ def _leave(*_: object) -> None:
 
 if _starting() and "OMP_WAIT_POLICY" not in os.environ:
     # Before torch loads, which reads it: threads that wait for each other sleep after some
-    # microseconds, and leave a busy machine to its other work. At once, which is PASSIVE, two
-    # threads gain nothing over one in a pass of SmolLM2 over 64 tokens: 0.28 s, 0.17 with these.
+    # microseconds, and leave a busy machine to its other work. Those that sleep at once wake too
+    # late to help in small products (docs/decisions.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     os.environ.setdefault("KMP_BLOCKTIME", "0")  # of LLVM's OpenMP, in milliseconds
 if _starting() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
