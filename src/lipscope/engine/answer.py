@@ -20,6 +20,7 @@ from lipscope.engine.ready_model import ReferenceModel
 from lipscope.engine.spec import REAL, Spec
 from lipscope.errors import InputError, out_of_memory
 from lipscope.linalg import (
+    SPECTRAL,
     Leading,
     Operator,
     Product,
@@ -297,19 +298,14 @@ class Solve:
 
     def _beside(self, reference: ReferenceModel, tops: list[TopSingular]) -> _Remarked:
         """How far ``J v`` is from the finite difference of the model; a remark."""
-        e = self._direction(tops)
-        product = self.jacobian.matvec(e.expand(len(self.heads), *e.shape))
-        if self.layer.map == "heads":
-            product = product.transpose(0, 1).flatten(1)
-        else:
-            product = product.sum(0)  # contributions, of which there is one without `per_head`
+        e, product = self._direction(tops)
         if not bool(product.isfinite().all()):
             return None, None  # reported as non-finite by the solver
         product = self.layer.onward(product)
         x = self.layer.x.to(reference.dtype)
         found = None
         if reference.quick is not None:
-            with suppress(InputError, *OF_MODELS):  # blocks may need what those below them do
+            with suppress(InputError, *OF_MODELS):  # a block may need what those around it do
                 found = difference(reference.quick, x, e, product)
         if found is None or found.status != "agrees":
             found = difference(reference.function, x, e, product)
@@ -336,18 +332,28 @@ class Solve:
             )
         return found.error, None
 
-    def _direction(self, tops: list[TopSingular]) -> Tensor:
-        """The top right singular vector as a move of all tokens; a random one where none is."""
+    def _direction(self, tops: list[TopSingular]) -> tuple[Tensor, Tensor]:
+        """The top right singular vector as a move of all tokens, and the product with it.
+
+        A random move where there is none.
+        """
         best = max(tops, key=lambda top: top.sigma if math.isfinite(top.sigma) else -1.0)
         v = best.v.to(self.layer.x)
-        if not bool(v.isfinite().all()) or not bool(v.any()):
+        known = bool(v.isfinite().all()) and bool(v.any())
+        if not known:
             v = torch.randn(v.shape, generator=self.generator(None, "difference")).to(v)
         if self.scale is not None:
             v = v * (self.scale if self.move is None else self.scale[self.move])[:, None]
-        return _embedded(v, self.move, self.n)
+        e = _embedded(v, self.move, self.n)
+        if known and len(tops) == 1 and self.read is None and self.job.metric in SPECTRAL:
+            return e, best.sigma * best.u  # so that what was found is compared with the model
+        product = self.jacobian.matvec(e.expand(len(self.heads), *e.shape))
+        if self.layer.map == "heads":
+            return e, product.transpose(0, 1).flatten(1)
+        return e, product.sum(0)  # contributions, of which there is one without `per_head`
 
     def _top(self, operator: Operator, purpose: str) -> list[TopSingular]:
-        if self.job.metric in ("max-token", "infinity"):
+        if self.job.metric not in SPECTRAL:
             end = {"tol": self.spec.tol, "delta": self.spec.delta, "seed": self.job.seed}
             alone = [self._alone(operator, i) for i in range(len(self.heads))]
             return [bracketed(one, self.job.metric, **end) for one in alone]

@@ -16,7 +16,7 @@ from lipscope.engine.plan import Job
 from lipscope.engine.ready_model import ModelAtInput
 from lipscope.engine.spec import REAL, Spec
 from lipscope.errors import InputError
-from lipscope.linalg import USUAL_STEPS, Watch, one_thread
+from lipscope.linalg import SPECTRAL, USUAL_STEPS, Watch, one_thread
 from lipscope.models import LayerMap
 
 _TOGETHER = 3  # layers whose products are one, at most: more fill no processor better
@@ -135,7 +135,7 @@ class SolveQueue(Generic[M]):
 
     def _shares(self, one: M) -> bool:
         """Whether a solve may share products: it runs no module of the model, and is small."""
-        plain = one.job.input == REAL and one.job.metric in ("frobenius", "token-relative")
+        plain = one.job.input == REAL and one.job.metric in SPECTRAL
         if one.job.map not in ("attention", "heads") or not plain or self._spec.per_head:
             return False
         x = one.map.x

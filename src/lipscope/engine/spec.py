@@ -309,7 +309,7 @@ def check_together(source: Entries, spec: Spec) -> None:
     """Reject incompatible options."""
     import torch  # not above: see the imports
 
-    from lipscope.linalg import SMALLEST_TOL
+    from lipscope.linalg import SMALLEST_TOL, SPECTRAL
 
     _check_inputs(source, spec)
     _check_theorems(source, spec)
@@ -332,7 +332,7 @@ def check_together(source: Entries, spec: Spec) -> None:
         should = f"between {smallest:g} and 1 in {' and '.join(spec.dtypes)}"
         source.refuse(should, spec.tol, "tol")
     _check_decisions(source, spec)
-    norms = [one for one in spec.metrics if one in ("max-token", "infinity")]
+    norms = [one for one in spec.metrics if one not in SPECTRAL]
     if norms and (spec.rest or spec.average):
         source.fail(
             f"`rest` and `average` go with the metrics frobenius and token-relative. Found "

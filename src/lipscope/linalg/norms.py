@@ -22,6 +22,7 @@ from lipscope.linalg.singular import TopSingular
 # proportion to its norm. ``max-token``: by the largest norm of a token. ``infinity``: by the
 # largest entry.
 Metric = Literal["frobenius", "token-relative", "max-token", "infinity"]
+SPECTRAL = ("frobenius", "token-relative")  # those whose constant is a singular value
 
 # Entries of a dense Jacobian: 128 MiB in float64.
 _DENSE = 2**24

@@ -82,7 +82,7 @@ from lipscope.models.readings import (
     Readings as Readings,
     Where as Where,
 )
-from lipscope.models.tracing.calls import Trace as Trace
+from lipscope.models.tracing.calls import Trace as Trace, watched_starts as watched_starts
 from lipscope.models.tracing.map_endpoints import (
     LayerMap as LayerMap,
     MapEndpoints as MapEndpoints,
@@ -109,17 +109,15 @@ from lipscope.models.tracing.prepare import (
     device_of as device_of,
     eval_mode as eval_mode,
     exact_maths as exact_maths,
+    floating as floating,
     implementation_for as implementation_for,
     prepared as prepared,
 )
 from lipscope.models.tracing.recorder import (
-    BlockOutputs as BlockOutputs,
-    BlockRun as BlockRun,
     first_tensor as first_tensor,
     run as run,
     run_of_blocks as run_of_blocks,
     to_device as to_device,
-    watched_blocks as watched_blocks,
 )
 from lipscope.models.tracing.resident_weights import (
     ModuleWeights as ModuleWeights,
@@ -140,6 +138,7 @@ from lipscope.models.tracing.sites import (
     count_of_layers as count_of_layers,
     family as family,
     known_families as known_families,
+    outer_block_of as outer_block_of,
     reader_of as reader_of,
     why_run as why_run,
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,7 +38,14 @@ from lipscope.models.tracing.recorder import (
     unmarked,
 )
 from lipscope.models.tracing.resident_weights import ResidentWeights
-from lipscope.models.tracing.sites import Applied, AttentionCall, Side, is_plain, with_weights
+from lipscope.models.tracing.sites import (
+    Applied,
+    AttentionCall,
+    Side,
+    is_plain,
+    outer_block_of,
+    with_weights,
+)
 
 # Names under which models hand the queries' tokens, and the keys' source, to an
 # attention module.
@@ -75,7 +83,7 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class BlockStart:
-    """What a block of a model without weights is given, and what came before it."""
+    """What a block is given, and what came before it: enough to run it alone."""
 
     arguments: dict[str, Any]  # all its arguments by name, copies
     turn: int  # which of its calls it is, from 0
@@ -355,10 +363,21 @@ def hook_start(recorder: Recorder, record: Trace, name: str, module: nn.Module) 
 
     def start(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = bound_arguments(block, args, kwargs)
-        copies = each_tensor(given, lambda t: t.detach().clone())
+        copies = each_tensor(given, record.kept.copy)
         started.append(BlockStart(copies, len(started), len(record.seen.sums)))
 
     recorder.before(module, start)
+
+
+@contextlib.contextmanager
+def watched_starts(model: nn.Module, sites: Iterable[str]) -> Iterator[dict[str, list[BlockStart]]]:
+    """Keep what the outermost blocks around some modules are given in the runs that follow."""
+    kept = TensorStore()
+    record = Trace(model, (), kept, SumRecorder(kept))
+    with Recorder() as recorder:
+        for block in {outer_block_of(site) for site in sites} - {""}:
+            hook_start(recorder, record, block, model.get_submodule(block))
+        yield record.starts
 
 
 def hook_first(recorder: Recorder, record: Trace, name: str, module: nn.Module) -> None:

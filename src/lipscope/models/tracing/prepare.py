@@ -24,6 +24,7 @@ from lipscope.sources import CPU_ALONE
 # Where a Hugging Face configuration keeps its choices; read and put back one by one, because
 # the public setters also overwrite the sub-configurations.
 _CHOICES = ("_attn_implementation_internal", "_experts_implementation_internal")
+_SETTERS = ("set_attn_implementation", "set_experts_implementation")
 
 
 class _KeepFloat64(TorchFunctionMode):
@@ -115,7 +116,7 @@ class ExactNorm(nn.Module):
 def converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The model itself where it is in this dtype and on this device, else a copy that is."""
     _check_hooks(model)
-    if all(t.dtype == dtype and t.device.type == device.type for t in _floating(model)):
+    if all(t.dtype == dtype and t.device.type == device.type for t in floating(model)):
         return model
     return _converted(copied(model), dtype, device)
 
@@ -137,7 +138,7 @@ def prepared(
     before); otherwise its settings are changed for the time of the block and put back.
     """
     notes: list[str] = []
-    if narrow := sorted({str(t.dtype)[6:] for t in _floating(model) if t.dtype.itemsize < 4}):
+    if narrow := sorted({str(t.dtype)[6:] for t in floating(model) if t.dtype.itemsize < 4}):
         # In half precision, sums and scores of real layers overflow; here they cannot.
         kinds = " and ".join(narrow)
         notes.append(f"the weights are {kinds}: every layer was computed in {str(dtype)[6:]}")
@@ -148,7 +149,8 @@ def prepared(
         yield model, notes
 
 
-def _floating(model: nn.Module) -> list[Tensor]:
+def floating(model: nn.Module) -> list[Tensor]:
+    """Its weights and buffers of a floating type, those of several modules as often."""
     held = ((*m._parameters.values(), *m._buffers.values()) for m in _modules(model))
     return [t for some in held for t in some if t is not None and t.is_floating_point()]
 
@@ -271,12 +273,13 @@ def _drops(module: nn.Module) -> bool:
 @contextlib.contextmanager
 def _implementations(model: nn.Module, attention: str) -> Iterator[None]:
     """One attention implementation everywhere, and plain loops over experts (for float64)."""
-    before = choices(model)
+    before, wanted = choices(model), (attention, "eager")
     try:
-        for part in _outermost(model, "set_attn_implementation"):
-            _switch(part, "set_attn_implementation", attention)
-        for part in _outermost(model, "set_experts_implementation"):
-            _switch(part, "set_experts_implementation", "eager")
+        for key, setter, choice in zip(_CHOICES, _SETTERS, wanted, strict=True):
+            if {one.value for one in before if one.key == key} == {choice}:
+                continue  # a setter looks at every part, and at what it imports
+            for part in _outermost(model, setter):
+                _switch(part, setter, choice)
         yield
     finally:
         _choose(before)

@@ -395,6 +395,15 @@ class TensorStore:
 
     copies: bool = False
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    _copied: dict[int, tuple[Tensor, int, Tensor]] = field(default_factory=dict)
+
+    def copy(self, x: Tensor) -> Tensor:
+        """A copy as it is now: one of a tensor that is seen again and again, as masks are."""
+        version = -1 if x.is_inference() else x._version
+        known = self._copied.get(id(x))
+        if known is None or known[1] != version or version < 0:
+            self._copied[id(x)] = known = x, version, x.detach().clone()
+        return known[2]
 
     def keep(self, x: Tensor) -> Tensor:
         """The tensor without its marks, or a copy of it."""
@@ -560,22 +569,7 @@ class BlockRun:
 def run_of_blocks(
     model: nn.Module, inputs: Inputs, dtype: torch.dtype, until: str | None = None
 ) -> BlockRun:
-    """Run a model, up to the first call of ``until`` if it is given; keep what its blocks give."""
-
-    def end(*_: Any) -> None:
-        raise Reached
-
-    with watched_blocks(model) as found, Recorder() as recorder, torch.no_grad():
-        if until is not None:
-            recorder.before(model.get_submodule(until), end)
-        with contextlib.suppress(Reached):
-            recorder.run(model, each_tensor(inputs, torch.clone), dtype, differentiable=False)
-    return found()
-
-
-@contextlib.contextmanager
-def watched_blocks(model: nn.Module) -> Iterator[Callable[[], BlockRun]]:
-    """Keep what the blocks of a model give in the run that follows; ask for it after the run.
+    """Run a model, up to the first call of ``until`` if it is given; keep what its blocks give.
 
     Nothing is kept of a model two of whose blocks give the same memory, which copies would part,
     that calls a block more than once, or whose blocks give anything but tensors.
@@ -589,17 +583,21 @@ def watched_blocks(model: nn.Module) -> Iterator[Callable[[], BlockRun]]:
     def finish(path: str, out: Any) -> None:
         outputs[path] = out
 
-    def found() -> BlockRun:
-        places = Counter(place for out in outputs.values() for place in {*_places(out)})
-        if any(count > 1 for count in (*places.values(), *calls.values())) or -1 in places:
-            return BlockRun({}, {})
-        return BlockRun({path: _copy(out) for path, out in outputs.items()}, began)
+    def end(*_: Any) -> None:
+        raise Reached
 
-    with Recorder() as recorder:
+    with Recorder() as recorder, torch.no_grad():
         for path, block in _outer_blocks(model).items():
             recorder.before(block, lambda *_, path=path: start(path))
             recorder.after(block, lambda _, __, out, path=path: finish(path, out))
-        yield found
+        if until is not None:
+            recorder.before(model.get_submodule(until), end)
+        with contextlib.suppress(Reached):
+            recorder.run(model, each_tensor(inputs, torch.clone), dtype, differentiable=False)
+    places = Counter(place for out in outputs.values() for place in {*_places(out)})
+    if any(count > 1 for count in (*places.values(), *calls.values())) or -1 in places:
+        return BlockRun({}, {})
+    return BlockRun({path: _copy(out) for path, out in outputs.items()}, began)
 
 
 @contextlib.contextmanager
