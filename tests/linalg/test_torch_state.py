@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 
 import lipscope as ls
-from lipscope.linalg import draws_from
+from lipscope.linalg import by_threads, draws_from, few_threads
 from lipscope.models import exact_maths
 
 NAME = "random:bert:hidden_size=8,num_attention_heads=2,num_hidden_layers=1,intermediate_size=8"
@@ -42,3 +43,33 @@ def test_the_callers_generator_is_left_as_it_was() -> None:
     with draws_from(7), draws_from(8):
         torch.rand(5)
     assert torch.equal(torch.rand(2), expected)
+
+
+def test_a_batch_is_shared_by_as_many_threads_as_the_caller_has() -> None:
+    m = torch.randn(7, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    seen: list[tuple[int, int, bool]] = []
+
+    def top(some: torch.Tensor) -> torch.Tensor:
+        seen.append((len(some), threading.get_ident(), torch.is_grad_enabled()))
+        return torch.linalg.eigvalsh(some)[..., -1]
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        with torch.no_grad(), few_threads(1):  # of a small input, whose batch is none
+            found, expected = by_threads(top, m), top(m)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0.0)  # some units of rounding
+    sizes, threads, grads = zip(*seen[:3], strict=True)
+    assert sorted(sizes) == [1, 3, 3]
+    assert threads.count(threading.get_ident()) == 1
+    assert not any(grads)
+
+
+def test_what_fails_in_a_thread_of_a_batch_is_told() -> None:
+    def fails(some: torch.Tensor) -> torch.Tensor:
+        raise ValueError(str(len(some)))
+
+    with pytest.raises(ValueError, match=r"^[12]$"):
+        by_threads(fails, torch.zeros(2, 1, 1))

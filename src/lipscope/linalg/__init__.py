@@ -37,6 +37,7 @@ from lipscope.linalg.singular import (
 )
 from lipscope.linalg.top_subspace import Leading as Leading, leading as leading
 from lipscope.linalg.torch_state import (
+    by_threads as by_threads,
     draws_from as draws_from,
     few_threads as few_threads,
     one_thread as one_thread,

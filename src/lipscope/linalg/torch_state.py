@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 
 import torch
+from torch import Tensor
 
 _LOCK = threading.Lock()
 _OURS: ContextVar[bool] = ContextVar("torch's state is ours", default=False)
@@ -99,3 +103,29 @@ def _threads(wanted: int, outside: int) -> Iterator[None]:
     finally:
         torch.set_num_threads(before)
         _OUTSIDE.set(previous)
+
+
+def by_threads(f: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+    """``f`` of a batch of matrices, a part of it in each of the caller's threads.
+
+    For what LAPACK does with one small matrix after the other in a single thread. The number of
+    threads changes rounding alone: where a matrix lies in memory, BLAS may sum in another order.
+    """
+    first, *others = batch.chunk(_OUTSIDE.get() or torch.get_num_threads())
+    grad = torch.is_grad_enabled()
+
+    def part(some: Tensor) -> Tensor:
+        with torch.set_grad_enabled(grad):
+            return f(some)
+
+    waiting = [_batch_threads().submit(part, some) for some in others]
+    return torch.cat([f(first), *(one.result() for one in waiting)])
+
+
+@functools.cache
+def _batch_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), "batch")
+
+
+if hasattr(os, "register_at_fork"):  # a process that is forked has none of them
+    os.register_at_fork(after_in_child=_batch_threads.cache_clear)

@@ -8,6 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lipscope.linalg import by_threads
+
+_SHARED = 2**16  # entries of a batch from which a thread more pays: 64 matrices of 32 rows
 _EXACT_NORM = 1024  # rows up to which the norm of a nonnegative matrix is a full decomposition
 
 
@@ -75,7 +78,7 @@ def eigenvalue(m: Float[Tensor, "*b k k"]) -> Float[Tensor, "*b"]:
     if not bool(torch.isfinite(m.sum())):  # else no entry is infinite or NaN
         finite = torch.isfinite(m).all(-1).all(-1)
         m = m.masked_fill(~finite[..., None, None], 0.0)
-    tops = m[..., 0, 0] if m.shape[-1] == 1 else torch.linalg.eigvalsh(m)[..., -1]
+    tops = m[..., 0, 0] if m.shape[-1] == 1 else _tops(m)
     tops = tops.clamp_min(0.0)
     return tops if finite is None else tops.masked_fill(~finite, torch.inf)
 
@@ -147,3 +150,12 @@ def balanced_mass(p: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
 def _rest_of_top(p: Tensor) -> Tensor:
     """``1 - p_(1)`` as the sum of the others, which does not cancel."""
     return p.scatter(-1, p.argmax(-1, keepdim=True), 0.0).sum(-1)
+
+
+def _tops(m: Float[Tensor, "*b k k"]) -> Float[Tensor, "*b"]:
+    def of(some: Tensor) -> Tensor:
+        return torch.linalg.eigvalsh(some)[..., -1]
+
+    if m.ndim < 3 or m.numel() < _SHARED:
+        return of(m)
+    return by_threads(of, m.flatten(0, -3)).view(m.shape[:-2])
