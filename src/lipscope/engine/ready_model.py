@@ -20,7 +20,9 @@ from lipscope.errors import InputError, memory_for, remark
 from lipscope.linalg import few_threads
 from lipscope.models import (
     OF_FUNCTION,
+    BlockOutputs,
     BlockPass,
+    BlockRun,
     Choice,
     LayerMap,
     LoadedModel,
@@ -50,6 +52,7 @@ from lipscope.models import (
     prepared,
     reader_of,
     remarks_on,
+    run_of_blocks,
     to_device,
     trace as run_traced,
     watched_starts,
@@ -99,7 +102,8 @@ class ReferenceModel:
 
     function: Callable[[Tensor], Tensor]  # what it gives there for the map's input
     dtype: torch.dtype  # floating type of its own computation
-    # The same from the block around the map alone, which is given what the pass gave it.
+    # The same from the block around the map alone, which is given what the pass gave it; of a map
+    # that spans blocks, without those below, which gave before what they give.
     quick: Callable[[Tensor], Tensor] | None = None
 
 
@@ -312,6 +316,8 @@ class ModelAtInput:
         self.norms, self.sums = norms, sums
         self.layers: Sequence[int] | None = None  # those that will be asked for; None for all
         self.memory = 2**30  # bytes, of which half are for their blocks and for hidden states
+        # What the model's blocks give, by the type in which it ran, where a map spans several.
+        self._blocks: dict[torch.dtype, BlockRun] = {}
         self.beside: list[ModelAtInput] = []  # windows that share a pass over the blocks
         self._with_norms: ModelAtInput | None = None  # where this one's record has none
         self._sites = 0  # number of attention modules, known with the trace
@@ -386,7 +392,8 @@ class ModelAtInput:
         layers = self.layers if resident and count_of_layers(ready.model, sites) else None
         upto = max(layers) if layers else None
         watch = self._several and resident is None
-        with watched_starts(ready.model, sites if watch else ()) as starts:
+        watched = watched_starts(ready.model, sites) if watch else contextlib.nullcontext({})
+        with watched as starts:
             record = run_traced(
                 ready.model,
                 self.arguments,
@@ -510,22 +517,34 @@ class ModelAtInput:
         ends: MapEndpoints = built.ends
         block = outer_block_of(ends.leaves) if resident is None else resident.block_of(ends.leaves)
         starts = self.trace.starts.get(block, [])
-        inner = ends.within(block, starts[0]) if len(starts) == 1 else None
+        counted = resident is not None or ends.total is None  # the sums before the block, if read
+        inner = ends.within(block, starts[0]) if counted and len(starts) == 1 else None
         begun = starts[0].arguments if inner is not None else {}
         if len(found) == 1:  # as for the measurement, floats are in the dtype of the weights
-            arguments, begun = (to_device(given, None, dtype) for given in (arguments, begun))
+            arguments = to_device(arguments, None, dtype)
+        if begun and ready.model is not model:  # it was a copy that gave them to its block
+            begun = to_device(begun, next(model.parameters()).device, dtype)
 
-        def run(ends: MapEndpoints, path: str, given: Any, x: Tensor) -> Tensor:
+        def run(
+            ends: MapEndpoints, path: str, given: Any, x: Tensor, below: BlockOutputs | None = None
+        ) -> Tensor:
             with self.ready(), as_chosen(own):
                 if resident is not None:
                     resident.fill(block)
-                return ends.function(model.get_submodule(path), given)(x)
+                return ends.function(model.get_submodule(path), given, below)(x)
 
-        whole = partial(run, ends, "", arguments)
-        alone = None if inner is None else partial(run, inner, block, begun)
-        if alone is not None and resident is not None:
-            return ReferenceModel(alone, dtype)
-        return ReferenceModel(whole, dtype, alone)
+        whole, quick = partial(run, ends, "", arguments), None
+        if inner is not None:
+            quick = partial(run, inner, block, begun)
+        elif resident is None and ends.total is None and self._pays_to_keep(self.trace):
+            if dtype not in self._blocks:
+                with self.ready(), as_chosen(own):
+                    self._blocks[dtype] = run_of_blocks(model, arguments, dtype)
+            below = self._blocks[dtype].below(ends.enters)
+            quick = partial(whole, below=below) if below else None
+        if quick is not None and resident is not None:
+            return ReferenceModel(quick, dtype)
+        return ReferenceModel(whole, dtype, quick)
 
     @property
     def _several(self) -> bool:

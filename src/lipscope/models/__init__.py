@@ -114,6 +114,8 @@ from lipscope.models.tracing.prepare import (
     prepared as prepared,
 )
 from lipscope.models.tracing.recorder import (
+    BlockOutputs as BlockOutputs,
+    BlockRun as BlockRun,
     first_tensor as first_tensor,
     run as run,
     run_of_blocks as run_of_blocks,

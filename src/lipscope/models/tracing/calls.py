@@ -363,7 +363,7 @@ def hook_start(recorder: Recorder, record: Trace, name: str, module: nn.Module) 
 
     def start(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = bound_arguments(block, args, kwargs)
-        copies = each_tensor(given, record.kept.copy)
+        copies = each_tensor(given, record.kept.copy, nested=True)
         started.append(BlockStart(copies, len(started), len(record.seen.sums)))
 
     recorder.before(module, start)

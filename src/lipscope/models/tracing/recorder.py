@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -196,26 +196,33 @@ def as_called(
 # --- tensors among inputs and outputs
 
 
-def each_tensor(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A model's inputs with every tensor changed; one tensor stays one tensor."""
+def each_tensor(inputs: Any, change: Callable[[Tensor], Tensor], *, nested: bool = False) -> Any:
+    """A model's inputs with every tensor changed, those in tuples where ``nested``.
+
+    One tensor stays one tensor.
+    """
     once: dict[int, Tensor] = {}
-
-    def changed(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if id(value) not in once:
-            once[id(value)] = change(value)
-        return once[id(value)]
-
     if isinstance(inputs, Mapping):
-        return {name: changed(value) for name, value in inputs.items()}
-    return tuple(changed(value) for value in inputs)
+        return {name: _changed(value, change, once, nested) for name, value in inputs.items()}
+    return tuple(_changed(value, change, once, nested) for value in inputs)
+
+
+def _changed(value: Any, change: Callable[[Tensor], Tensor], once: dict[int, Tensor], deep: bool):
+    if deep and type(value) is tuple:  # angles of a rotary embedding
+        return tuple(_changed(one, change, once, deep) for one in value)
+    if not isinstance(value, Tensor):
+        return value
+    if id(value) not in once:
+        once[id(value)] = change(value)
+    return once[id(value)]
 
 
 def to_device(inputs: Any, device: torch.device | None, dtype: torch.dtype) -> Any:
     """A model's inputs on a device (None: where they are), floating ones in a dtype."""
     return each_tensor(
-        inputs, lambda x: x.to(device, dtype) if x.is_floating_point() else x.to(device)
+        inputs,
+        lambda x: x.to(device, dtype) if x.is_floating_point() else x.to(device),
+        nested=True,
     )
 
 
@@ -395,14 +402,14 @@ class TensorStore:
 
     copies: bool = False
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
-    _copied: dict[int, tuple[Tensor, int, Tensor]] = field(default_factory=dict)
+    _copied: dict[int, tuple[ref[Tensor], int, Tensor]] = field(default_factory=dict)
 
     def copy(self, x: Tensor) -> Tensor:
         """A copy as it is now: one of a tensor that is seen again and again, as masks are."""
         version = -1 if x.is_inference() else x._version
         known = self._copied.get(id(x))
-        if known is None or known[1] != version or version < 0:
-            self._copied[id(x)] = known = x, version, x.detach().clone()
+        if known is None or known[0]() is not x or known[1] != version or version < 0:
+            self._copied[id(x)] = known = ref(x), version, x.detach().clone()
         return known[2]
 
     def keep(self, x: Tensor) -> Tensor:
