@@ -203,13 +203,13 @@ def each_tensor(inputs: Any, change: Callable[[Tensor], Tensor], *, nested: bool
     """
     once: dict[int, Tensor] = {}
     if isinstance(inputs, Mapping):
-        return {name: _changed(value, change, once, nested) for name, value in inputs.items()}
-    return tuple(_changed(value, change, once, nested) for value in inputs)
+        return {name: _replaced(value, change, once, nested) for name, value in inputs.items()}
+    return tuple(_replaced(value, change, once, nested) for value in inputs)
 
 
-def _changed(value: Any, change: Callable[[Tensor], Tensor], once: dict[int, Tensor], deep: bool):
+def _replaced(value: Any, change: Callable[[Tensor], Tensor], once: dict[int, Tensor], deep: bool):
     if deep and type(value) is tuple:  # angles of a rotary embedding
-        return tuple(_changed(one, change, once, deep) for one in value)
+        return tuple(_replaced(one, change, once, deep) for one in value)
     if not isinstance(value, Tensor):
         return value
     if id(value) not in once:
