@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lipscope as ls
-from lipscope.models import run_of_blocks, watched_starts
+from lipscope.models import run_of_blocks
 from lipscope.models.tracing.recorder import standing_in
 from tiny import TEXT, TINY, tiny
 
@@ -85,17 +85,15 @@ def test_nothing_stands_in_where_copies_would_part_what_is_one(model, known) -> 
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_the_check_of_many_layers_does_not_run_all_blocks_again(family: str) -> None:
     loaded = tiny(family)
-    calls, embedded = list[int](), list[int]()
-    table = next(m for m in loaded.model.modules() if isinstance(m, nn.Embedding))
-    table.register_forward_hook(lambda *_: embedded.append(1))
+    calls: list[int] = []
     first = next(m for n, m in loaded.model.named_modules() if n.endswith(".0"))
     first.register_forward_hook(lambda *_: calls.append(0))
     last = next(m for n, m in loaded.model.named_modules() if n.endswith(".1"))
     last.register_forward_hook(lambda *_: calls.append(1))
     rows = ls.measure(loaded, TEXT, lengths=[8], samples=1)
     assert all((row.derivative_error or 0) < 1e-2 for row in rows)
-    # The trace alone: differences of the second block run it alone, those of the first end inside.
-    assert calls.count(0) == 1 == embedded.count(1)
+    # The trace alone: what it saw stands in for the first block, whose own differences end inside.
+    assert calls.count(0) == 1
 
 
 def test_a_block_that_needs_those_below_it_is_checked_by_the_whole_model() -> None:
@@ -108,25 +106,6 @@ def test_a_block_that_needs_those_below_it_is_checked_by_the_whole_model() -> No
     rows = ls.measure(loaded, TEXT, lengths=[8], samples=1)
     assert [row.status for row in rows] == ["converged"] * 2
     assert all((row.derivative_error or 1) < 1e-2 for row in rows)
-
-
-class Masked(nn.Module):
-    def forward(self, x, mask):
-        return x.add_(mask)
-
-
-def test_what_blocks_are_given_is_copied_once_as_it_was() -> None:
-    """They share a mask; the stream that one block writes into is another for the next."""
-    model = nn.Module()
-    model.layers = nn.ModuleList(Masked() for _ in range(2))
-    x, mask = torch.ones(1, 2), torch.ones(1, 2)
-    with watched_starts(model, ["layers.0.attention", "layers.1.attention", "head"]) as starts:
-        for block in model.layers:
-            block(x, mask)
-    (first,), (second,) = starts["layers.0"], starts["layers.1"]
-    assert first.arguments["mask"] is second.arguments["mask"] is not mask
-    assert [one.arguments["x"].tolist() for one in (first, second)] == [[[1, 1]], [[2, 2]]]
-    assert {*starts} == {"layers.0", "layers.1"}
 
 
 def test_a_singular_vector_that_is_none_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -305,7 +305,7 @@ class Solve:
         x = self.layer.x.to(reference.dtype)
         found = None
         if reference.quick is not None:
-            with suppress(InputError, *OF_MODELS):  # a block may need what those around it do
+            with suppress(InputError, *OF_MODELS):  # blocks may need what those below them do
                 found = difference(reference.quick, x, e, product)
         if found is None or found.status != "agrees":
             found = difference(reference.function, x, e, product)

@@ -47,7 +47,6 @@ from lipscope.models import (
     later_positions,
     load_model,
     margin_of,
-    outer_block_of,
     overflows,
     prepared,
     reader_of,
@@ -55,7 +54,7 @@ from lipscope.models import (
     run_of_blocks,
     to_device,
     trace as run_traced,
-    watched_starts,
+    watched_blocks,
     with_mask,
     with_words,
     without_padding,
@@ -102,8 +101,7 @@ class ReferenceModel:
 
     function: Callable[[Tensor], Tensor]  # what it gives there for the map's input
     dtype: torch.dtype  # floating type of its own computation
-    # The same from the block around the map alone, which is given what the pass gave it; of a map
-    # that spans blocks, without those below, which gave before what they give.
+    # The same, where blocks below the map gave before what they give: they do not run again.
     quick: Callable[[Tensor], Tensor] | None = None
 
 
@@ -316,8 +314,8 @@ class ModelAtInput:
         self.norms, self.sums = norms, sums
         self.layers: Sequence[int] | None = None  # those that will be asked for; None for all
         self.memory = 2**30  # bytes, of which half are for their blocks and for hidden states
-        # What the model's blocks give, by the type in which it ran, where a map spans several.
-        self._blocks: dict[torch.dtype, BlockRun] = {}
+        # What the model's blocks give as it was given, in its own type, where that is known.
+        self._blocks: tuple[torch.dtype, BlockRun] | None = None
         self.beside: list[ModelAtInput] = []  # windows that share a pass over the blocks
         self._with_norms: ModelAtInput | None = None  # where this one's record has none
         self._sites = 0  # number of attention modules, known with the trace
@@ -391,9 +389,8 @@ class ModelAtInput:
         setting, resident, self._sites = self.setting, ready.resident, len(sites)
         layers = self.layers if resident and count_of_layers(ready.model, sites) else None
         upto = max(layers) if layers else None
-        watch = self._several and resident is None
-        watched = watched_starts(ready.model, sites) if watch else contextlib.nullcontext({})
-        with watched as starts:
+        watch = self._several and ready.is_given(self.model.model, self.dtype)
+        with watched_blocks(ready.model) if watch else contextlib.nullcontext() as found:
             record = run_traced(
                 ready.model,
                 self.arguments,
@@ -405,8 +402,10 @@ class ModelAtInput:
                 asked=setting.modules,
                 by_block=None if resident is None else BlockPass(resident, upto, self._briefly),
             )
-        if self._pays_to_keep(record):
-            record.starts |= starts
+        if found is not None and self._pays_to_know(record.calls[0].x, record):
+            run = found()
+            if run.outputs:  # none of a model that had to run twice
+                self._blocks = self.dtype, run
         names = [call.name for call in record.calls]
         self.model.check_layers(setting, names, complete=record.complete)
         return record
@@ -514,46 +513,39 @@ class ModelAtInput:
                 model, own, found = ready.model, ready.own, frozenset({built.x.dtype})
                 arguments = to_device(arguments, self.device, built.x.dtype)
         dtype = torch.float32 if torch.float32 in found else torch.float64
-        ends: MapEndpoints = built.ends
-        block = outer_block_of(ends.leaves) if resident is None else resident.block_of(ends.leaves)
-        starts = self.trace.starts.get(block, [])
-        counted = resident is not None or ends.total is None  # the sums before the block, if read
-        inner = ends.within(block, starts[0]) if counted and len(starts) == 1 else None
-        begun = starts[0].arguments if inner is not None else {}
         if len(found) == 1:  # as for the measurement, floats are in the dtype of the weights
             arguments = to_device(arguments, None, dtype)
-        if begun and ready.model is not model:  # it was a copy that gave them to its block
-            begun = to_device(begun, next(model.parameters()).device, dtype)
+        ends: MapEndpoints = built.ends
+        part = model
+        if resident is not None:
+            block = resident.block_of(ends.leaves)
+            starts = self.trace.starts.get(block, [])
+            inner = ends.within(block, starts[0]) if len(starts) == 1 else None
+            if inner is not None:
+                ends, part, arguments = inner, model.get_submodule(block), starts[0].arguments
 
-        def run(
-            ends: MapEndpoints, path: str, given: Any, x: Tensor, below: BlockOutputs | None = None
-        ) -> Tensor:
+        def function(x: Tensor, below: BlockOutputs | None = None) -> Tensor:
             with self.ready(), as_chosen(own):
                 if resident is not None:
-                    resident.fill(block)
-                return ends.function(model.get_submodule(path), given, below)(x)
+                    resident.fill(resident.block_of(built.ends.leaves if built.ends else ""))
+                return ends.function(part, arguments, below)(x)
 
-        whole, quick = partial(run, ends, "", arguments), None
-        if inner is not None:
-            quick = partial(run, inner, block, begun)
-        elif resident is None and ends.total is None and self._pays_to_keep(self.trace):
-            if dtype not in self._blocks:
-                with self.ready(), as_chosen(own):
-                    self._blocks[dtype] = run_of_blocks(model, arguments, dtype)
-            below = self._blocks[dtype].below(ends.enters)
-            quick = partial(whole, below=below) if below else None
-        if quick is not None and resident is not None:
-            return ReferenceModel(quick, dtype)
-        return ReferenceModel(whole, dtype, quick)
+        pays = ends.total is None and self._pays_to_know(built.x, self.trace)
+        if resident is not None or not pays:
+            return ReferenceModel(function, dtype)
+        if self._blocks is None or self._blocks[0] != dtype:
+            with self.ready(), as_chosen(own):
+                self._blocks = dtype, run_of_blocks(model, arguments, dtype)
+        below = self._blocks[1].below(ends.enters)
+        return ReferenceModel(function, dtype, partial(function, below=below) if below else None)
 
     @property
     def _several(self) -> bool:
         """Whether several layers will be asked for."""
         return self.layers is None or len(self.layers) > 1
 
-    def _pays_to_keep(self, record: Trace) -> bool:
-        """Whether keeping what its blocks are given costs less than running those before them."""
-        x = record.calls[0].x
+    def _pays_to_know(self, x: Tensor, record: Trace) -> bool:
+        """Whether keeping what its blocks give costs less than running them for every layer."""
         size = x.numel() * x.element_size() * len(record.calls)
         return self._several and not record.draws and size <= self.memory // 4
 

@@ -106,7 +106,7 @@ def _threads(wanted: int, outside: int) -> Iterator[None]:
 
 
 def by_threads(f: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
-    """``f`` of a batch of matrices, a part of it in each of the caller's threads.
+    """``f`` of a batch of matrices, in as many parts at a time as the caller has threads.
 
     For what LAPACK does with one small matrix after the other in a single thread. The number of
     threads changes rounding alone: where a matrix lies in memory, BLAS may sum in another order.
@@ -118,7 +118,10 @@ def by_threads(f: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
         with torch.set_grad_enabled(grad):
             return f(some)
 
-    waiting = [_batch_threads().submit(part, some) for some in others]
+    try:
+        waiting = [_batch_threads().submit(part, some) for some in others]
+    except RuntimeError:  # the interpreter is about to end, and begins no work in threads
+        return f(batch)
     return torch.cat([f(first), *(one.result() for one in waiting)])
 
 

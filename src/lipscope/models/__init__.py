@@ -82,7 +82,7 @@ from lipscope.models.readings import (
     Readings as Readings,
     Where as Where,
 )
-from lipscope.models.tracing.calls import Trace as Trace, watched_starts as watched_starts
+from lipscope.models.tracing.calls import Trace as Trace
 from lipscope.models.tracing.map_endpoints import (
     LayerMap as LayerMap,
     MapEndpoints as MapEndpoints,
@@ -120,6 +120,7 @@ from lipscope.models.tracing.recorder import (
     run as run,
     run_of_blocks as run_of_blocks,
     to_device as to_device,
+    watched_blocks as watched_blocks,
 )
 from lipscope.models.tracing.resident_weights import (
     ModuleWeights as ModuleWeights,
@@ -140,7 +141,6 @@ from lipscope.models.tracing.sites import (
     count_of_layers as count_of_layers,
     family as family,
     known_families as known_families,
-    outer_block_of as outer_block_of,
     reader_of as reader_of,
     why_run as why_run,
 )

@@ -156,6 +156,6 @@ def _tops(m: Float[Tensor, "*b k k"]) -> Float[Tensor, "*b"]:
     def of(some: Tensor) -> Tensor:
         return torch.linalg.eigvalsh(some)[..., -1]
 
-    if m.ndim < 3 or m.numel() < _SHARED:
+    if m.ndim < 3 or m.numel() < _SHARED or m.device.type != "cpu":
         return of(m)
     return by_threads(of, m.flatten(0, -3)).view(m.shape[:-2])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,14 +37,7 @@ from lipscope.models.tracing.recorder import (
     unmarked,
 )
 from lipscope.models.tracing.resident_weights import ResidentWeights
-from lipscope.models.tracing.sites import (
-    Applied,
-    AttentionCall,
-    Side,
-    is_plain,
-    outer_block_of,
-    with_weights,
-)
+from lipscope.models.tracing.sites import Applied, AttentionCall, Side, is_plain, with_weights
 
 # Names under which models hand the queries' tokens, and the keys' source, to an
 # attention module.
@@ -83,7 +75,7 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class BlockStart:
-    """What a block is given, and what came before it: enough to run it alone."""
+    """What a block of a model without weights is given, and what came before it."""
 
     arguments: dict[str, Any]  # all its arguments by name, copies
     turn: int  # which of its calls it is, from 0
@@ -363,21 +355,10 @@ def hook_start(recorder: Recorder, record: Trace, name: str, module: nn.Module) 
 
     def start(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = bound_arguments(block, args, kwargs)
-        copies = each_tensor(given, record.kept.copy, nested=True)
+        copies = each_tensor(given, lambda t: t.detach().clone())
         started.append(BlockStart(copies, len(started), len(record.seen.sums)))
 
     recorder.before(module, start)
-
-
-@contextlib.contextmanager
-def watched_starts(model: nn.Module, sites: Iterable[str]) -> Iterator[dict[str, list[BlockStart]]]:
-    """Keep what the outermost blocks around some modules are given in the runs that follow."""
-    kept = TensorStore()
-    record = Trace(model, (), kept, SumRecorder(kept))
-    with Recorder() as recorder:
-        for block in {outer_block_of(site) for site in sites} - {""}:
-            hook_start(recorder, record, block, model.get_submodule(block))
-        yield record.starts
 
 
 def hook_first(recorder: Recorder, record: Trace, name: str, module: nn.Module) -> None:

@@ -276,10 +276,10 @@ def _implementations(model: nn.Module, attention: str) -> Iterator[None]:
     before, wanted = choices(model), (attention, "eager")
     try:
         for key, setter, choice in zip(_CHOICES, _SETTERS, wanted, strict=True):
-            if {one.value for one in before if one.key == key} == {choice}:
-                continue  # a setter looks at every part, and at what it imports
             for part in _outermost(model, setter):
-                _switch(part, setter, choice)
+                # A setter looks at all that is inside, and at what it could import.
+                if {one.value for one in choices(part) if one.key == key} != {choice}:
+                    _switch(part, setter, choice)
         yield
     finally:
         _choose(before)

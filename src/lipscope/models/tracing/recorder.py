@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -196,33 +196,26 @@ def as_called(
 # --- tensors among inputs and outputs
 
 
-def each_tensor(inputs: Any, change: Callable[[Tensor], Tensor], *, nested: bool = False) -> Any:
-    """A model's inputs with every tensor changed, those in tuples where ``nested``.
-
-    One tensor stays one tensor.
-    """
+def each_tensor(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A model's inputs with every tensor changed; one tensor stays one tensor."""
     once: dict[int, Tensor] = {}
+
+    def changed(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in once:
+            once[id(value)] = change(value)
+        return once[id(value)]
+
     if isinstance(inputs, Mapping):
-        return {name: _replaced(value, change, once, nested) for name, value in inputs.items()}
-    return tuple(_replaced(value, change, once, nested) for value in inputs)
-
-
-def _replaced(value: Any, change: Callable[[Tensor], Tensor], once: dict[int, Tensor], deep: bool):
-    if deep and type(value) is tuple:  # angles of a rotary embedding
-        return tuple(_replaced(one, change, once, deep) for one in value)
-    if not isinstance(value, Tensor):
-        return value
-    if id(value) not in once:
-        once[id(value)] = change(value)
-    return once[id(value)]
+        return {name: changed(value) for name, value in inputs.items()}
+    return tuple(changed(value) for value in inputs)
 
 
 def to_device(inputs: Any, device: torch.device | None, dtype: torch.dtype) -> Any:
     """A model's inputs on a device (None: where they are), floating ones in a dtype."""
     return each_tensor(
-        inputs,
-        lambda x: x.to(device, dtype) if x.is_floating_point() else x.to(device),
-        nested=True,
+        inputs, lambda x: x.to(device, dtype) if x.is_floating_point() else x.to(device)
     )
 
 
@@ -402,15 +395,6 @@ class TensorStore:
 
     copies: bool = False
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
-    _copied: dict[int, tuple[ref[Tensor], int, Tensor]] = field(default_factory=dict)
-
-    def copy(self, x: Tensor) -> Tensor:
-        """A copy as it is now: one of a tensor that is seen again and again, as masks are."""
-        version = -1 if x.is_inference() else x._version
-        known = self._copied.get(id(x))
-        if known is None or known[0]() is not x or known[1] != version or version < 0:
-            self._copied[id(x)] = known = ref(x), version, x.detach().clone()
-        return known[2]
 
     def keep(self, x: Tensor) -> Tensor:
         """The tensor without its marks, or a copy of it."""
@@ -576,7 +560,22 @@ class BlockRun:
 def run_of_blocks(
     model: nn.Module, inputs: Inputs, dtype: torch.dtype, until: str | None = None
 ) -> BlockRun:
-    """Run a model, up to the first call of ``until`` if it is given; keep what its blocks give.
+    """Run a model, up to the first call of ``until`` if it is given; keep what its blocks give."""
+
+    def end(*_: Any) -> None:
+        raise Reached
+
+    with watched_blocks(model) as found, Recorder() as recorder, torch.no_grad():
+        if until is not None:
+            recorder.before(model.get_submodule(until), end)
+        with contextlib.suppress(Reached):
+            recorder.run(model, each_tensor(inputs, torch.clone), dtype, differentiable=False)
+    return found()
+
+
+@contextlib.contextmanager
+def watched_blocks(model: nn.Module) -> Iterator[Callable[[], BlockRun]]:
+    """Keep what the blocks of a model give in the run that follows; ask for it after the run.
 
     Nothing is kept of a model two of whose blocks give the same memory, which copies would part,
     that calls a block more than once, or whose blocks give anything but tensors.
@@ -590,21 +589,17 @@ def run_of_blocks(
     def finish(path: str, out: Any) -> None:
         outputs[path] = out
 
-    def end(*_: Any) -> None:
-        raise Reached
+    def found() -> BlockRun:
+        places = Counter(place for out in outputs.values() for place in {*_places(out)})
+        if any(count > 1 for count in (*places.values(), *calls.values())) or -1 in places:
+            return BlockRun({}, {})
+        return BlockRun({path: _copy(out) for path, out in outputs.items()}, began)
 
-    with Recorder() as recorder, torch.no_grad():
+    with Recorder() as recorder:
         for path, block in _outer_blocks(model).items():
             recorder.before(block, lambda *_, path=path: start(path))
             recorder.after(block, lambda _, __, out, path=path: finish(path, out))
-        if until is not None:
-            recorder.before(model.get_submodule(until), end)
-        with contextlib.suppress(Reached):
-            recorder.run(model, each_tensor(inputs, torch.clone), dtype, differentiable=False)
-    places = Counter(place for out in outputs.values() for place in {*_places(out)})
-    if any(count > 1 for count in (*places.values(), *calls.values())) or -1 in places:
-        return BlockRun({}, {})
-    return BlockRun({path: _copy(out) for path, out in outputs.items()}, began)
+        yield found
 
 
 @contextlib.contextmanager

@@ -380,16 +380,11 @@ def block_of(model: nn.Module, site: str) -> str | None:
     return None
 
 
-def outer_block_of(path: str) -> str:
-    """Path of the element of the outermost list that holds a module; "" for none."""
-    parts = path.split(".")
-    depth = next((i for i, part in enumerate(parts) if part.isdigit()), -1)
-    return ".".join(parts[: depth + 1])
-
-
 def first_block_of(block: str) -> str:
     """Path of the first element of the outermost list that holds a block."""
-    return ".".join([*outer_block_of(block).split(".")[:-1], "0"])
+    parts = block.split(".")
+    depth = next(i for i, part in enumerate(parts) if part.isdigit())
+    return ".".join([*parts[:depth], "0"])
 
 
 def _matrices(module: nn.Module) -> int:
