@@ -333,9 +333,9 @@ class Solve:
         return found.error, None
 
     def _direction(self, tops: list[TopSingular]) -> tuple[Tensor, Tensor]:
-        """The top right singular vector as a move of all tokens, and the product with it.
+        """The top right singular vector ``v`` as a move of all tokens, and ``J v``.
 
-        A random move where there is none.
+        Where there is no such vector, a random move.
         """
         best = max(tops, key=lambda top: top.sigma if math.isfinite(top.sigma) else -1.0)
         v = best.v.to(self.layer.x)

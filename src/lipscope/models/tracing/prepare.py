@@ -150,7 +150,7 @@ def prepared(
 
 
 def floating(model: nn.Module) -> list[Tensor]:
-    """Its weights and buffers of a floating type, those of several modules as often."""
+    """A model's weights and buffers of a floating type; one that modules share, once for each."""
     held = ((*m._parameters.values(), *m._buffers.values()) for m in _modules(model))
     return [t for some in held for t in some if t is not None and t.is_floating_point()]
 
