@@ -206,7 +206,7 @@ processor time over the median on the idle machine."""
 `refused`: `--layers 99`, which the configuration refuses before torch is imported.
 
 A product and its transpose, with a layer as wide as MiniLM's, one thread over two (above 1 the
-second thread helps); a solve takes one thread for inputs of at most 32,768 entries:"""
+second thread helps); a solve takes one thread for inputs of at most 16,384 entries:"""
     )
     rows = []
     for n in _SIZES:

@@ -105,6 +105,27 @@ def test_radius_zero_is_the_local_certificate(kind: str) -> None:
         )
 
 
+@pytest.mark.parametrize("eps", [0.0, 1e-3, 0.1, 1.0, 10.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments_are_the_lesser_of_two(kind: str, eps: float) -> None:
+    """With the upper ends of weights, or the lower ones and the rest where it counts most."""
+    layer, x = case(kind, 4)
+    for head in heads_of(layer):
+        at = Ball(HeadAt(head, x), eps)
+        (_, y, _), *more = at.c.pieces
+        assert not more
+        y = torch.where(at.c.allowed[..., None], y, 0.0)
+        p, squares = at.p, y.square().sum(-1)
+        upper = torch.einsum("ij,ijk,ijl->ikl", p.upper, y, y)
+        lower = torch.einsum("ij,ijk,ijl->ikl", p.lower, y, y)
+        rest = (p.free * squares.amax(-1))[:, None, None] * torch.eye(y.shape[-1]).to(y)
+        tops = [torch.linalg.eigvalsh(m)[:, -1] for m in (upper, lower + rest)]
+        expected = torch.minimum(*tops).clamp_min(0)
+        torch.testing.assert_close(at.sums["upper_v"], expected, rtol=1e-9, atol=1e-12)
+        of_gram = torch.linalg.eigvalsh(at.sums["upper_y"])[:, -1].clamp_min(0)
+        torch.testing.assert_close(of_gram, expected, rtol=1e-9, atol=1e-12)
+
+
 def test_interval_survives_probabilities_that_underflow() -> None:
     """``exp(eta) P`` would be inf * 0: the pitfall of intervals outside the log domain."""
     eye = torch.eye(1, dtype=torch.float64)

@@ -9,8 +9,8 @@ from torch import Tensor
 import lipscope as ls
 from lipscope.attention import Rotary
 from lipscope.certificates.balls import in_double
-from lipscope.certificates.expansion import rest
-from lipscope.theorems import BallName, HeadAt, heads_of
+from lipscope.certificates.expansion import HeadPath, rest
+from lipscope.theorems import Ball, BallName, HeadAt, heads_of
 
 N, D, K = 6, 8, 4
 BALLS: tuple[BallName, ...] = ("token", "frobenius")
@@ -44,7 +44,7 @@ def _rest(layer: ls.DotProduct, x: Tensor, eps: Tensor | float, ball: BallName) 
     own = in_double(layer, None)
     radii = torch.as_tensor(eps, dtype=torch.float64).expand(len(x))
     centres = [HeadAt(head, x) for head in heads_of(own, fold=False)]
-    return rest(centres, own.output, radii, ball)[0]
+    return rest([(c, HeadPath(c, radii, ball, {}).whole()) for c in centres], own.output)[0]
 
 
 def _clamped(e: Tensor, eps: Tensor | float, ball: BallName) -> Tensor:
@@ -154,3 +154,21 @@ def test_certificate_takes_the_lesser() -> None:
     assert ls.certify(layer, x, eps=0.02, sharp=False).value > found.value
     largest = _largest(layer, x, 0.02, "token")
     assert found.value >= found.sigma and largest < found.value
+
+
+@pytest.mark.parametrize("ball", BALLS)
+@pytest.mark.parametrize("kind", ["biased", "causal", "rotary"])
+def test_balls_that_are_known_change_nothing(kind: str, ball: BallName):
+    """Nor does it where their scores are those of the head with the output projection folded in."""
+    layer = in_double(_layer(kind, 5), None)
+    x = torch.randn(N, D, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    radii = torch.full((N,), 0.2, dtype=torch.float64)
+    for folded, head in zip(heads_of(layer), heads_of(layer, fold=False), strict=True):
+        bare, met = HeadAt(head, x), {}
+        for share in (0.0, 0.5, 1.0):
+            eps = 0.2 * share if ball == "frobenius" else radii * share
+            of = Ball(HeadAt(folded, x), eps, ball)
+            met[share] = Ball(bare, eps, ball, scored=of)
+        ours, alone = (HeadPath(bare, radii, ball, some).whole() for some in (met, {}))
+        for name, value in vars(alone).items():
+            torch.testing.assert_close(getattr(ours, name), value, rtol=1e-12, atol=1e-300)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -157,17 +158,21 @@ class _Search:
         self.map: Map | None = map
         self.seed = seed
         self.generator = torch.Generator().manual_seed(seed)
+        # its slopes say where to go: twice as fast, and what is found is measured as the layer is
+        self.rough = copy.deepcopy(layer).float() if isinstance(layer, Attention) else layer
         self.here = self.f(x).detach()
         self.ratio, self.sigma, self.worst = 0.0, 0.0, x
 
     def f(self, x: Tensor) -> Tensor:
         """The map."""
-        layer = self.layer
+        return self._of(self.layer, x)
+
+    def _of(self, layer: Function, x: Tensor) -> Tensor:
         return layer.heads(x) if isinstance(layer, DotProduct) and self.map == "heads" else layer(x)
 
-    def _alone(self, x: Float[Tensor, "1 n d"]) -> Tensor:
-        """The map of a batch of one."""
-        return self.f(x[0])[None]
+    def _roughly(self, x: Float[Tensor, "1 n d"]) -> Tensor:
+        """The map of a batch of one, of a layer in float32."""
+        return self._of(self.rough, x[0])[None]
 
     def draw(self) -> Tensor:
         """A random direction."""
@@ -207,15 +212,17 @@ class _Search:
 
     def climb_sigma(self, start: Tensor, steps: int) -> None:
         """Ascent of sigma through its singular vectors; the end is measured afresh."""
-        e, best, at, v = self.to_edge(start), -1.0, None, self.draw()
+        kind = self.x.dtype if self.rough is self.layer else torch.float32
+        e, best, at, v = self.to_edge(start), -1.0, None, self.draw().to(kind)
         for i in range(steps // 3):
             # The first from a random start, then each from the last one's singular vector.
             taken = _KRYLOV_STEPS if i else 4 * _KRYLOV_STEPS
-            found = sigma_gradient(self._alone, (self.x + e)[None], v[None], steps=taken)
+            here = (self.x + e)[None].to(kind)
+            found = sigma_gradient(self._roughly, here, v[None], steps=taken)
             sigma, slope, v = (one[0] for one in found)
             if float(sigma) > best:
                 best, at = float(sigma), e
-            e = self.inside(e + self.to_edge(slope) * 0.5 * 0.9**i)
+            e = self.inside(e + self.to_edge(slope.to(e)) * 0.5 * 0.9**i)
         if at is not None:
             again = sigma_of(self.layer, self.x + at, self.map, self.seed + 10_000)
             self.sigma = max(self.sigma, again.sigma)

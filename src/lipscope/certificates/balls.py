@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention, DotProduct, Map
-from lipscope.certificates.expansion import rest
+from lipscope.certificates.expansion import ENDS, Channel, HeadPath, rest
 from lipscope.display import Shown
 from lipscope.errors import InputError
 from lipscope.linalg import TopSingular, linearise, start_named, top_singular
@@ -68,58 +68,91 @@ class BallLayer:
         assert self.layer.x is not None
         return [HeadAt(head, self.layer.x) for head in self.layer.bare]
 
-    @cached_property
-    def bare_local(self) -> list[float]:
-        """The best cheap certificate of each of them at the centre."""
-        return [_local(c, None) for c in self.bare]
+    def over(
+        self, radii: Tensor, ball: BallName, shares: Sequence[float] = (1.0,), *, apart: bool = True
+    ) -> tuple[list[BallValue], float, list[float]]:
+        """Bounds of sigma over the balls of shares of these radii; and around X itself.
 
-    def around(
-        self, radii: Tensor, ball: BallName, *, apart: bool = True
-    ) -> tuple[float, list[float]]:
-        """``>= ‖f(X') - f(X)‖ / ‖X' - X‖`` from X itself: sigma there plus the rest.
-
-        Of the layer, infinite without ``sharp``, and ``apart`` of each head.
+        That is ``>= ‖f(X') - f(X)‖ / ‖X' - X‖``, sigma at X plus the rest: of the layer, infinite
+        without ``sharp``, and ``apart`` of each head.
         """
+        expands = self.sharp or apart or not self.several
+        inside, channels = list[list[_HeadValue]](), list[Channel]()
+        for index in range(len(self.centres)):  # what one head needs is let go before the next
+            found, balls = self._inside(index, radii, ball, shares)
+            inside.append(found)
+            if expands:
+                channels.append(HeadPath(self.bare[index], radii, ball, balls).whole())
+        values = [self._total(each) for each in zip(*inside, strict=True)]
+        if not expands:
+            return values, math.inf, []
         output = self.layer.attention.output if self.projected else None
-        together, each = rest(self.bare, output, radii, ball, together=self.sharp, apart=apart)
+        pairs = list(zip(self.bare, channels, strict=True))
+        together, each = rest(pairs, output, together=self.sharp, apart=apart)
         heads = []
         if each:
             of_heads = zip(self.local, each, self.centres, strict=True)
             heads = [local + one + centre.slack for local, one, centre in of_heads]
-        return (self.joint + together + self.slack if self.several else heads[0]), heads
+        return values, self.joint + together + self.slack if self.several else heads[0], heads
 
-    def at(self, radii: Tensor, ball: BallName) -> BallValue:
-        """Bounds of sigma over the ball of these radii."""
-        # a Frobenius ball has one radius by definition
-        eps = float(radii[0]) if ball == "frobenius" else radii
-        balls = [Ball(c, eps, ball, w) for c, w in zip(self.centres, self.weighted, strict=True)]
-        forms = [b.forms(local) for b, local in zip(balls, self.local, strict=True)]
-        heads = [
-            (least(f) + centre.slack, min(f, key=lambda name: f[name]))
-            for f, centre in zip(forms, self.centres, strict=True)
-        ]
+    def _inside(
+        self, index: int, radii: Tensor, ball: BallName, shares: Sequence[float]
+    ) -> tuple[list[_HeadValue], dict[float, Ball]]:
+        """One head over these balls; those of it before the projection that its path meets."""
+        centre, bare, local = self.centres[index], self.bare[index], self.local[index]
+        still = Ball(bare, 0.0)
+        found, met = list[_HeadValue](), {0.0: still}
+        for share in shares:
+            # a Frobenius ball has one radius by definition
+            eps = float(radii[0]) * share if ball == "frobenius" else radii * share
+            one = Ball(centre, eps, ball, self.weighted[index])
+            own = Ball(bare, eps, ball, scored=one)
+            forms = one.forms(local)
+            value, alone = least(forms) + centre.slack, math.inf
+            if self.several and self.projected:
+                alone = least(own.forms(_best(still))) + bare.slack
+            name = min(forms, key=lambda name: forms[name])
+            found.append(_HeadValue(value, name, one.change, alone))
+            if share in ENDS:
+                met[share] = own
+        return found, met
+
+    def _total(self, heads: Sequence[_HeadValue]) -> BallValue:
+        """All heads together, over one ball."""
+        each = [(one.value, one.form) for one in heads]
         if not self.several:
-            return BallValue(heads[0][0], "one head", heads)
-        values = torch.tensor([value for value, _ in heads], dtype=torch.float64)
-        change = torch.tensor([b.change for b in balls], dtype=torch.float64)
+            return BallValue(heads[0].value, "one head", each)
+        values = torch.tensor([one.value for one in heads], dtype=torch.float64)
+        change = torch.tensor([one.change for one in heads], dtype=torch.float64)
         apart = not self.projected or self.layer.norm_output == 0.0  # outputs side by side
         together = {
             "sum": float(values.norm() if apart else values.sum()),
             "joint": self.joint + float(change.norm() if apart else change.sum()) + self.slack,
         }
         if self.projected:
-            each = [
-                least(Ball(c, eps, ball, scored=b).forms(local)) + c.slack
-                for c, local, b in zip(self.bare, self.bare_local, balls, strict=True)
-            ]
-            together["projection"] = self.layer.norm_output * math.hypot(*each)
+            alone = math.hypot(*(one.alone for one in heads))
+            together["projection"] = self.layer.norm_output * alone
         form = min(together, key=lambda name: together[name])
-        return BallValue(together[form], form, heads)
+        return BallValue(together[form], form, each)
+
+
+@dataclass(frozen=True)
+class _HeadValue:
+    """One head over a ball: the best bound and its form, its change; and before the projection."""
+
+    value: float
+    form: str
+    change: float
+    alone: float
 
 
 def _local(centre: HeadAt, weighted: Weighted | None) -> float:
-    at = Ball(centre, 0.0)
-    return min(at.by_rows, at.by_blocks, math.inf if weighted is None else weighted.value)
+    return min(_best(Ball(centre, 0.0)), math.inf if weighted is None else weighted.value)
+
+
+def _best(at: Ball) -> float:
+    """The best cheap bound over a ball."""
+    return min(at.by_rows, at.by_blocks)
 
 
 def sigma_of(
@@ -243,8 +276,8 @@ def certify_ball(
     radii = per_token(eps, len(x), ball)
     try:
         bound = BallLayer(own, x, map, sharp)
-        found = [bound.at(radii * (s / steps), ball) for s in range(1, steps + 1)]
-        around, alone = bound.around(radii, ball)
+        shares = [s / steps for s in range(1, steps + 1)]
+        found, around, alone = bound.over(radii, ball, shares)
     except NotApplicableError as error:
         raise refusal(error) from error
     except OverflowError:  # of a power of plain numbers; tensors become infinite
@@ -337,8 +370,9 @@ def certified_changes(
         reach = _output_reach(bound, radii)
         if along < reach:  # else it stays above: B grows, and the reach is a line
             try:
-                along += (size - before) * bound.at(radii, "frobenius").total
-                straight = size * bound.around(radii, "frobenius", apart=False)[0]
+                (inside,), around, _ = bound.over(radii, "frobenius", apart=False)
+                along += (size - before) * inside.total
+                straight = size * around
             except (NotApplicableError, OverflowError):
                 along = straight = math.inf
             reach = min(_or_infinite(along), _or_infinite(straight), reach)

@@ -8,7 +8,7 @@ here; statement and proof, line by line: ``docs/theory/ball-certificate.md``, se
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from lipscope.attention import Rotary
 from lipscope.theorems import Ball, BallName, HeadAt, eigenvalue
 
 _PIECES = 8  # of the way from X to X + E; intervals are taken at the end of each
+ENDS = tuple((piece + 1) / _PIECES for piece in range(_PIECES))  # as shares of the way
 _ROUNDS = 2  # of the search for weights between heads
 _SHARES = (0.4, 0.8, 1.6)  # tried for (a + b)^2 <= (1 + t) a^2 + (1 + 1/t) b^2
 _CHUNK = 2**26  # bytes of matrices of rows, or of columns, at a time
@@ -26,10 +27,8 @@ _SLACK = 1e-10  # float64 rounding of the weighted sums, with room
 
 
 def rest(
-    centres: Sequence[HeadAt],
+    heads: Sequence[tuple[HeadAt, Channel]],
     output: Tensor | None,
-    eps: Tensor,
-    ball: BallName,
     *,
     together: bool = True,
     apart: bool = True,
@@ -37,21 +36,19 @@ def rest(
     """``>= ‖f(X + E) - f(X) - J(X) E‖ / ‖E‖`` for every ``E`` of the ball but zero.
 
     Of all heads ``together``, whose values are not folded with ``output`` (None: side by side), and
-    ``apart`` of each alone; infinite where it overflows, and together where that is not asked for.
+    ``apart`` of each alone, by what `HeadPath` says of it; infinite where it overflows, and
+    together where that is not asked for.
     """
-    if len(centres) > 1 and not (together or apart):
-        return math.inf, []
-    widths = [c.v.shape[1] for c in centres]
+    widths = [c.v.shape[1] for c, _ in heads]
     if output is None:
         output = torch.eye(sum(widths), dtype=torch.float64)
     parts = output.split(widths, 1)
-    channels = [HeadPath(c, eps, ball).whole() for c in centres]
-    heads = list(zip(centres, parts, channels, strict=True))
-    if len(heads) == 1:
-        alone = Summed(heads).norm()
+    found = [(c, part, channel) for (c, channel), part in zip(heads, parts, strict=True)]
+    if len(found) == 1:
+        alone = Summed(found).norm()
         return alone, [alone]
-    each = [Summed([head]).norm() for head in heads] if apart else []
-    return (Summed(heads).norm() if together else math.inf), each
+    each = [Summed([head]).norm() for head in found] if apart else []
+    return (Summed(found).norm() if together else math.inf), each
 
 
 class Summed:
@@ -165,15 +162,18 @@ class Channel:
 
 
 class HeadPath:
-    """One head from ``X`` to ``X + E``, in pieces; intervals hold up to the end of each."""
+    """One head from ``X`` to ``X + E``, in pieces; intervals hold up to the end of each.
 
-    def __init__(self, centre: HeadAt, eps: Tensor, ball: BallName) -> None:
+    ``known``: its balls of some shares of ``eps``; at X itself, the share is 0.
+    """
+
+    def __init__(
+        self, centre: HeadAt, eps: Tensor, ball: BallName, known: Mapping[float, Ball]
+    ) -> None:
         self.c, self.eps = centre, eps
-        self.ends = [(piece + 1) / _PIECES for piece in range(_PIECES)]
-        self.at = [
-            Ball(centre, float(eps[0]) * t if ball == "frobenius" else eps * t, ball)
-            for t in self.ends
-        ]
+        self.still = known.get(0.0) or Ball(centre, 0.0)
+        radii = [float(eps[0]) * t if ball == "frobenius" else eps * t for t in ENDS]
+        self.at = [known.get(t) or Ball(centre, r, ball) for t, r in zip(ENDS, radii, strict=True)]
         self.bend = centre.norm_a * self.at[-1].visible_eps  # >= |<A e_i, e_j>| / |e_i|
 
     def whole(self) -> Channel:
@@ -191,7 +191,7 @@ class HeadPath:
 
     def _times(self, piece: int) -> tuple[float, float]:
         """Integrals of ``1`` and ``1 - t`` over a piece."""
-        begin, end = self.ends[piece] - 1 / _PIECES, self.ends[piece]
+        begin, end = ENDS[piece] - 1 / _PIECES, ENDS[piece]
         return end - begin, end - begin - (end**2 - begin**2) / 2
 
     def _channel(self, gram: Tensor, size: Tensor, part: Tensor, own: Tensor, w: Tensor) -> Channel:
@@ -201,7 +201,7 @@ class HeadPath:
     def cumulant(self, piece: int) -> Channel:
         """``integral (1 - t) kappa_t(v, s', s')``: a third cumulant, from the range of ``s'``."""
         at, sums = self.at[piece], self.at[piece].sums
-        bend = 2 * self.ends[piece] * self.bend
+        bend = 2 * ENDS[piece] * self.bend
         part = self._times(piece)[1] * _logit_speed(self.c, self.eps, bend, at.ball)
         own = sums["upper_a"].sqrt() + bend
         return self._channel(sums["upper_y"], sums["upper_v"].sqrt(), part, own, at.p.upper)
@@ -218,7 +218,7 @@ class HeadPath:
         # (a + b)^2 <= (1 + m) a^2 + (1 + 1/m) b^2
         weights = (1 + mass) * change + 2 * (1 + mass) * change.sum(-1, keepdim=True) * upper
         total = weights.sum(-1, keepdim=True)
-        bend = 2 * self.ends[piece] * self.bend
+        bend = 2 * ENDS[piece] * self.bend
         own = self._apart(weights, most[:, 0]).sqrt() + 2 * bend * total[:, 0].sqrt()
         weights = 2 * weights.scatter(-1, most, total)
         part = torch.full_like(bend, self._times(piece)[0])
@@ -234,7 +234,7 @@ class HeadPath:
 
     def values(self, piece: int) -> Channel:
         """``integral Cov_t(V e, s')``: the values move as well."""
-        at, end = self.at[piece], self.ends[piece]
+        at, end = self.at[piece], ENDS[piece]
         bend = 2 * end * self.bend
         gram = self.c.gram_v.expand(len(bend), -1, -1)
         size = torch.full_like(bend, self.c.head.norm_v)
@@ -248,7 +248,7 @@ class HeadPath:
 
     def curvature_at_centre(self) -> Channel:
         """``integral Cov(v, t s'')``, the same with the weights at X."""
-        return self._curved(Ball(self.c, 0.0).sums, 1.0)
+        return self._curved(self.still.sums, 1.0)
 
     def _curved(self, sums: dict[str, Tensor], part: float) -> Channel:
         size, parts = sums["upper_v"].sqrt(), torch.full_like(self.bend, part)

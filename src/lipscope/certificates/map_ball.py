@@ -25,7 +25,7 @@ from lipscope.certificates.balls import (
     refusal,
     sigma_of,
 )
-from lipscope.certificates.expansion import rest
+from lipscope.certificates.expansion import HeadPath, rest
 from lipscope.certificates.forms import OutOfReachError, ellipsoid, norm_above, top_value, young
 from lipscope.certificates.segment import Point, Reads, TokenBranch
 from lipscope.errors import InputError
@@ -208,7 +208,8 @@ def _changes(
     asked = AskedLayer(layer, "attention", x=y)
     hidden = asked.together.slack
     bare = [HeadAt(head, y) for head in asked.bare]
-    near, _ = rest(bare, layer.output, radii, ball, apart=False)
+    paths = [(c, HeadPath(c, radii, ball, {}).whole()) for c in bare]
+    near, _ = rest(paths, layer.output, apart=False)
     eps = float(radii[0]) if ball == "frobenius" else radii
     each = torch.tensor([Ball(HeadAt(head, y), eps, ball).change for head in asked.heads]).double()
     whole = each.sum() if asked.projected else each.norm()

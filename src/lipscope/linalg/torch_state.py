@@ -15,9 +15,9 @@ from torch import Tensor
 
 _LOCK = threading.Lock()
 _OURS: ContextVar[bool] = ContextVar("torch's state is ours", default=False)
-# Entries of an input up to which a solve takes one thread: 64 tokens of width 384 are below it, 128
+# Entries of an input up to which a solve takes one thread: 32 tokens of width 384 are below it, 64
 # above (`benchmarks/startup.py` times products of both).
-_SMALL = 2**15
+_SMALL = 2**14
 # The caller's threads, within `few_threads`; 0 outside.
 _OUTSIDE: ContextVar[int] = ContextVar("threads outside", default=0)
 

@@ -185,13 +185,20 @@ class Ball:
         With ``U``; or with ``L``, the rest of the weight put where it counts most. Then the top
         eigenvalues of other matrices of this size.
         """
-        upper, lower = (_gram(w[rows, :, None].sqrt() * y) for w in (self.p.upper, self.p.lower))
-        most = size[rows].masked_fill(~self.c.allowed[rows], 0.0).amax(-1)
-        free = self.p.free[rows] * most.square()
-        lower = lower + torch.diag_embed(free[:, None].expand(-1, y.shape[-1]))
-        first, second, *tops = eigenvalue(torch.stack([upper, lower, *others]))
-        less = (second < first)[:, None, None]
-        return [torch.where(less, lower, upper), torch.minimum(first, second), *tops]
+        upper, lower, free = (w[rows] for w in (self.p.upper, self.p.lower, self.p.free))
+        squares = size[rows].masked_fill(~self.c.allowed[rows], 0.0).square()
+        free = free * squares.amax(-1)
+        gram = _gram(upper[..., None].sqrt() * y)
+        top, *tops = eigenvalue(torch.stack([gram, *others]))
+        # lam(U) <= lam(L) + sum_j (U_ij - L_ij) |y_ij|^2: mostly the first is no larger
+        near = (~(free >= ((upper - lower) * squares).sum(-1))).nonzero()[:, 0]
+        if len(near):
+            other = _gram(lower[near, :, None].sqrt() * y[near])
+            other = other + torch.diag_embed(free[near, None].expand(-1, y.shape[-1]))
+            second = eigenvalue(other)
+            less = second < top[near]
+            gram[near[less]], top[near[less]] = other[less], second[less]
+        return [gram, top, *tops]
 
     @cached_property
     def mean_moved(self) -> Tensor:
