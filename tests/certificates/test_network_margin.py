@@ -13,7 +13,7 @@ from lipscope.attention import Rotary
 from lipscope.certificates import NetworkBall, certify_network
 from lipscope.certificates.attention_at import AttentionAt, bend_of
 from lipscope.certificates.attention_ball import AttentionBall
-from lipscope.certificates.forms import least_in_ball, least_in_balls
+from lipscope.certificates.forms import least_in_ball, least_in_balls, thin_root
 from lipscope.certificates.norm_ball import NormBall
 from lipscope.models import ActivationName, Branch, Feed, Network, Norm
 
@@ -223,6 +223,31 @@ def test_margins_of_all_networks(kind: str, blocks: int, ball: str) -> None:
 def test_margins_stay_above_their_bounds(kind: str, blocks: int, ball: str) -> None:
     """Of some."""
     check_margins(kind, blocks, ball)
+
+
+@pytest.mark.parametrize(("kind", "blocks", "ball"), FAST[:3])
+def test_margins_stay_above_bounds_of_thin_roots(
+    kind: str, blocks: int, ball: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where half of the eigenvalues have no row: what they add is bounded by rows of attention."""
+    monkeypatch.setattr("lipscope.certificates.forms._FEW", 0.3)
+    check_margins(kind, blocks, ball)
+
+
+def test_thin_roots() -> None:
+    """As many rows as the rank; what is left out lies below the second number."""
+    flat = gaussian(1, 4, 2, 6)
+    flat[1, 1] = 0.0
+    flat[3] = 0.0
+    forms = flat.mT @ flat
+    forms[:3] += 1e-12 * torch.eye(6).double()
+    rows, left = thin_root(forms)
+    assert rows.shape == (4, 2, 6)
+    assert bool((rows[1, 0] == 0).all())
+    for form, root, some in zip(forms, rows, left, strict=True):
+        apart = torch.linalg.eigvalsh(root.T @ root + some * torch.eye(6).double() - form)
+        assert float(apart[0]) >= -1e-14 * float(form.abs().max())
+        assert float(some) <= 1e-10 * float(torch.linalg.eigvalsh(form)[-1])
 
 
 def check_margins(kind: str, blocks: int, ball: str) -> None:

@@ -335,7 +335,11 @@ class AttentionAt:
         """``sum_ik H_ik^2`` of the read-outs of all rows; None where that is much work."""
         if not self.exact:
             return None
-        return torch.stack([self._squares(i, one) for i, one in enumerate(reads)]).sum(0)
+        found = self.p.new_zeros(self.count, self.count)
+        for i, one in enumerate(reads):
+            if bool((some := one.any(-1)).any()):
+                found = found + self._squares(i, one[some])
+        return found
 
     @cached_property
     def exact(self) -> bool:

@@ -27,6 +27,7 @@ from lipscope.certificates.forms import (
     norm_above,
     positive_part,
     root,
+    thin_root,
     top_value,
     young,
 )
@@ -520,14 +521,16 @@ class Segment:
             curve = self.entry.norm.curvature(y, x, self.entry.radius)
             b = b - torch.einsum("ndp,nde,neq->pq", self.t, curve, self.t)
         if bool(q.blocks.any()):  # nothing above attention bends where it is alone
-            half, at = root(q.blocks), self.at
+            (half, left), at = thin_root(q.blocks), self.at
             shares = self.averages(start, "jacobian")
-            forms = [
-                base,
-                self.reads.ball.joint_change(half, shares, lambda: at.lead_together(half)),
-            ]
+            joint = self.reads.ball.joint_change(half, shares, lambda: at.lead_together(half))
+            if bool(left.any()):
+                size = shares @ (left * self.reads.rows.square()).sum(-1).sqrt()
+                joint = added([joint, size.square() * eye])
+            forms = [base, joint]
             if self.entry is not None:
-                forms[1:] = self.entry.pulled(forms[1], x), self.entry.lost(x, half).square() * eye
+                lost = self.entry.lost(x, half).square() + left.max() * self.entry.lost(x).square()
+                forms[1:] = self.entry.pulled(joint, x), lost * eye
             b = b - added(forms)
         g = gradient(lambda z: first(z)[self.rows] * q.slope, x)
         return q.gap, torch.einsum("nd,ndp->p", g, self.t), b
