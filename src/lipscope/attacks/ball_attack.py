@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -170,10 +171,6 @@ class _Search:
     def _of(self, layer: Function, x: Tensor) -> Tensor:
         return layer.heads(x) if isinstance(layer, DotProduct) and self.map == "heads" else layer(x)
 
-    def _roughly(self, x: Float[Tensor, "1 n d"]) -> Tensor:
-        """The map of a batch of one, of a layer in float32."""
-        return self._of(self.rough, x[0])[None]
-
     def draw(self) -> Tensor:
         """A random direction."""
         return torch.randn(self.x.shape, generator=self.generator, dtype=self.x.dtype)
@@ -212,18 +209,28 @@ class _Search:
 
     def climb_sigma(self, start: Tensor, steps: int) -> None:
         """Ascent of sigma through its singular vectors; the end is measured afresh."""
-        kind = self.x.dtype if self.rough is self.layer else torch.float32
-        e, best, at, v = self.to_edge(start), -1.0, None, self.draw().to(kind)
-        for i in range(steps // 3):
-            # The first from a random start, then each from the last one's singular vector.
-            taken = _KRYLOV_STEPS if i else 4 * _KRYLOV_STEPS
-            here = (self.x + e)[None].to(kind)
-            found = sigma_gradient(self._roughly, here, v[None], steps=taken)
-            sigma, slope, v = (one[0] for one in found)
-            if float(sigma) > best:
-                best, at = float(sigma), e
-            e = self.inside(e + self.to_edge(slope.to(e)) * 0.5 * 0.9**i)
+        v = self.draw()
+        at = self._climbed(self.rough, start, v, steps)
+        if at is None and self.rough is not self.layer:  # beyond float32
+            at = self._climbed(self.layer, start, v, steps)
         if at is not None:
             again = sigma_of(self.layer, self.x + at, self.map, self.seed + 10_000)
             self.sigma = max(self.sigma, again.sigma)
             self.see(at)
+
+    def _climbed(self, layer: Function, start: Tensor, v: Tensor, steps: int) -> Tensor | None:
+        """The best move of an ascent; None if sigma was nowhere above 0 and finite."""
+        kind = self.x.dtype if layer is self.layer else torch.float32
+        e, v, best, at = self.to_edge(start), v.to(kind), 0.0, None
+        for i in range(steps // 3):
+            # The first from a random start, then each from the last one's singular vector.
+            taken = _KRYLOV_STEPS if i else 4 * _KRYLOV_STEPS
+            here = (self.x + e)[None].to(kind)
+            found = sigma_gradient(
+                lambda x: self._of(layer, x[0])[None], here, v[None], steps=taken
+            )
+            sigma, slope, v = (one[0] for one in found)
+            if best < float(sigma) < math.inf:
+                best, at = float(sigma), e
+            e = self.inside(e + self.to_edge(slope.to(e)) * 0.5 * 0.9**i)
+        return at

@@ -77,28 +77,27 @@ class BallLayer:
         without ``sharp``, and ``apart`` of each head.
         """
         expands = self.sharp or apart or not self.several
-        inside, channels = list[list[_HeadValue]](), list[Channel]()
-        for index in range(len(self.centres)):  # what one head needs is let go before the next
-            found, balls = self._inside(index, radii, ball, shares)
-            inside.append(found)
-            if expands:
-                channels.append(HeadPath(self.bare[index], radii, ball, balls).whole())
+        # balls of one head are let go before the next
+        of_heads = (
+            self._of_head(h, radii, ball, shares, expands) for h in range(len(self.centres))
+        )
+        inside, channels = zip(*of_heads, strict=True)
         values = [self._total(each) for each in zip(*inside, strict=True)]
         if not expands:
             return values, math.inf, []
         output = self.layer.attention.output if self.projected else None
-        pairs = list(zip(self.bare, channels, strict=True))
-        together, each = rest(pairs, output, together=self.sharp, apart=apart)
+        paths = [pair for pair in zip(self.bare, channels, strict=True) if pair[1] is not None]
+        together, each = rest(paths, output, together=self.sharp, apart=apart)
         heads = []
         if each:
-            of_heads = zip(self.local, each, self.centres, strict=True)
-            heads = [local + one + centre.slack for local, one, centre in of_heads]
+            alone = zip(self.local, each, self.centres, strict=True)
+            heads = [local + one + centre.slack for local, one, centre in alone]
         return values, self.joint + together + self.slack if self.several else heads[0], heads
 
-    def _inside(
-        self, index: int, radii: Tensor, ball: BallName, shares: Sequence[float]
-    ) -> tuple[list[_HeadValue], dict[float, Ball]]:
-        """One head over these balls; those of it before the projection that its path meets."""
+    def _of_head(
+        self, index: int, radii: Tensor, ball: BallName, shares: Sequence[float], expands: bool
+    ) -> tuple[list[_HeadValue], Channel | None]:
+        """One head over these balls; and its path, which meets some of them."""
         centre, bare, local = self.centres[index], self.bare[index], self.local[index]
         still = Ball(bare, 0.0)
         found, met = list[_HeadValue](), {0.0: still}
@@ -115,7 +114,7 @@ class BallLayer:
             found.append(_HeadValue(value, name, one.change, alone))
             if share in ENDS:
                 met[share] = own
-        return found, met
+        return found, HeadPath(bare, radii, ball, met).whole() if expands else None
 
     def _total(self, heads: Sequence[_HeadValue]) -> BallValue:
         """All heads together, over one ball."""

@@ -193,6 +193,7 @@ class Ball:
         # lam(U) <= lam(L) + sum_j (U_ij - L_ij) |y_ij|^2: mostly the first is no larger
         near = (~(free >= ((upper - lower) * squares).sum(-1))).nonzero()[:, 0]
         if len(near):
+            top = top.clone()
             other = _gram(lower[near, :, None].sqrt() * y[near])
             other = other + torch.diag_embed(free[near, None].expand(-1, y.shape[-1]))
             second = eigenvalue(other)
