@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 SLACK = 1e-11  # of the eigenvalues of a matrix, relative to its largest, with room
-_FEW = 1e-10  # of an eigenvalue, relative to the largest: below it a thin root has no row for it
-_NONE = 1e-14  # and below this it is rounding of the decomposition
+_FEW = 1e-10  # of an eigenvalue, relative to the largest: a thin root has no row for smaller ones
+_NONE = 1e-14  # what is smaller than this is rounding of the decomposition
 _HALF = 1e-7  # of a norm that is found through a root, with room
 _LARGE = 160  # from this width on a Cholesky factor proves what some products suggest
 _VECTORS, _ROUNDS, _STEP = 6, 2, 1e-3
@@ -112,9 +112,9 @@ def root(h: Float[Tensor, "*b m m"]) -> Float[Tensor, "*b m m"]:
 
 
 def thin_root(h: Float[Tensor, "b m m"]) -> tuple[Float[Tensor, "b k m"], Float[Tensor, " b"]]:
-    """``R`` and ``s`` with ``H <= R^T R + s``, for as many rows as the largest rank needs.
+    """``R`` and ``s`` with ``H <= R^T R + s``, with as many rows as the largest rank needs.
 
-    ``s`` is the largest eigenvalue without a row, relative to the largest of all at most ``1e-10``.
+    ``s`` is the largest eigenvalue of ``H`` that has no row: at most ``1e-10`` of its largest.
     """
     values, vectors = torch.linalg.eigh(_finite(h))
     values = values.clamp_min(0)
