@@ -198,10 +198,11 @@ def test_worst_is_never_below_an_input_that_was_given() -> None:
     q, k, v = (torch.randn(3, 3, generator=gen, dtype=torch.float64) for _ in range(3))
     layer = ls.DotProduct(q, k, v)
     bad = attacks.ascend(layer, num_tokens=4, radius=2.0, steps=30, generator=gen)
-    rows = attacks.worst(layer, num_tokens=4, radius=2.0, given=[bad.x], steps=0, generator=gen)
+    options = {"num_tokens": 4, "names": ["constant"], "given": [bad.x], "generator": gen}
+    rows = attacks.worst(layer, **options, radius=2.0, steps=0)
     assert (rows[0].sigma or 0.0) >= bad.top.sigma * (1 - 1e-3)  # the tolerance of both
     assert rows[0].name == "given"
-    shorter = attacks.worst(layer, num_tokens=4, radius=1.0, given=[bad.x], steps=2, generator=gen)
+    shorter = attacks.worst(layer, **options, radius=1.0, steps=2)
     (projected,) = [row for row in shorter if row.name == "given"]
     assert projected.radius_max == pytest.approx(1.0, abs=1e-12)
 

@@ -31,6 +31,8 @@ def test_prediction_is_below_sigma(count: int, build, causal: bool, bias: bool) 
         for n, radius in ((2, 0.4), (7, 1.1), (8, 2.0)):
             if build is attacks.two_cluster and not eigen_directions(heads_of(layer)[0]):
                 continue
+            if build is attacks.opposed_pair and n < 3:
+                continue
             built = build(layer, num_tokens=n, radius=radius)
             made += 1
             assert built.x.shape == (n, layer.query.shape[1])
@@ -102,6 +104,52 @@ def test_rotation_has_a_star_but_no_eigenvalue() -> None:
         attacks.two_cluster(layer, num_tokens=4, radius=1.0)
     built = attacks.gamma_star(layer, num_tokens=4, radius=1.0)
     assert sigma(layer, built.x) >= (built.predicted or math.inf)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_opposed_pair_in_closed_form(causal: bool) -> None:
+    """``A = -3 e_1 e_1^T``, ``V = 2 e_2 e_2^T``: the pair at ``± R e_2``, the rest at ``R e_1``."""
+    one, two = torch.eye(3).double()[:2]
+    query, value = -3.0 * torch.outer(one, one), 2.0 * torch.outer(two, two)
+    layer = ls.DotProduct(query, torch.eye(3).double(), value, scale=1.0, causal=causal)
+    n, radius = 9, 2.5
+    built = attacks.opposed_pair(layer, num_tokens=n, radius=radius)
+    expected = math.sqrt((n - 2) / 2) * radius**2 * 3.0 * 2.0
+    assert built.predicted == pytest.approx(expected, rel=1e-6)
+    assert sigma(layer, built.x) >= expected * (1 - 1e-6)
+    first, second, *rest = built.x
+    assert float((first - second).norm()) == pytest.approx(2 * radius, rel=1e-9)
+    assert all(torch.equal(token, rest[0]) for token in rest)
+
+
+@pytest.mark.parametrize("radius", [1.0, 3.0, 6.0, 20.0])
+def test_opposed_pair_where_keys_attract_themselves(radius: float) -> None:
+    """``A = V = I``: the rest moves inward, to where a fine grid has its maximum."""
+    layer, n = ls.DotProduct(*3 * [torch.eye(4).double()], scale=1.0), 12
+    built = attacks.opposed_pair(layer, num_tokens=n, radius=radius)
+    share = torch.linspace(0, 1, 2001).double()[:, None]
+    angle = torch.linspace(0, math.pi / 2, 2001).double()
+    p = 1 / (2 + (n - 2) * torch.exp(-(radius**2) * share * (angle.cos() - share)))
+    best = float((math.sqrt(2 * (n - 2)) * p * share * radius**2 * angle.sin()).max())
+    assert built.predicted is not None and 0.95 * best <= built.predicted <= best
+    assert sigma(layer, built.x) >= built.predicted * (1 - 1e-10)
+
+
+def test_opposed_pair_needs_a_second_dimension() -> None:
+    with pytest.raises(ls.InputError, match="no two tokens share what head 0 reads"):
+        attacks.opposed_pair(line(), num_tokens=5, radius=1.0)
+    with pytest.raises(ls.InputError, match="at least 3"):
+        attacks.opposed_pair(drawn(0), num_tokens=2, radius=1.0)
+
+
+def test_directions_are_searched_for_once_a_head(monkeypatch) -> None:
+    (head,), (other,) = heads_of(drawn(3)), heads_of(drawn(4))
+    found = star_direction(head), star_direction(other)
+    monkeypatch.setattr("lipscope.theorems.directions._starts", None)  # no search could start
+    again = heads_of(drawn(3))[0], heads_of(drawn(4))[0]
+    assert [star_direction(one) for one in again] == [*found]
+    with pytest.raises(TypeError):
+        star_direction(dataclasses.replace(head, query=2 * head.query))
 
 
 @pytest.mark.parametrize(("n", "ratio"), [(3, 0.6670), (9, 0.8890), (33, 0.9697), (10, 0.890)])

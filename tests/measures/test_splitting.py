@@ -18,6 +18,7 @@ from lipscope.measures import (
     TokenMeasure,
     conditional_distance,
     finite_split,
+    grouped,
     in_order,
     lipschitz_ratio,
     local_constant,
@@ -28,6 +29,7 @@ from lipscope.measures import (
     tiny_mass_ratio,
     token_map,
     wasserstein,
+    weighted,
     weighted_jacobian,
 )
 from lipscope.measures.splitting import in_closed_form, own_operator, token_blocks
@@ -61,6 +63,39 @@ def test_identity_of_splitting(kind, copies) -> None:
         whole = dense(layer, x.repeat_interleave(copies, 0))
         assert max(found.moving, found.splitting) == pytest.approx(whole, rel=1e-12)
         assert found.moving == pytest.approx(dense(layer, x), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["plain", "biased", "heads", "sharp"])
+@pytest.mark.parametrize("counts", [(1, 9), (1, 5, 5), (7, 2, 6), (12,)])
+def test_equal_tokens_are_groups(kind, counts) -> None:
+    """The norm at the groups, and its singular vectors, against the whole Jacobian."""
+    for seed in range(3):
+        layer, x = case(kind, seed, n=len(counts))
+        layer = layer.replace(causal=False)
+        order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed))
+        whole = x.repeat_interleave(torch.tensor(counts), 0)[order]
+        found = grouped(layer, whole)
+        assert found is not None
+        assert len(found.tokens) == sum(min(c, 2) for c in counts)
+        assert torch.equal(found.tokens[found.group], whole)
+        jacobian = layer.linearise(found.tokens, log_weights=found.log_weights)
+        left, sizes, right = torch.linalg.svd(to_dense(weighted(jacobian, found.log_weights)))
+        assert float(sizes[0]) == pytest.approx(dense(layer, whole), rel=1e-12)
+        m = len(found.tokens)
+        u, v = (found.spread(e.reshape(m, -1)) for e in (left[:, 0], right[0]))
+        assert float(v.norm()) == pytest.approx(1.0, rel=1e-12)
+        torch.testing.assert_close(layer.linearise(whole).matvec(v), sizes[0] * u)
+
+
+def test_groups_are_for_equal_tokens_that_are_alike() -> None:
+    layer, x = case("plain", 0, n=3)
+    layer = layer.replace(causal=False)
+    assert grouped(layer, x.repeat(2, 1)) is None  # six groups of six tokens
+    assert grouped(layer, x.repeat(4, 1)) is not None
+    assert grouped(layer.replace(causal=True), x.repeat(4, 1)) is None
+    hidden = torch.ones(12, 12).bool()
+    hidden[0, 1] = False
+    assert grouped(layer.replace(mask=hidden), x.repeat(4, 1)) is None
 
 
 def test_identity_for_shares_and_weights() -> None:

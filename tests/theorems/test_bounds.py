@@ -28,7 +28,7 @@ from lipscope.theorems import (
     heads_of,
     norm_of,
 )
-from lipscope.theorems.directions import eigen_directions, star_direction
+from lipscope.theorems.directions import eigen_directions, opposed_pair, star_direction
 from lipscope.theorems.papers.yudin2025 import norm_of_rows
 from lipscope.theorems.spectrum import balanced_mass, softmax_norm, top_two
 from searched import searched
@@ -168,6 +168,16 @@ def test_lower_bounds_are_reached(causal: bool) -> None:
             bound = value(name, layer, num_tokens=n, radius=radius)
             assert sigma(layer, x) >= bound * (1 - ROUNDING)
             assert value("global_rows_capped", layer, num_tokens=n, radius=radius) >= bound
+        pair = opposed_pair(head, n, radius)
+        assert pair is not None
+        x = torch.stack([pair.first, pair.second, *(n - 2) * [pair.rest]])
+        bound = value("opposed_pair_gain", layer, num_tokens=n, radius=radius)
+        assert float(x.norm(dim=1).max()) <= radius * (1 + ROUNDING)
+        assert sigma(layer, x) >= bound * (1 - ROUNDING)
+        least = value("global_rows_capped", layer, num_tokens=n, radius=radius)
+        assert bound <= least
+        if radius == 3.5 and not causal:  # both grow like √n R² ‖A‖ ‖V‖; their directions differ
+            assert least <= 5.0 * bound
 
 
 def test_unmasked_p_would_fail_under_a_causal_mask() -> None:

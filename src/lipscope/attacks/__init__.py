@@ -26,6 +26,7 @@ from lipscope.attacks.constructions import (
     gamma_star as gamma_star,
     l2_opposed as l2_opposed,
     large_radius as large_radius,
+    opposed_pair as opposed_pair,
     quadratic as quadratic,
     two_cluster as two_cluster,
     unbalanced as unbalanced,

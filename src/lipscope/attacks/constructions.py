@@ -27,6 +27,7 @@ from lipscope.theorems import (
     eigen_directions,
     first_token_gain,
     heads_of,
+    opposed_pair as best_pair,
     split_gain,
     star_direction,
     value_direction,
@@ -224,16 +225,17 @@ def large_radius(
     """
     one = head_for(layer, head, num_tokens, radius, least=1)
     gen = torch.Generator().manual_seed(0)
-    best, most = None, 0
+    basis, allowed, best, most = torch.cat([one.query, one.key]), one.allowed(num_tokens), None, 0
+    gram = basis @ basis.T
     for _ in range(_DRAWS):
-        mix = torch.randn(num_tokens, 2 * len(one.query), generator=gen, dtype=torch.float64)
-        x = mix @ torch.cat([one.query, one.key])
-        x = radius * x / x.norm(dim=1, keepdim=True).clamp_min(1e-300)
-        logits = (x @ one.query.T) @ (one.key @ x.T)
-        logits = logits.masked_fill(~one.allowed(num_tokens), -torch.inf)
+        mix = torch.randn(num_tokens, len(basis), generator=gen, dtype=torch.float64)
+        size = (mix @ gram * mix).sum(1, keepdim=True).clamp_min(0).sqrt()
+        mix = radius * mix / size.clamp_min(1e-300)
+        queries, keys = (mix @ gram).split(len(one.query), dim=1)
+        logits = (queries @ keys.T).masked_fill(~allowed, -torch.inf)
         count = int(logits.argmax(1).bincount().max())
         if count > most:
-            best, most = x, count
+            best, most = mix @ basis, count
     assert best is not None
     value = one.norm_v * math.sqrt(most)
     name, where = "large_radius", "Theorem 4.5" if layer.causal else "Theorem 3.7"
@@ -266,6 +268,29 @@ def dominant_token(
     return Construction(
         x.to(layer.query), "dominant_token", "one large token", DERIVED, value, head=head
     )
+
+
+def opposed_pair(
+    layer: Attention, *, head: int = 0, num_tokens: int, radius: float
+) -> Construction:
+    """Two tokens of norm ``R`` that share the attention of all others, half and half.
+
+    ``x_1, x_2 = f ± z``, the rest at ``r``, with ``a = A r + b`` perpendicular to ``z``. Moved
+    against each other along ``a`` they shift the weights of all other rows at once:
+    ``sigma >= √2 |V z| |a| √(Σ_{i>=3} p_i²)``, near ``√(n/2) R² ‖A‖ ‖V‖`` with ``p_i`` near 1/2.
+
+    Holds for one head, unmasked or causal, without rotary embedding, from three tokens on.
+
+    Source: derived here (``docs/theory/inputs.md``).
+    """
+    one = head_for(layer, head, num_tokens, radius, least=3)
+    found = best_pair(one, num_tokens, radius)
+    if found is None:
+        raise InputError(f"not available: no two tokens share what head {head} reads.")
+    rest = found.rest.expand(num_tokens - 2, -1)
+    x = torch.cat([found.first[None], found.second[None], rest]).to(layer.query)
+    statement = "two opposed tokens"
+    return Construction(x, "opposed_pair", statement, DERIVED, found.gain, head=head)
 
 
 def quadratic(layer: Attention, *, head: int = 0, num_tokens: int, radius: float) -> Construction:

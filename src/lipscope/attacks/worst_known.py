@@ -20,6 +20,7 @@ from lipscope.attacks.constructions import (
     gamma_star,
     l2_opposed,
     large_radius,
+    opposed_pair,
     quadratic,
     two_cluster,
     unbalanced,
@@ -34,6 +35,7 @@ from lipscope.linalg import (
     top_singular,
     top_singular_batch,
 )
+from lipscope.measures import Grouped, grouped, weighted
 from lipscope.theorems import DERIVED
 
 # One construction is one function; those that place tokens by a head take its index.
@@ -42,12 +44,14 @@ PER_HEAD: dict[str, Callable[..., Construction]] = {
     "gamma_star": gamma_star,
     "unbalanced": unbalanced,
     "dominant_token": dominant_token,
+    "opposed_pair": opposed_pair,
     "quadratic": quadratic,
     "large_radius": large_radius,
     "l2_opposed": l2_opposed,
 }
 PER_LAYER: dict[str, Callable[..., Construction]] = {"constant": constant}
 _TOGETHER, _MEMORY = 12, 2**28  # inputs whose products are one, and bytes of what they keep
+_CLIMBED = 4  # kinds of inputs, the worst ones, from which an ascent goes on
 KNOWN, DRAWN = "ascent from known inputs", "ascent from random starts"
 
 
@@ -84,7 +88,7 @@ def worst(
     """Sigma of the whole layer at all inputs that are known to be bad, worst first.
 
     These are every construction for every head, the inputs that are given, the end of an ascent
-    from the best construction of each kind and the worst given input, and the end of another one
+    from the worst inputs of the four worst kinds, given ones a kind, and the end of another one
     from random starts. Holds for every layer; what cannot be built for it follows last, with the
     reason. Constructions are compared in float32; the best of each kind, and what overflows there,
     is measured as the layer is. Twelve heads of width 32 at n = 64 take about ten seconds on
@@ -123,8 +127,11 @@ def worst(
     rows.sort(key=_by_sigma)
     if steps:
         size: dict[str, Any] = {"num_tokens": num_tokens, "radius": radius, "steps": steps}
-        known = {row.name: row.x for row in reversed(rows) if row.sigma is not None}
-        starts = {KNOWN: (0, [x for x in known.values() if x is not None]), DRAWN: (restarts, [])}
+        known = dict[str, Tensor]()
+        for row in rows:
+            if row.x is not None and row.sigma is not None:
+                known.setdefault(row.name, row.x)
+        starts = {KNOWN: (0, [*known.values()][:_CLIMBED]), DRAWN: (restarts, [])}
         for name, (count, some) in starts.items():
             if count or some:
                 found = ascend(layer, **size, restarts=count, start=some, generator=generator)
@@ -188,21 +195,49 @@ def _measured(
 def _tops(
     layer: Attention, inputs: Sequence[Tensor], tol: float, generator: torch.Generator | None
 ) -> list[TopSingular]:
-    """Sigma of one layer at several inputs of one size: small ones share their products."""
-    found = list[TopSingular]()
-    numbers = (2 * USUAL_STEPS * x.numel() + 4 * layer.num_heads * len(x) ** 2 for x in inputs)
-    size = _MEMORY // (max(numbers, default=1) * layer.query.element_size())
-    size = max(1, min(_TOGETHER, size))
-    for k in range(0, len(inputs), size):
-        ops = [layer.linearise(x.to(layer.query.dtype)) for x in inputs[k : k + size]]
-        shared = None
-        if len(ops) > 1:
-            shared = together(lambda some, ops=ops: joined([ops[i] for i in some]), ops)
-        if shared is None:
-            found += [top_singular(op, tol=tol, generator=generator) for op in ops]
-        else:
-            found += top_singular_batch(shared, [generator] * len(ops), tol=tol)
-    return found
+    """Sigma of one layer at several inputs, at the cost of their different tokens where it can.
+
+    Small ones of one size share their products.
+    """
+    inputs = [x.to(layer.query.dtype) for x in inputs]
+    groups = [grouped(layer, x) for x in inputs]
+    sizes = [len(x if g is None else g.tokens) for x, g in zip(inputs, groups, strict=True)]
+    found = dict[int, TopSingular]()
+    for n in sorted(set(sizes)):
+        some = [i for i, size in enumerate(sizes) if size == n]
+        kept = 2 * USUAL_STEPS * n * layer.query.shape[1] + 4 * layer.num_heads * n**2
+        most = _MEMORY // (kept * layer.query.element_size())
+        most = max(1, min(_TOGETHER, most))
+        for k in range(0, len(some), most):
+            part = some[k : k + most]
+            sites = [(inputs[i], groups[i]) for i in part]
+            found |= zip(part, _tops_of(layer, sites, tol, generator), strict=True)
+    return [found[i] for i in range(len(inputs))]
+
+
+def _tops_of(
+    layer: Attention,
+    sites: Sequence[tuple[Tensor, Grouped | None]],
+    tol: float,
+    generator: torch.Generator | None,
+) -> list[TopSingular]:
+    """Sigma at inputs of so many different tokens."""
+    at = [
+        layer.linearise(x) if g is None else layer.linearise(g.tokens, log_weights=g.log_weights)
+        for x, g in sites
+    ]
+    weights = torch.stack([x.new_zeros(len(x)) if g is None else g.log_weights for x, g in sites])
+    shared = together(lambda some: joined([at[i] for i in some]), at) if len(at) > 1 else None
+    if shared is None:
+        pairs = zip(at, weights, strict=True)
+        tops = [top_singular(weighted(op, w), tol=tol, generator=generator) for op, w in pairs]
+    else:
+        op = weighted(shared, weights)
+        tops = top_singular_batch(op, [generator] * len(at), tol=tol)
+    return [
+        top if g is None else replace(top, u=g.spread(top.u), v=g.spread(top.v))
+        for top, (_, g) in zip(tops, sites, strict=True)
+    ]
 
 
 def _worst_row(

@@ -6,12 +6,15 @@ from lipscope.measures.mean_field import (
     local_constant as local_constant,
     push_forward as push_forward,
     token_map as token_map,
+    weighted as weighted,
     weighted_jacobian as weighted_jacobian,
 )
 from lipscope.measures.splitting import (
+    Grouped as Grouped,
     Repeated as Repeated,
     Split as Split,
     finite_split as finite_split,
+    grouped as grouped,
     own_operator as own_operator,
     repeated_tokens as repeated_tokens,
     split_at as split_at,

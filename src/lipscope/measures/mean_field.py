@@ -196,8 +196,11 @@ def weighted_jacobian(layer: Attention, mu: TokenMeasure) -> Operator:
 
 
 def weighted(op: Operator, log_weights: Tensor) -> Operator:
-    """``D^(1/2) J D^(-1/2)`` for an operator on tokens, ``D`` their weights, of any sum."""
-    root = (0.5 * (log_weights - log_weights.mean())).exp()[:, None]
+    """``D^(1/2) J D^(-1/2)`` for an operator on tokens, ``D`` their weights, of any sum.
+
+    Of operators that share their products, weights are those of each, ``(b, n)``.
+    """
+    root = (0.5 * (log_weights - log_weights.mean(-1, keepdim=True))).exp()[..., None]
     return replace(
         op,
         matvec=lambda e: root * op.matvec(e / root),

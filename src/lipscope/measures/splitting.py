@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lipscope.attention import Attention, Softmax
@@ -260,7 +260,12 @@ def repeated_tokens(
     >>> repeated_tokens(layer, torch.zeros(1, 2), (10**9,)).sigma
     1.0
     """
-    _check_repeatable(layer, atoms, counts)
+    if (why := _unlike_copies(layer)) is not None:
+        raise InputError(f"not available: {why}.")
+    if len(counts) != atoms.shape[0] or min(counts, default=0) < 1:
+        raise InputError(
+            f"`counts` should be {atoms.shape[0]} numbers of at least 1. Found `counts = {counts}`."
+        )
     layer = layer.in_double()
     x = atoms.detach().to("cpu", torch.float64)
     log_weights = torch.tensor(counts, dtype=torch.float64).log()
@@ -268,6 +273,45 @@ def repeated_tokens(
     gains = found.gains[torch.tensor(counts) > 1]
     moving, splitting = found.moving, float(gains.max()) if len(gains) else 0.0
     return Repeated(max(moving, splitting), moving, splitting, sum(counts))
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """An input with few different tokens: a repeated one is a first copy and the rest of them."""
+
+    tokens: Float[Tensor, "m d"]  # one of each group
+    group: Int[Tensor, " n"]  # of each token of the input
+    log_weights: Float[Tensor, " m"]  # logarithms of the sizes of the groups
+
+    def spread(self, e: Float[Tensor, "m d"]) -> Float[Tensor, "n d"]:
+        """The move of all tokens, of the same norm, that ``e`` is of the groups."""
+        return (e / (0.5 * self.log_weights).exp()[:, None])[self.group]
+
+
+def grouped(layer: Attention, x: Float[Tensor, "n d"]) -> Grouped | None:
+    """The groups of equal tokens of an input, whose moves as one show the norm of the Jacobian.
+
+    What moves equal tokens apart acts through their own queries alone, by the same ``T_i``
+    whichever of them move: one copy against the others shows all of it. So with ``J_w`` and ``D``
+    as in `repeated_tokens`, at a first copy and the others as two tokens,
+    ``‖J(X)‖ = ‖D^(1/2) J_w D^(-1/2)‖``, at the cost of m tokens.
+
+    Holds where `repeated_tokens` does; None elsewhere, and where that is more than half of the
+    input.
+
+    Source: derived here (``docs/theory/inputs.md``).
+    """
+    if _unlike_copies(layer) is not None:
+        return None
+    tokens, group, counts = torch.unique(x, dim=0, return_inverse=True, return_counts=True)
+    again = (counts > 1).nonzero().flatten()
+    if 2 * (len(tokens) + len(again)) > len(x):
+        return None
+    group = group.clone()
+    for k, i in enumerate(again.tolist()):
+        group[int((group == i).nonzero()[0])] = len(tokens) + k
+    tokens = torch.cat([tokens, tokens[again]])
+    return Grouped(tokens, group, group.bincount().to(x).log())
 
 
 def uniform_gain(layer: Attention, num_tokens: int) -> float | None:
@@ -302,15 +346,13 @@ def _dense_norm(matrix: Tensor) -> float:
     return float(torch.linalg.matrix_norm(matrix, 2))
 
 
-def _check_repeatable(layer: Attention, atoms: Tensor, counts: tuple[int, ...]) -> None:
+def _unlike_copies(layer: Attention) -> str | None:
+    """Why copies of a token do not act like one token with their weight, or None if they do."""
     if layer.positional:
-        raise InputError("not available: logits depend on position; copies are not alike.")
-    if not (layer.by_token and isinstance(layer.weighting, Softmax)):
-        raise InputError("not available: copies do not act like a weight of their key.")
+        return "logits depend on position; copies are not alike"
+    if not in_closed_form(layer):
+        return "copies do not act like a weight of their key"
     hides = layer.mask is not None and not bool(layer.mask.all())
     if layer.causal or layer.window is not None or hides:
-        raise InputError("not available: the layer is masked, so copies read different tokens.")
-    if len(counts) != atoms.shape[0] or min(counts, default=0) < 1:
-        raise InputError(
-            f"`counts` should be {atoms.shape[0]} numbers of at least 1. Found `counts = {counts}`."
-        )
+        return "the layer is masked, so copies read different tokens"
+    return None

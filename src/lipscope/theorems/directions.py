@@ -1,4 +1,4 @@
-"""Directions along which one token draws the attention of all others, from ``A`` alone.
+"""Directions along which a token or two draw the attention of all others, from ``A`` and ``V``.
 
 With ``x_1 = R first`` and every other token at ``R rest``, the others' logit of ``x_1``
 exceeds their logit of themselves by ``2 gamma R^2``. The larger ``gamma``, the fewer tokens
@@ -7,7 +7,12 @@ of norm at most ``R`` are needed for a large sigma (Proposition 3.4 of [castin20
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
@@ -21,6 +26,30 @@ _SCREENING, _KEPT = 40, 6  # after so many iterations only the best go on
 _RANDOM_STARTS = 32
 # Eigenvalues below this share of ‖A‖ are zeros of a matrix of low rank, up to rounding.
 _ZERO = 1e-10
+
+
+Found = TypeVar("Found")
+_HEADS_KEPT = 64  # whose directions are not searched for again
+
+
+def _kept(search: Callable[[Head], Found]) -> Callable[[Head], Found]:
+    """A search whose last answers are kept, each for the numbers in a head's matrices."""
+    answers = dict[bytes, Found]()
+
+    @functools.wraps(search)
+    def found(head: Head) -> Found:
+        held = hashlib.sha256()
+        for matrix in (head.query, head.key, head.value):
+            held.update(repr(tuple(matrix.shape)).encode())
+            held.update(matrix.contiguous().numpy().data)
+        key = held.digest()
+        if key not in answers:
+            answers[key] = search(head)
+            if len(answers) > _HEADS_KEPT:
+                answers.pop(next(iter(answers)), None)
+        return answers[key]
+
+    return found
 
 
 @dataclass(frozen=True)
@@ -57,6 +86,7 @@ def eigen_directions(head: Head) -> list[Placement]:
     return sorted(found, key=lambda one: -one.gamma)
 
 
+@_kept
 def star_direction(head: Head) -> Placement | None:
     """``gamma* = max_{|v| <= 1} (|Av| - <v, Av>) / 2``: needs no real eigenvalue.
 
@@ -127,6 +157,7 @@ def _starts(head: Head, basis: Tensor, a: Tensor) -> Tensor:
     return torch.cat([eigen, eigen / 2, singular, -singular, random])
 
 
+@_kept
 def value_direction(head: Head) -> Float[Tensor, " d"]:
     """A unit vector ``u`` that makes ``|Vu| |A^T u|`` large: best of several ascents.
 
@@ -175,14 +206,18 @@ def first_token_gain(
     others = head.visible(num_tokens)[1:].to(torch.float64) - 1
     p = torch.sigmoid((a * s).sum(-1, keepdim=True) - others.log())
     zero, one, two = ((p**2 * (1 - p) ** j).sum(-1)[..., None, None] for j in range(3))
-    # Everything happens in the span of the rows of V and of a, which is one of the keys'.
-    basis = _span(head.value, head.key)
-    v, a = head.value @ basis, a @ basis
     moved = s @ head.value.T
-    cross = (moved @ v)[..., :, None] * a[..., None, :]
-    size = moved.square().sum(-1)[..., None, None]
-    square = a[..., :, None] * a[..., None, :]
-    gram = zero * (v.T @ v) + one * (cross + cross.mT) + two * size * square
+    if not head.causal:  # all rows are alike: the Gram matrix of the outputs is a smaller one
+        drawn, size = a @ head.value.T, a.square().sum(-1)[..., None, None]
+        square, gram = moved[..., :, None] * moved[..., None, :], head.value @ head.value.T
+        cross = moved[..., :, None] * drawn[..., None, :]
+    else:  # everything happens in the span of the rows of V and of a, which is one of the keys'
+        basis = _span(head.value, head.key)
+        v, a = head.value @ basis, a @ basis
+        size, gram = moved.square().sum(-1)[..., None, None], v.T @ v
+        square = a[..., :, None] * a[..., None, :]
+        cross = (moved @ v)[..., :, None] * a[..., None, :]
+    gram = zero * gram + one * (cross + cross.mT) + two * size * square
     return torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0).sqrt()
 
 
@@ -201,3 +236,76 @@ def split_gain(head: Head, first: Tensor, rest: Tensor, num_tokens: int) -> floa
     gap = ((head.query @ rest + head.query_bias) @ head.key) @ s
     p = float(torch.sigmoid(gap - torch.tensor(float(num_tokens - 1)).log()))
     return p * (1 - p) * float((head.value @ s).norm() * ((s @ head.key.T) @ head.query).norm())
+
+
+@dataclass(frozen=True)
+class OpposedPair:
+    """Where to put two tokens and the rest, and what moves of the two against each other gain."""
+
+    first: Float[Tensor, " d"]  # ``f + z``
+    second: Float[Tensor, " d"]  # ``f - z``
+    rest: Float[Tensor, " d"]
+    gain: float  # a lower bound of sigma, see `opposed_pair`
+
+
+_DIRECTIONS, _SHARES, _ANGLES = 8, 16, 48  # of the rest, of its norm in the radius, of the pair
+
+
+def opposed_pair(head: Head, num_tokens: int, radius: float) -> OpposedPair | None:
+    """Two tokens ``f ± z`` that share the attention of all others, at ``r``, half and half.
+
+    With ``a = A r + b`` and ``<a, z> = 0``, row ``i >= 3`` gives each of the two the weight
+    ``p_i = 1 / (2 + (N_i - 2) exp(-<a, f - r>))``. Moves by ``± a / (√2 |a|)`` leave the mean of
+    the two values as it is and shift weight from one to the other, so that
+    ``sigma >= √2 |V z| |a| √(Σ_{i>=3} p_i²)``: near ``√(n/2) R² ‖A‖ ‖V‖`` where ``R² ‖A‖`` is
+    well above ``log n``. ``f`` is along ``a`` and ``f ± z`` of norm R; ``r``, its norm and the
+    angle between are the best of a grid, ``r`` along singular vectors of ``A``.
+
+    Holds for one head, unmasked or causal, biases of the queries included. None with fewer than
+    three tokens or where nothing is gained, as in one dimension.
+
+    Source: derived here (``docs/theory/inputs.md``).
+    """
+    basis = _span(head.query, head.key)
+    a = (head.key @ basis).T @ (head.query @ basis)
+    toward = torch.linalg.svd(a).Vh[:_DIRECTIONS] @ basis.T
+    toward = torch.cat([toward, -toward]) if head.norm_b > 0 else toward
+    shares = torch.arange(1, _SHARES + 1, dtype=torch.float64) / _SHARES
+    angles = torch.arange(1, _ANGLES + 1, dtype=torch.float64) * torch.pi / (2 * _ANGLES)
+    sides = torch.linalg.svd(head.value, full_matrices=False).Vh[:4]
+    best, most = None, 0.0
+    for direction in toward if num_tokens > 2 else ():
+        rest = radius * shares[:, None] * direction
+        pull = (rest @ head.query.T + head.query_bias) @ head.key
+        size = pull.norm(dim=1, keepdim=True).clamp_min(1e-300)
+        y = pull / size
+        z = sides - (y @ sides.T)[..., None] * y[:, None]
+        z = z / z.norm(dim=-1, keepdim=True).clamp_min(1e-6)  # nothing is left of one along ``a``
+        moved = (z @ head.value.T).norm(dim=-1).amax(1, keepdim=True)
+        gap = radius * size * angles.cos() - (pull * rest).sum(1, keepdim=True)
+        gain = moved * size * _shared(head, gap, num_tokens) * radius * angles.sin()
+        top = int(gain.argmax())
+        if float(gain.flatten()[top]) > most:
+            most = float(gain.flatten()[top])
+            best = rest[top // _ANGLES], y[top // _ANGLES], angles[top % _ANGLES]
+    if best is None:
+        return None
+    rest, y, angle = best
+    z = torch.linalg.svd(head.value - torch.outer(head.value @ y, y), full_matrices=False).Vh[0]
+    z = z - (z @ y) * y
+    f, z = radius * angle.cos() * y, radius * angle.sin() * z / z.norm()
+    return OpposedPair(f + z, f - z, rest, pair_gain(head, f, z, rest, num_tokens))
+
+
+def pair_gain(head: Head, f: Tensor, z: Tensor, rest: Tensor, num_tokens: int) -> float:
+    """``√2 |V z| |a| √(Σ_{i>=3} p_i²)`` of `opposed_pair`, for ``z`` perpendicular to ``a``."""
+    a = (head.query @ rest + head.query_bias) @ head.key
+    shared = _shared(head, a @ (f - rest), num_tokens)
+    return math.sqrt(2) * float((head.value @ z).norm() * a.norm() * shared)
+
+
+def _shared(head: Head, gap: Float[Tensor, "*b"], num_tokens: int) -> Float[Tensor, "*b"]:
+    """``√(Σ_{i>=3} p_i²)``, the rows being at ``gap`` below the two tokens that they read."""
+    seen, times = head.visible(num_tokens)[2:].unique(return_counts=True)
+    p = 1 / (2 + (seen.to(torch.float64) - 2) * (-gap[..., None]).exp())
+    return (p.square() * times).sum(-1).sqrt()

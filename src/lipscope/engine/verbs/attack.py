@@ -63,8 +63,8 @@ def attack(
 ) -> Attacked:
     """Look for the inputs that make sigma of a layer large.
 
-    Every construction for every head, then gradient ascent from the best of each kind, from the
-    input that was given and from four random ones. The worst is measured again from a start that
+    The input that was given, every construction for every head, then gradient ascent from the worst
+    inputs of the four worst of these kinds and from four random ones. The worst is measured again from a start that
     its choice has not seen, so that its interval holds. `bounds` with ``attack`` and the input
     ``adversarial`` of `measure` ask the same.
 

@@ -27,7 +27,7 @@ from lipscope.attention import (
     row_gain,
     spectral_norm,
 )
-from lipscope.theorems.directions import star_direction
+from lipscope.theorems.directions import opposed_pair, star_direction
 from lipscope.theorems.head import Head
 from lipscope.theorems.papers.castin2024 import two_cluster_value
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
@@ -174,6 +174,25 @@ def two_cluster_star(head: Head, num_tokens: int, radius: float) -> float:
     if direction is None:
         raise NotApplicableError("A is zero")
     return two_cluster_value(head, direction, num_tokens, radius)
+
+
+@theorem(cite=DERIVED, statement="An opposed pair", kind="lower")
+def opposed_pair_gain(head: Head, num_tokens: int, radius: float) -> float:
+    """The gain of two tokens that share the attention of all others, moved against each other.
+
+    ``√2 |V z| |a| √(Σ_{i>=3} p_i²)`` for tokens ``f ± z`` and ``r``, ``a = A r + b ⟂ z``,
+    ``p_i = 1 / (2 + (N_i - 2) e^(-<a, f - r>))``: near ``√(n/2) R² ‖A‖ ‖V‖``.
+
+    Holds for three tokens and more, without mask and for causal ones, with biases of the queries.
+
+    Source: derived here (``docs/theory/inputs.md``).
+    """
+    head.causal_or_unmasked()
+    head.without_positions()
+    found = opposed_pair(head, num_tokens, radius)
+    if found is None:
+        raise NotApplicableError("no two tokens share what it reads")
+    return found.gain
 
 
 def kappa(t: float) -> float:
