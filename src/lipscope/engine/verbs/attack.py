@@ -64,9 +64,9 @@ def attack(
     """Look for the inputs that make sigma of a layer large.
 
     The input that was given, every construction for every head, then gradient ascent from the worst
-    inputs of the four worst of these kinds and from four random ones. The worst is measured again from a start that
-    its choice has not seen, so that its interval holds. `bounds` with ``attack`` and the input
-    ``adversarial`` of `measure` ask the same.
+    inputs of the four worst of these kinds and from four random ones. The worst is measured again
+    from a start that its choice has not seen, so that its interval holds. `bounds` with ``attack``
+    and the input ``adversarial`` of `measure` ask the same.
 
     Holds for every layer whose weights are read in closed form. A lower bound on the worst
     case: no proof that nothing is worse. Twelve heads of width 32 at 64 tokens take ten to
