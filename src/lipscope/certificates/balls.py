@@ -56,6 +56,7 @@ class BallLayer:
         self.local = [_local(*pair) for pair in zip(self.centres, self.weighted, strict=True)]
         self.several, self.projected = len(self.centres) > 1, self.layer.projected
         self.joint = row_gram_joint(self.layer.together) if sharp and self.several else math.inf
+        self.resting: dict[int, float] = {}  # bounds of bare heads at X, once they are known
 
     @cached_property
     def slack(self) -> float:
@@ -109,7 +110,9 @@ class BallLayer:
             forms = one.forms(local)
             value, alone = least(forms) + centre.slack, math.inf
             if self.several and self.projected:
-                alone = least(own.forms(_best(still))) + bare.slack
+                if index not in self.resting:
+                    self.resting[index] = _best(still)
+                alone = least(own.forms(self.resting[index])) + bare.slack
             name = min(forms, key=lambda name: forms[name])
             found.append(_HeadValue(value, name, one.change, alone))
             if share in ENDS:
