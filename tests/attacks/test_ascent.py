@@ -207,6 +207,17 @@ def test_worst_is_never_below_an_input_that_was_given() -> None:
     assert projected.radius_max == pytest.approx(1.0, abs=1e-12)
 
 
+def test_worst_refuses_as_many_tokens_as_the_layer_does() -> None:
+    """Equal tokens are measured as one, yet count."""
+    eye = torch.eye(3).double()
+    short = ls.DividedAttention(eye, eye, eye, by="G2", num_tokens=8, radius=1.0)
+    masked = ls.DotProduct(eye, eye, eye, mask=torch.ones(8, 8).bool())
+    for layer in (short, masked):
+        assert attacks.worst(layer, num_tokens=8, radius=1.0, steps=0)[0].sigma is not None
+        with pytest.raises((ls.InputError, RuntimeError)):
+            attacks.worst(layer, num_tokens=12, radius=1.0, steps=0)
+
+
 def test_overflow_is_a_reason_and_not_a_number() -> None:
     layer = ls.DotProduct(*(1e25 * torch.ones(3, 1, 1)))
     rows = attacks.worst(layer, num_tokens=3, radius=1.0, restarts=1, steps=2)

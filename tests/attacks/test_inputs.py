@@ -142,12 +142,44 @@ def test_opposed_pair_needs_a_second_dimension() -> None:
         attacks.opposed_pair(drawn(0), num_tokens=2, radius=1.0)
 
 
+def test_opposed_pair_where_values_see_little_else_than_what_keys_read() -> None:
+    """V along ``a`` up to rounding: a pair is refused, or what it promises is kept."""
+    gen, refused = torch.Generator().manual_seed(0), 0
+    for trial in range(60):
+        query, key = (torch.randint(-4, 5, (1, 2), generator=gen).double() for _ in range(2))
+        noise = 10.0 ** -(trial % 20) * torch.randn(1, 2, generator=gen).double()
+        layer = ls.DotProduct(query, key, key + (trial % 2) * noise, scale=1.0)
+        try:
+            built = attacks.opposed_pair(layer, num_tokens=5, radius=4.0)
+        except ls.InputError:
+            refused += 1
+            continue
+        assert built.predicted is not None
+        assert float(built.x.norm(dim=1).max()) <= 4.0
+        assert sigma(layer, built.x) >= built.predicted * (1 - 1e-10)
+    assert 30 <= refused < 60
+
+
+def test_nothing_is_built_of_nothing() -> None:
+    zero, eye = torch.zeros(3, 3).double(), torch.eye(3).double()
+    with pytest.raises(ls.InputError, match="no two tokens share"):
+        attacks.opposed_pair(ls.DotProduct(zero, eye, eye), num_tokens=6, radius=2.0)
+    with pytest.raises(ls.InputError, match="no two tokens share"):
+        attacks.opposed_pair(ls.DotProduct(eye, eye, zero), num_tokens=6, radius=2.0)
+    built = attacks.large_radius(ls.DotProduct(zero, zero, eye), num_tokens=6, radius=1e9)
+    assert bool(built.x.isfinite().all())
+
+
 def test_directions_are_searched_for_once_a_head(monkeypatch) -> None:
     (head,), (other,) = heads_of(drawn(3)), heads_of(drawn(4))
     found = star_direction(head), star_direction(other)
     monkeypatch.setattr("lipscope.theorems.directions._starts", None)  # no search could start
-    again = heads_of(drawn(3))[0], heads_of(drawn(4))[0]
-    assert [star_direction(one) for one in again] == [*found]
+    for _ in range(2):
+        for seed, known in zip((3, 4), found, strict=True):
+            again = star_direction(heads_of(drawn(seed))[0])
+            assert again is not None and known is not None and again.gamma == known.gamma
+            torch.testing.assert_close(again.rest, known.rest, rtol=0, atol=0)
+            again.rest.zero_()  # nobody else sees that
     with pytest.raises(TypeError):
         star_direction(dataclasses.replace(head, query=2 * head.query))
 

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attacks.ascent import check_size
+from lipscope.attacks.ascent import check_size, clamp
 from lipscope.attention import Attention, DotProduct, L2Attention, phi_inverse
 from lipscope.errors import InputError
 from lipscope.measures import Repeated, repeated_tokens, uniform_gain
@@ -230,12 +230,12 @@ def large_radius(
     for _ in range(_DRAWS):
         mix = torch.randn(num_tokens, len(basis), generator=gen, dtype=torch.float64)
         size = (mix @ gram * mix).sum(1, keepdim=True).clamp_min(0).sqrt()
-        mix = radius * mix / size.clamp_min(1e-300)
+        mix = torch.where(size > 0, radius * mix / size, 0.0)
         queries, keys = (mix @ gram).split(len(one.query), dim=1)
         logits = (queries @ keys.T).masked_fill(~allowed, -torch.inf)
         count = int(logits.argmax(1).bincount().max())
         if count > most:
-            best, most = mix @ basis, count
+            best, most = clamp(mix @ basis, radius), count
     assert best is not None
     value = one.norm_v * math.sqrt(most)
     name, where = "large_radius", "Theorem 4.5" if layer.causal else "Theorem 3.7"
@@ -273,11 +273,12 @@ def dominant_token(
 def opposed_pair(
     layer: Attention, *, head: int = 0, num_tokens: int, radius: float
 ) -> Construction:
-    """Two tokens of norm ``R`` that share the attention of all others, half and half.
+    """Two tokens of norm ``R`` that share the attention of all others.
 
     ``x_1, x_2 = f ± z``, the rest at ``r``, with ``a = A r + b`` perpendicular to ``z``. Moved
     against each other along ``a`` they shift the weights of all other rows at once:
-    ``sigma >= √2 |V z| |a| √(Σ_{i>=3} p_i²)``, near ``√(n/2) R² ‖A‖ ‖V‖`` with ``p_i`` near 1/2.
+    ``sigma >= √2 |V z| |a| √(Σ_{i>=3} p_i²)``, which for large ``R² ‖A‖`` may come near
+    ``√(n/2) R² ‖A‖ ‖V‖``.
 
     Holds for one head, unmasked or causal, without rotary embedding, from three tokens on.
 

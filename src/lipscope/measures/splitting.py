@@ -279,7 +279,7 @@ def repeated_tokens(
 class Grouped:
     """An input with few different tokens: a repeated one is a first copy and the rest of them."""
 
-    tokens: Float[Tensor, "m d"]  # one of each group
+    tokens: Float[Tensor, "m d"]  # one of each group; a token that is repeated stands here twice
     group: Int[Tensor, " n"]  # of each token of the input
     log_weights: Float[Tensor, " m"]  # logarithms of the sizes of the groups
 
@@ -302,6 +302,8 @@ def grouped(layer: Attention, x: Float[Tensor, "n d"]) -> Grouped | None:
     Source: derived here (``docs/theory/inputs.md``).
     """
     if _unlike_copies(layer) is not None:
+        return None
+    if layer.mask is not None and layer.mask.shape[-1] != len(x):
         return None
     tokens, group, counts = torch.unique(x, dim=0, return_inverse=True, return_counts=True)
     again = (counts > 1).nonzero().flatten()

@@ -7,6 +7,7 @@ of norm at most ``R`` are needed for a large sigma (Proposition 3.4 of [castin20
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import math
@@ -18,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.theorems.head import Head
+from lipscope.theorems.head import UNIT, Head
 
 _ITERATIONS = 500
 _SETTLED = 1e-8
@@ -28,26 +29,26 @@ _RANDOM_STARTS = 32
 _ZERO = 1e-10
 
 
-Found = TypeVar("Found")
-_HEADS_KEPT = 64  # whose directions are not searched for again
+Found = TypeVar("Found", "Placement | None", Tensor)
+_HEADS_KEPT = 256  # whose directions are not searched for again
 
 
 def _kept(search: Callable[[Head], Found]) -> Callable[[Head], Found]:
     """A search whose last answers are kept, each for the numbers in a head's matrices."""
-    answers = dict[bytes, Found]()
+    answers = dict[bytes, tuple[Found]]()
 
     @functools.wraps(search)
     def found(head: Head) -> Found:
         held = hashlib.sha256()
         for matrix in (head.query, head.key, head.value):
             held.update(repr(tuple(matrix.shape)).encode())
-            held.update(matrix.contiguous().numpy().data)
-        key = held.digest()
-        if key not in answers:
-            answers[key] = search(head)
+            held.update(matrix.detach().contiguous().numpy().data)
+        if (kept := answers.get(held.digest())) is None:
+            with torch.inference_mode(False), torch.no_grad():
+                kept = answers[held.digest()] = (search(head),)
             if len(answers) > _HEADS_KEPT:
                 answers.pop(next(iter(answers)), None)
-        return answers[key]
+        return copy.deepcopy(kept[0])  # whoever asked may write on it
 
     return found
 
@@ -249,20 +250,23 @@ class OpposedPair:
 
 
 _DIRECTIONS, _SHARES, _ANGLES = 8, 16, 48  # of the rest, of its norm in the radius, of the pair
+_ROWS = 256  # whose weights stand for those of all rows while a grid is compared
+_NOTHING = 1e-9  # of what the sizes of V and a allow: a gain up to here may be rounding
 
 
 def opposed_pair(head: Head, num_tokens: int, radius: float) -> OpposedPair | None:
-    """Two tokens ``f ± z`` that share the attention of all others, at ``r``, half and half.
+    """Two tokens ``f ± z`` that share the attention of all others, which are at ``r``.
 
     With ``a = A r + b`` and ``<a, z> = 0``, row ``i >= 3`` gives each of the two the weight
     ``p_i = 1 / (2 + (N_i - 2) exp(-<a, f - r>))``. Moves by ``± a / (√2 |a|)`` leave the mean of
     the two values as it is and shift weight from one to the other, so that
-    ``sigma >= √2 |V z| |a| √(Σ_{i>=3} p_i²)``: near ``√(n/2) R² ‖A‖ ‖V‖`` where ``R² ‖A‖`` is
-    well above ``log n``. ``f`` is along ``a`` and ``f ± z`` of norm R; ``r``, its norm and the
+    ``sigma >= √2 |V z| |a| √(Σ_{i>=3} p_i²)``: at most ``√(n/2) R² ‖A‖ ‖V‖`` without bias, and near
+    it for large ``R² ‖A‖`` where V is as large on what is perpendicular to ``a`` and ``r`` does not
+    draw its own attention. ``f`` is along ``a`` and ``f ± z`` of norm R; ``r``, its norm and the
     angle between are the best of a grid, ``r`` along singular vectors of ``A``.
 
-    Holds for one head, unmasked or causal, biases of the queries included. None with fewer than
-    three tokens or where nothing is gained, as in one dimension.
+    Holds for one head, unmasked or causal, biases of the queries included, up to rounding. None
+    with fewer than three tokens or where nothing is gained, as in one dimension.
 
     Source: derived here (``docs/theory/inputs.md``).
     """
@@ -273,17 +277,18 @@ def opposed_pair(head: Head, num_tokens: int, radius: float) -> OpposedPair | No
     shares = torch.arange(1, _SHARES + 1, dtype=torch.float64) / _SHARES
     angles = torch.arange(1, _ANGLES + 1, dtype=torch.float64) * torch.pi / (2 * _ANGLES)
     sides = torch.linalg.svd(head.value, full_matrices=False).Vh[:4]
+    inside = radius * (1 - UNIT)  # so that rounding leaves no token outside
     best, most = None, 0.0
     for direction in toward if num_tokens > 2 else ():
-        rest = radius * shares[:, None] * direction
+        rest = inside * shares[:, None] * direction
         pull = (rest @ head.query.T + head.query_bias) @ head.key
-        size = pull.norm(dim=1, keepdim=True).clamp_min(1e-300)
-        y = pull / size
+        size = pull.norm(dim=1, keepdim=True)
+        y = pull / size.clamp_min(1e-300)
         z = sides - (y @ sides.T)[..., None] * y[:, None]
         z = z / z.norm(dim=-1, keepdim=True).clamp_min(1e-6)  # nothing is left of one along ``a``
         moved = (z @ head.value.T).norm(dim=-1).amax(1, keepdim=True)
-        gap = radius * size * angles.cos() - (pull * rest).sum(1, keepdim=True)
-        gain = moved * size * _shared(head, gap, num_tokens) * radius * angles.sin()
+        gap = inside * size * angles.cos() - (pull * rest).sum(1, keepdim=True)
+        gain = moved * size * _shared(head, gap, num_tokens, _ROWS) * inside * angles.sin()
         top = int(gain.argmax())
         if float(gain.flatten()[top]) > most:
             most = float(gain.flatten()[top])
@@ -292,20 +297,42 @@ def opposed_pair(head: Head, num_tokens: int, radius: float) -> OpposedPair | No
         return None
     rest, y, angle = best
     z = torch.linalg.svd(head.value - torch.outer(head.value @ y, y), full_matrices=False).Vh[0]
-    z = z - (z @ y) * y
-    f, z = radius * angle.cos() * y, radius * angle.sin() * z / z.norm()
-    return OpposedPair(f + z, f - z, rest, pair_gain(head, f, z, rest, num_tokens))
+    for _ in range(2):  # once may leave rounding of what was along ``a``, which is not small beside
+        z = z - (z @ y) * y
+        z = z / z.norm().clamp_min(1e-300)
+    f, z = inside * angle.cos() * y, inside * angle.sin() * z
+    gain, size = pair_gain(head, f, z, rest, num_tokens), _reads(head, rest).norm()
+    if (
+        not gain > _NOTHING * head.size_v * float(z.norm() * size)
+        or abs(float(z @ y)) > 8 * UNIT * radius
+    ):
+        return None
+    return OpposedPair(f + z, f - z, rest, gain)
 
 
 def pair_gain(head: Head, f: Tensor, z: Tensor, rest: Tensor, num_tokens: int) -> float:
     """``√2 |V z| |a| √(Σ_{i>=3} p_i²)`` of `opposed_pair`, for ``z`` perpendicular to ``a``."""
-    a = (head.query @ rest + head.query_bias) @ head.key
+    a = _reads(head, rest)
     shared = _shared(head, a @ (f - rest), num_tokens)
-    return math.sqrt(2) * float((head.value @ z).norm() * a.norm() * shared)
+    moved = float((head.value @ z).norm()) - UNIT * head.size_v * float(z.norm())
+    return math.sqrt(2) * max(moved, 0.0) * float(a.norm() * shared)
 
 
-def _shared(head: Head, gap: Float[Tensor, "*b"], num_tokens: int) -> Float[Tensor, "*b"]:
-    """``√(Σ_{i>=3} p_i²)``, the rows being at ``gap`` below the two tokens that they read."""
+def _reads(head: Head, token: Tensor) -> Float[Tensor, " d"]:
+    """``A r + b``: what the keys of others are multiplied with."""
+    return (head.query @ token + head.query_bias) @ head.key
+
+
+def _shared(
+    head: Head, gap: Float[Tensor, "*b"], num_tokens: int, most: int | None = None
+) -> Float[Tensor, "*b"]:
+    """``√(Σ_{i>=3} p_i²)``, the rows being at ``gap`` below the two tokens that they read.
+
+    With ``most``, about: so many rows stand for all.
+    """
     seen, times = head.visible(num_tokens)[2:].unique(return_counts=True)
+    if most is not None and len(seen) > most:
+        some = torch.linspace(0, len(seen) - 1, most).long()
+        seen, times = seen[some], times[some] * (len(seen) / most)
     p = 1 / (2 + (seen.to(torch.float64) - 2) * (-gap[..., None]).exp())
     return (p.square() * times).sum(-1).sqrt()

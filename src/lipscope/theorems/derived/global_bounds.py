@@ -181,9 +181,11 @@ def opposed_pair_gain(head: Head, num_tokens: int, radius: float) -> float:
     """The gain of two tokens that share the attention of all others, moved against each other.
 
     ``√2 |V z| |a| √(Σ_{i>=3} p_i²)`` for tokens ``f ± z`` and ``r``, ``a = A r + b ⟂ z``,
-    ``p_i = 1 / (2 + (N_i - 2) e^(-<a, f - r>))``: near ``√(n/2) R² ‖A‖ ‖V‖``.
+    ``p_i = 1 / (2 + (N_i - 2) e^(-<a, f - r>))``. Without bias at most ``√(n/2) R² ‖A‖ ‖V‖``, and
+    near it for large ``R² ‖A‖`` where V is as large on what is perpendicular to ``a``.
 
-    Holds for three tokens and more, without mask and for causal ones, with biases of the queries.
+    Holds for three tokens and more, without mask and for causal ones, with biases of the queries,
+    up to rounding.
 
     Source: derived here (``docs/theory/inputs.md``).
     """
