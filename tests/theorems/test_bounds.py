@@ -28,7 +28,7 @@ from lipscope.theorems import (
     heads_of,
     norm_of,
 )
-from lipscope.theorems.directions import eigen_directions, opposed_pair, star_direction
+from lipscope.theorems.directions import eigen_directions, pair_directions, star_direction
 from lipscope.theorems.papers.yudin2025 import norm_of_rows
 from lipscope.theorems.spectrum import balanced_mass, softmax_norm, top_two
 from searched import searched
@@ -168,7 +168,7 @@ def test_lower_bounds_are_reached(causal: bool) -> None:
             bound = value(name, layer, num_tokens=n, radius=radius)
             assert sigma(layer, x) >= bound * (1 - ROUNDING)
             assert value("global_rows_capped", layer, num_tokens=n, radius=radius) >= bound
-        pair = opposed_pair(head, n, radius)
+        pair = pair_directions(head, n, radius)
         assert pair is not None
         x = torch.stack([pair.first, pair.second, *(n - 2) * [pair.rest]])
         bound = value("opposed_pair_gain", layer, num_tokens=n, radius=radius)

@@ -27,7 +27,7 @@ from lipscope.theorems import (
     eigen_directions,
     first_token_gain,
     heads_of,
-    opposed_pair as best_pair,
+    pair_directions,
     split_gain,
     star_direction,
     value_direction,
@@ -285,7 +285,7 @@ def opposed_pair(
     Source: derived here (``docs/theory/inputs.md``).
     """
     one = head_for(layer, head, num_tokens, radius, least=3)
-    found = best_pair(one, num_tokens, radius)
+    found = pair_directions(one, num_tokens, radius)
     if found is None:
         raise InputError(f"not available: no two tokens share what head {head} reads.")
     rest = found.rest.expand(num_tokens - 2, -1)

@@ -25,7 +25,7 @@ from lipscope.theorems.directions import (
     Placement as Placement,
     eigen_directions as eigen_directions,
     first_token_gain as first_token_gain,
-    opposed_pair as opposed_pair,
+    pair_directions as pair_directions,
     split_gain as split_gain,
     star_direction as star_direction,
     value_direction as value_direction,

@@ -246,7 +246,7 @@ class OpposedPair:
     first: Float[Tensor, " d"]  # ``f + z``
     second: Float[Tensor, " d"]  # ``f - z``
     rest: Float[Tensor, " d"]
-    gain: float  # a lower bound of sigma, see `opposed_pair`
+    gain: float  # a lower bound of sigma, see `pair_directions`
 
 
 _DIRECTIONS, _SHARES, _ANGLES = 8, 16, 48  # of the rest, of its norm in the radius, of the pair
@@ -254,7 +254,7 @@ _ROWS = 256  # whose weights stand for those of all rows while a grid is compare
 _NOTHING = 1e-9  # of what the sizes of V and a allow: a gain up to here may be rounding
 
 
-def opposed_pair(head: Head, num_tokens: int, radius: float) -> OpposedPair | None:
+def pair_directions(head: Head, num_tokens: int, radius: float) -> OpposedPair | None:
     """Two tokens ``f ± z`` that share the attention of all others, which are at ``r``.
 
     With ``a = A r + b`` and ``<a, z> = 0``, row ``i >= 3`` gives each of the two the weight
@@ -311,7 +311,7 @@ def opposed_pair(head: Head, num_tokens: int, radius: float) -> OpposedPair | No
 
 
 def pair_gain(head: Head, f: Tensor, z: Tensor, rest: Tensor, num_tokens: int) -> float:
-    """``√2 |V z| |a| √(Σ_{i>=3} p_i²)`` of `opposed_pair`, for ``z`` perpendicular to ``a``."""
+    """``√2 |V z| |a| √(Σ_{i>=3} p_i²)`` of `pair_directions`, for ``z`` perpendicular to ``a``."""
     a = _reads(head, rest)
     shared = _shared(head, a @ (f - rest), num_tokens)
     moved = float((head.value @ z).norm()) - UNIT * head.size_v * float(z.norm())

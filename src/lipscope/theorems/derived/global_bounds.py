@@ -27,7 +27,7 @@ from lipscope.attention import (
     row_gain,
     spectral_norm,
 )
-from lipscope.theorems.directions import opposed_pair, star_direction
+from lipscope.theorems.directions import pair_directions, star_direction
 from lipscope.theorems.head import Head
 from lipscope.theorems.papers.castin2024 import two_cluster_value
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
@@ -191,7 +191,7 @@ def opposed_pair_gain(head: Head, num_tokens: int, radius: float) -> float:
     """
     head.causal_or_unmasked()
     head.without_positions()
-    found = opposed_pair(head, num_tokens, radius)
+    found = pair_directions(head, num_tokens, radius)
     if found is None:
         raise NotApplicableError("no two tokens share what it reads")
     return found.gain
