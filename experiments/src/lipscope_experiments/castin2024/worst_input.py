@@ -45,8 +45,8 @@ def worst_input(study: Study) -> None:
         "Constructions place tokens by one head at a time; sigma is that of the whole layer, or of "
         "one head in the table of heads. Rotary layers have few: their logits depend on position.",
         f"Text: the largest of {study.pick(2, 5)} windows. Ascent: "
-        f"{study.pick(*_STEPS)} steps from the best construction of each kind and from the "
-        "text, and as many from four random starts (heads: one). It is not at its end then: "
+        f"{study.pick(*_STEPS)} steps from the worst inputs of the four worst kinds, and as "
+        "many from four random starts (heads: one). It is not at its end then: "
         f"a column gives {_LONGER} times as many steps to the random starts.",
         "All known inputs: those of that column, too. The search has not converged, so the "
         "worst case is at least as far above text as stated here, and the bounds are at most "
