@@ -207,6 +207,12 @@ def test_worst_is_never_below_an_input_that_was_given() -> None:
     assert projected.radius_max == pytest.approx(1.0, abs=1e-12)
 
 
+def test_worst_of_nothing_that_can_be_built_says_why() -> None:
+    layer = ls.DotProduct(*3 * [torch.eye(3).double()])
+    (row,) = attacks.worst(layer, num_tokens=4, radius=1.0, names=["l2_opposed"], steps=0)
+    assert row.sigma is None and row.reason == "made for L2 attention. Found `DotProduct`."
+
+
 def test_worst_refuses_as_many_tokens_as_the_layer_does() -> None:
     """Equal tokens are measured as one, yet count."""
     eye = torch.eye(3).double()

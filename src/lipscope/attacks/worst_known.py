@@ -201,7 +201,8 @@ def _tops(
     """
     inputs = [x.to(layer.query.dtype) for x in inputs]
     with torch.no_grad():
-        layer.project(inputs[0])  # may refuse so many tokens, which groups hide
+        for x in inputs[:1]:
+            layer.project(x)  # may refuse so many tokens, which groups hide
     groups = [grouped(layer, x) for x in inputs]
     sizes = [len(x if g is None else g.tokens) for x, g in zip(inputs, groups, strict=True)]
     found = dict[int, TopSingular]()
