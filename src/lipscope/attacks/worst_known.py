@@ -200,9 +200,9 @@ def _tops(
     Small ones of one size share their products.
     """
     inputs = [x.to(layer.query.dtype) for x in inputs]
-    with torch.no_grad():
-        for x in inputs[:1]:
-            layer.project(x)  # may refuse so many tokens, which groups hide
+    if inputs:
+        with torch.no_grad():
+            layer.project(inputs[0])  # may refuse so many tokens, which groups hide
     groups = [grouped(layer, x) for x in inputs]
     sizes = [len(x if g is None else g.tokens) for x, g in zip(inputs, groups, strict=True)]
     found = dict[int, TopSingular]()

@@ -117,7 +117,7 @@ def decisions(study: Study) -> None:
         "blocks. 8 tokens and d = 32 unless said. Two licences are told apart by windows of words, "
         "two works of prose where the name says so; the inputs are correctly classified held-out "
         "windows in an order drawn once. DeepT: certifiably trained networks (Bonaert et al. 2021) "
-        "of 1 and 3 blocks, d = 64, on sentences of SST.",
+        "of 1 and 3 blocks, d = 64, on sentences of SST of at most 16 and 12 tokens.",
         "l2 balls of the embeddings. The token that moves is that of the largest gradient. The "
         "attack's radius is that of the smallest flip found, an upper value. A dash: no bound for "
         "an operation of the network.",

@@ -69,8 +69,8 @@ def attack(
     and the input ``adversarial`` of `measure` ask the same.
 
     Holds for every layer whose weights are read in closed form. A lower bound on the worst
-    case: no proof that nothing is worse. Twelve heads of width 32 at 64 tokens take ten to
-    twelve seconds on two cores.
+    case: no proof that nothing is worse. Twelve heads of width 32 at 64 tokens take about
+    ten seconds on two cores.
     ``model``, ``data`` and ``progress`` are as for `measure`.
 
     Args:
