@@ -79,6 +79,11 @@ def test_derivatives_of_attention_stay_within_their_changes(kind: str, shape: st
     assert torch.allclose(at.jacobian, j0, atol=1e-12)
     assert torch.allclose(bend.hessian, h0, atol=1e-12)
     assert torch.allclose(bend.gradient, torch.einsum("id,idp->p", reads, j0), atol=1e-12)
+    each = torch.func.hessian(lambda xi: torch.einsum("ikd,id->ik", k, out(xi)))(zero)
+    eighth = torch.linalg.eigvalsh(each).pow(8).sum(-1) ** 0.125
+    found = at.lead_of(k)
+    assert found is not None
+    assert bool((found >= eighth * (1 - 1e-12)).all() and (found <= eighth * 1.001).all())
     for radius in (1e-4, 0.3):
         ball = AttentionBall(at, radius, pieces=2)
         one = ball.grid.of(torch.tensor([False, True]))

@@ -164,6 +164,12 @@ class AttentionAt:
         return rows @ rows.T
 
     @cached_property
+    def gram_heads(self) -> Tensor:
+        """The same of every head, ``(h, i k, i k)``."""
+        rows = self.query.flatten(1, 2)
+        return rows @ rows.mT
+
+    @cached_property
     def norm_query(self) -> Tensor:
         """``‖Q_i T‖``, ``(h, i)``."""
         return top_value(self.query @ self.query.mT).sqrt()
@@ -186,9 +192,11 @@ class AttentionAt:
     def bend_apart(self) -> Tensor:
         """The same for ``K_l - K_j``, ``(h, i, j, l)``."""
         found = self.p.new_zeros(*self.p.shape, self.n)
-        apart = (self.key[:, None] - self.key[:, :, None])[:, None]
-        found[:, self.turning] = top_bilinear(self.query[:, self.turning, None, None], apart)
-        return found
+        one, other = torch.triu_indices(self.n, self.n, 1)
+        apart = (self.key[:, other] - self.key[:, one])[:, None]
+        both, turning = self.query[:, self.turning, None], self.turning.nonzero()
+        found[:, turning, one, other] = top_bilinear(both, apart)
+        return torch.maximum(found, found.mT)
 
     def key_spread(self, w: Float[Tensor, "h i j"]) -> Float[Tensor, "h i"]:
         """``sup (sum_j w_ij |K_j T e|^2)^(1/2)`` over unit ``e``."""
@@ -273,10 +281,10 @@ class AttentionAt:
 
     def of_heads(self, c: Float[Tensor, "h i"]) -> Float[Tensor, " h"]:
         """``sup (sum_i c_hi |Q_i T e|^2)^(1/2)`` over unit ``e``, of every head."""
-        width = self.query.shape[2]
-        root = c.clamp_min(0).sqrt().repeat_interleave(width, -1)
-        rows = self.query.flatten(1, 2) * root[..., None]
-        return norm_above(rows)
+        root = c.clamp_min(0).sqrt().repeat_interleave(self.query.shape[2], -1)
+        if root.shape[1] > self.count:
+            return norm_above(self.query.flatten(1, 2) * root[..., None])
+        return top_value(self.gram_heads * root[..., :, None] * root[..., None, :]).sqrt()
 
     def of_ends(
         self, queries: Float[Tensor, "h i"], keys: Float[Tensor, "h j"]
@@ -293,12 +301,12 @@ class AttentionAt:
 
         None where that is much work.
 
-        ``H_i = X^T M X`` has few rows ``X = (a; n; Q; sum_j P y K)``, so ``(tr H^8)^(1/8)`` is that
-        of ``M X X^T``. Where heads cancel, rounding hides it: products of the rows' norms say how
-        much.
+        ``H = X^T B + B^T X`` with ``X = (a; Q)`` of few rows, and ``(tr H^8)^(1/8)`` is above its
+        norm. Where heads cancel, rounding hides it: products of the rows' norms say how much.
         """
-        inner = 2 * self.heads * (self.n + self.query.shape[2])
-        if reads.shape[0] * reads.shape[1] * inner**2 * (self.count + 2 * inner) > 20 * _EXACT:
+        inner = self.heads * (self.n + self.query.shape[2])
+        few = min(inner, self.count)
+        if reads[..., 0].numel() * few * (2 * inner * self.count + 8 * few**2) > 20 * _EXACT:
             return None
         for known, found in self._leads:
             if known.shape == reads.shape and torch.equal(known, reads):
@@ -308,28 +316,35 @@ class AttentionAt:
         return found
 
     def _lead(self, i: int, reads: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
-        count, p = len(reads), self.p[:, i]
+        p, a, query = self.p[:, i], self.a[:, i], self.query[:, i]
+        x, b, of_values = self._halves(i, reads)
+        py, norms = p * torch.einsum("kd,hjd->khj", reads, self.v[:, i]), a.norm(dim=-1)
+        hidden = (norms * (2 * of_values.norm(dim=-1) + py.abs() * norms)).sum((1, 2))
+        rows = b[:, norms.numel() :].unflatten(1, query.shape[:2]).norm(dim=-1)
+        hidden = hidden + 2 * (query.norm(dim=-1) * rows).sum((1, 2))
+        if x.shape[1] <= len(x):
+            h = x.T @ b
+            h = h + h.mT
+            h = h @ h
+            eighth = (h @ h).square().sum((1, 2))
+        else:  # tr (M Z Z^T)^8 with Z = (X; B), M what swaps them: blocks (E, F; G, E^T)
+            e, f, g = b @ x.T, b @ b.mT, (x @ x.T).expand(len(b), -1, -1)
+            for _ in range(2):
+                ef, ge = e @ f, g @ e
+                e, f, g = e @ e + f @ g, ef + ef.mT, ge + ge.mT
+            eighth = 2 * (e * e.mT + f * g).sum((1, 2))
+        return (eighth.clamp_min(0) + _CANCELS * hidden**8) ** 0.125
+
+    def _halves(self, i: int, reads: Float[Tensor, "k d"]) -> tuple[Tensor, Tensor, Tensor]:
+        """``X = (a; Q)``, ``B_k`` with ``H_k = X^T B_k + B_k^T X``, and ``P`` times values read."""
+        p = self.p[:, i]
         w = torch.einsum("kd,hdv->khv", reads, self.output)
         py = p * torch.einsum("kd,hjd->khj", reads, self.v[:, i])
-        n = torch.einsum("khv,hjvp->khjp", w, self.value).flatten(1, 2)
-        keys = torch.einsum("khj,hjcp->khcp", py, self.key).flatten(1, 2)
-        a, query = (m.flatten(0, 1).expand(count, -1, -1) for m in (self.a[:, i], self.query[:, i]))
-        x = torch.cat([a, n, query, keys], 1)
-        gram = x @ x.mT
-        of_a, of_n, of_query, of_keys = gram.split(
-            [a.shape[1], n.shape[1], *2 * [query.shape[1]]], 1
-        )
-        p, py = p.reshape(-1, 1), py.flatten(1)[..., None]
-        norm_a, norm_n, norm_query, norm_keys = (
-            m.norm(dim=-1, keepdim=True)
-            for m in x.split([a.shape[1], n.shape[1], *2 * [query.shape[1]]], 1)
-        )
-        hidden = (norm_a * (2 * p * norm_n + py.abs() * norm_a)).sum((1, 2))
-        hidden = hidden + 2 * (norm_query * norm_keys).sum((1, 2))
-        h = torch.cat([p * of_n + py * of_a, p * of_a, of_keys, of_query], 1)
-        h = h @ h
-        h = h @ h
-        return ((h * h.mT).sum((1, 2)).clamp_min(0) + _CANCELS * hidden**8) ** 0.125
+        of_values = p[..., None] * torch.einsum("khv,hjvp->khjp", w, self.value)
+        of_a = of_values + py[..., None] / 2 * self.a[:, i]
+        of_query = torch.einsum("khj,hjcp->khcp", py, self.key)
+        x = torch.cat([self.a[:, i].flatten(0, 1), self.query[:, i].flatten(0, 1)])
+        return x, torch.cat([of_a.flatten(1, 2), of_query.flatten(1, 2)], 1), of_values
 
     def lead_together(self, reads: Float[Tensor, "i k d"]) -> Float[Tensor, "p p"] | None:
         """``sum_ik H_ik^2`` of the read-outs of all rows; None where that is much work."""
@@ -358,15 +373,8 @@ class AttentionAt:
         return rows, squares.sum(0)
 
     def _squares(self, i: int, reads: Float[Tensor, "k d"]) -> Float[Tensor, "p p"]:
-        """``sum_k H_k^2`` of read-outs of a row: ``H_k = X^T B_k + B_k^T X``, ``X = (a; Q)``."""
-        p = self.p[:, i]
-        w = torch.einsum("kd,hdv->khv", reads, self.output)
-        py = p * torch.einsum("kd,hjd->khj", reads, self.v[:, i])
-        of_a = p[..., None] * torch.einsum("khv,hjvp->khjp", w, self.value)
-        of_a = of_a + py[..., None] / 2 * self.a[:, i]
-        of_query = torch.einsum("khj,hjcp->khcp", py, self.key)
-        x = torch.cat([self.a[:, i].flatten(0, 1), self.query[:, i].flatten(0, 1)])
-        b = torch.cat([of_a.flatten(1, 2), of_query.flatten(1, 2)], 1)  # (k, q, p)
+        """``sum_k H_k^2`` of read-outs of a row."""
+        x, b, _ = self._halves(i, reads)  # b: (k, q, p)
         across = (b @ x.T).transpose(0, 1).flatten(1)  # of all k side by side, (q, k q)
         half = x.T @ (torch.einsum("kqp,kup->qu", b, b) @ x / 2 + across @ b.flatten(0, 1))
         rows = (root(x @ x.T) @ b).flatten(0, 1)

@@ -24,6 +24,7 @@ from lipscope.certificates.attention_at import (
 from lipscope.certificates.forms import about, added, norm_above, top_value, weighted_gram
 
 _LOST = 1e-200  # total weight of keys below which their shares of it are not known
+_PAIRS = 2_000_000  # of keys of a row, of which is held at a time how far their logits come apart
 PIECES = 16  # radii of the grid on which what grows with the radius is bounded
 
 
@@ -62,17 +63,19 @@ class AttentionBall:
     def __init__(self, at: AttentionAt, radius: float, pieces: int = PIECES) -> None:
         self.at, self.radius, self.pieces = at, radius, pieces
         r = at.p.new_tensor([radius * (k + 1) / pieces for k in range(pieces)])
-        upper, lower, first = map(torch.stack, zip(*map(self._weights, r.tolist()), strict=True))
+        some = r.split(max(1, _PAIRS // at.apart.numel()))
+        upper, lower, first = map(torch.cat, zip(*map(self._weights, some), strict=True))
         self.grid = self._reach(r, upper, lower, first)
 
-    def _weights(self, r: float) -> tuple[Tensor, Tensor, Tensor]:
-        """``U``, ``L`` and ``|P'/P - 1 - s'|`` on one ball."""
-        at, p = self.at, self.at.p
-        s = at.a.norm(dim=-1) * r + at.bend * r * r
-        v = at.spread_centre * r + at.bent_centre * r * r
+    def _weights(self, radius: Float[Tensor, " b"]) -> tuple[Tensor, Tensor, Tensor]:
+        """``U``, ``L`` and ``|P'/P - 1 - s'|`` on some of the balls."""
+        at, p, r = self.at, self.at.p, radius[:, None, None, None]
+        s = at.a.norm(dim=-1) * r + at.bend * r.square()
+        v = at.spread_centre * r[..., 0] + at.bent_centre * r[..., 0].square()
         # the logits' changes have P-mean 0: Jensen below, Bennett above
         z = 1 + v.square() * _bennett(s.amax(-1))  # infinite or not a number: nothing holds so far
-        apart = at.apart * r + at.bend_apart * r * r
+        r = r[..., None]
+        apart = at.apart * r + at.bend_apart * r.square()
         # a weight that underflows is not zero, and takes no other's place
         log = p.clamp_min(TINY).log()
         ratio = log.masked_fill(at.hidden, -torch.inf)[..., None, :] - log[..., :, None]

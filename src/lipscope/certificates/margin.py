@@ -27,6 +27,7 @@ from lipscope.certificates.segment import Secant, Segment
 from lipscope.errors import InputError
 from lipscope.models import Branch, Network
 
+_SPREAD = 0.15  # of the squared way from an anchor on: a least margin is not all that far
 _LEAST = 1e-6  # of an ellipsoid's axes beside its largest
 
 
@@ -167,13 +168,11 @@ class NetworkBall:
         label: int,
         rival: int,
         balls: int | None = None,
-        spread: float = 0.3,
     ) -> tuple[float, Tensor]:
         """A lower bound of the margin all over the ball, anchored at a move, and where it is least.
 
         ``balls``: tokens that move by at most ``radius / sqrt(balls)`` each, in the place of one
-        ball for all of them. ``spread``: of the squared reach of a unit, for which its parabola is
-        chosen; any is right.
+        ball for all of them.
         """
         x = self.moved(move)
         anchors, starts = [x], [float(move.norm())]
@@ -186,6 +185,8 @@ class NetworkBall:
             starts.append(min(float(apart.norm()), self.radius))
         w = self.net.head[label] - self.net.head[rival]
         slope = w[None] if self.pooled else self.share[:, None] * w
+        # of a unit's squared reach, for which its parabola is chosen; any is right
+        spread = _SPREAD * max(1 - float(move.norm()) / self.radius, 0.01)
         lost, carried = 0.0, None
         b = g = x
         for k in range(len(self.chain) - 1, -1, -1):

@@ -30,17 +30,19 @@ from lipscope.theorems import NotApplicableError
 
 DecisionBall = Literal["joint", "token", "each"]
 DecisionBound = Literal["expansion", "moments"]
-# of the way to where a descent ends, and the spread for which parabolas are chosen
-_ANCHORS = ((0.3, 0.3), (0.15, 0.8), (0.0, 0.1), (0.5, 0.3))
-_HOPELESS = 0.25  # of the margin: two anchors that miss by more leave little to the others
-_NEAR = 0.1  # of the margin: so close, others around the best anchor are tried
+_ANCHORS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.98)  # of the way to where a descent ends
+_FIRST = (7, 2)  # of them: one is best where little bends, the other, or one beside it, elsewhere
+_NEAR = (0.15, 0.01)  # of the margin: so close to 0, at first and later, others are tried
+_TIGHT = 0.01  # of the margin: a bound so close to what a descent found needs no better anchor
 _STARTS, _STEPS = 2, 25  # of the descent to an anchor
 _FLIPS, _DOUBLINGS = 6, 6  # of the attack: its starts, and how often it goes further out
 _SLACK = 1e-9  # float64 rounding of sums of this size, with room
 _ROUNDING = 1e-12  # of scores whose difference is small, relative to the largest
 _CLOSE = 1.02  # largest quotient of a radius that failed and one that holds
 _TRIES = 16
-_STRAIGHT = 0.05  # of the attack's radius beside the first order's: curvature counts little
+_START = 0.5  # of what an attack or first order needs: the first radius
+_SHORT = 0.996  # of where the next radius is expected to fail
+_POWER, _POWERS = 4.0, (2.0, 30.0)  # of the radius, that what is lost grows with: first, and others
 _SMALL = 512  # coordinates of a stream
 _FAR = 1e3  # times the input: no larger move is tried
 _MOST = 4 * 2**30  # bytes that a certificate may take
@@ -116,7 +118,7 @@ class _Question:
         quotient = self.margins / self.slopes.clamp_min(1e-300)
         self.others.sort(key=lambda c: float(quotient[c]))
         self.first_order = float(quotient[self.others[0]])
-        self.best_anchor, self.searched = _ANCHORS[0], False  # what did best last comes first
+        self.anchors, self.tuned = _FIRST, set[int]()  # those to try; rivals they were chosen for
 
     def tell(self, line: str | None = None) -> None:
         """Progress: a line, or the last one again, so that whoever is told may stop the search."""
@@ -207,42 +209,33 @@ class _Question:
                 low = size
         return found
 
-    def lower(self, rival: int, move: Tensor) -> float:
-        """A lower bound of a margin in the ball that was grown: the first above 0, or the best."""
-        margin, tried = float(self.margins[rival]), dict[tuple[float, float], float]()
+    def lower(self, rival: int, move: Tensor, least: float) -> float:
+        """A lower bound of a margin in the ball that was grown; ``least`` was found in it."""
+        margin, tried = float(self.margins[rival]), dict[int, float]()
         balls = self.count if self.ball == "each" else None
-
-        def proved(anchor: tuple[float, float]) -> bool:
+        ahead, tune = list(self.anchors), not self.tuned
+        close = _NEAR[rival in self.tuned] * margin
+        while True:
             self.tell()
-            share, spread = anchor
-            tried[anchor] = found = -math.inf
+            anchor, found = ahead.pop(0), -math.inf
             with contextlib.suppress(OutOfReachError):
-                found, _ = self.bounds.lower(share * move, self.label, rival, balls, spread)
+                found, _ = self.bounds.lower(_ANCHORS[anchor] * move, self.label, rival, balls)
                 found -= _SLACK * (abs(found) + margin) + self.rounding
-            if math.isfinite(found):
-                tried[anchor] = found
-            self.best_anchor = max(tried, key=lambda one: tried[one])
-            return tried[anchor] > 0
-
-        for k, anchor in enumerate(dict.fromkeys((self.best_anchor, *_ANCHORS))):
-            if proved(anchor):
-                return tried[anchor]
-            if tried[self.best_anchor] < -_HOPELESS * margin and (self.searched or k > 0):
-                return tried[self.best_anchor]
-            if self.searched:
+            tried[anchor] = found if math.isfinite(found) else -math.inf
+            best = max(tried, key=lambda one: tried[one])
+            near = abs(tried[best]) < close and tried[best] < least - _TIGHT * margin
+            if tried[best] > 0 and not (near and tune):
                 break
-        for _ in range(1 if self.searched else 2):
-            share, spread = best = self.best_anchor
-            if tried[best] < -_NEAR * margin:
+            if near and not ahead:
+                sides = (one for one in (best + 1, best - 1) if 0 <= one < len(_ANCHORS))
+                ahead = [one for one in sides if one not in tried][:1]
+            if not ahead:
                 break
-            sides = ((share, spread / 3), (share + 0.1, spread), (share - 0.1, spread))
-            for anchor in (*sides, (share, spread * 3)):
-                if anchor not in tried and 0 <= anchor[0] < 1 and proved(anchor):
-                    return tried[anchor]
-            if self.best_anchor == best:
-                break
-        self.searched = True
-        return tried[self.best_anchor]
+        if near:
+            self.tuned.add(rival)
+        others = [one for one in self.anchors if one not in tried]
+        self.anchors = (best, *others)
+        return tried[best]
 
 
 def certify_network(
@@ -386,18 +379,17 @@ def _search(asked: _Question, found: _Found) -> None:
         found.note = "by moments of rows alone: an expansion would take more than 4 GB"
         return
     moves: dict[int, Tensor] = {}
-    high = math.inf if found.attack is None else found.attack
+    end = high = math.inf if found.attack is None else found.attack
     far = _FAR * float(asked.x.norm() + 1)
-    straight = abs(high / asked.first_order - 1) < _STRAIGHT
-    size = high / _CLOSE**0.5 if straight else min(0.7 * asked.first_order, far / 100)
-    size = max(size, found.radius * _CLOSE**0.5)
-    left = {0.0: float(asked.margins[limit])}  # of the margin, at radii
+    size = max(_START * min(asked.first_order, end, far / 10), found.radius * _CLOSE**0.5)
+    lost = dict[float, float]()  # of the margin, beyond a line that ends where the attack does
     for _ in range(_TRIES):
         if found.radius > 0 and high / found.radius < _CLOSE:
             break
         asked.tell(f"certified {found.radius:.4g}, trying {size:.4g}")
-        least, rival = _least(asked, size, moves)
-        left[size] = least
+        least, rival = _least(asked, found, size, moves)
+        if math.isfinite(least):
+            lost[size] = max(1 - size / end - least / float(asked.margins[limit]), 1e-6)
         if least > 0:
             found.radius, found.bound = size, "expansion"
         else:
@@ -405,28 +397,35 @@ def _search(asked: _Question, found: _Found) -> None:
         if size >= far:  # nothing of what decides seems to depend on these tokens
             found.note = f"no larger radius than {found.radius:.3g} was tried"
             break
-        size = _next(found.radius, high, left)
+        size = _next(found.radius, high, end, lost)
     if found.radius == 0:
         found.note = "nothing was proved at any radius that was tried"
     if found.rival != asked.others[0]:
         found.flips_at(asked.smallest_flip(found.rival, found.radius))
 
 
-def _next(low: float, high: float, left: dict[float, float]) -> float:
-    """Where a line through what is left at both ends reaches 0, well inside."""
-    if high == math.inf:
-        return 1.5 * low
-    share, ends = 0.5, (left.get(low, math.nan), left.get(high, math.nan))
-    if all(map(math.isfinite, ends)):
-        share = ends[0] / (ends[0] - ends[1])
-    share = min(max(share, 0.02 if low > 0 else 0.1), 0.9)
-    if len(left) % 3 == 0:  # a line creeps where what is left falls off a cliff
-        share = 0.5
-    size = low + share * (high - low)
-    return min(max(size, low * _CLOSE**0.5), high / _CLOSE**0.5)
+def _next(low: float, high: float, end: float, lost: dict[float, float]) -> float:
+    """A radius just short of where a power of it, through what was lost, takes the whole margin."""
+    sizes = [low, high] if low in lost and high in lost else list(lost)[-2:]
+    if not sizes:
+        return high / 2
+    power, (near, size) = _POWER, (sizes[0], sizes[-1])
+    if near != size:
+        power = math.log(lost[size] / lost[near]) / math.log(size / near)
+        power = min(max(power, _POWERS[0]), _POWERS[1])
+    at, fails = low, min(high, 10 * max(low, size))
+    for _ in range(40):
+        middle = (at + fails) / 2
+        holds = 1 - middle / end > lost[size] * (middle / size) ** power
+        at, fails = (middle, fails) if holds else (at, middle)
+    if high < end and high not in lost:  # a cliff
+        at = min(at, (low * high) ** 0.5 if low > 0 else high / 2)
+    return min(max(at * _SHORT, low * _CLOSE**0.75), high / _CLOSE**0.5)
 
 
-def _least(asked: _Question, radius: float, moves: dict[int, Tensor]) -> tuple[float, int]:
+def _least(
+    asked: _Question, known: _Found, radius: float, moves: dict[int, Tensor]
+) -> tuple[float, int]:
     """The least lower bound of a margin within a radius, as far as it matters, and its rival."""
     grown = asked.bounds.grow(radius * asked.wide)
     rivals, least = asked.others, (math.inf, asked.others[0])
@@ -442,7 +441,9 @@ def _least(asked: _Question, radius: float, moves: dict[int, Tensor]) -> tuple[f
         found, move = asked.descend(rival, radius, moves.get(rival))
         moves[rival] = move
         if found > 0:
-            found = asked.lower(rival, move)
+            found = asked.lower(rival, move, found)
+        else:
+            known.flips_at(radius)
         if not found > 0:
             return found if math.isfinite(found) else -math.inf, rival
         least = min(least, (found, rival))
