@@ -89,6 +89,11 @@ be wrong."""
         about = f"{name}, {ball}: certified radius over CROWN's, median, at least {goal:g}"
         reached = median(found) >= goal if found else None
         out.targets.append(Target(about, _spread(found), reached))
+    for name, ball, _ in GOALS:
+        found = ratios(chosen(raw, name=name, ball=ball), "seconds, ours", "seconds, CROWN")
+        about = f"{name}, {ball}: seconds over CROWN's, median, at most 1"
+        reached = median(found) <= 1 if found else None
+        out.targets.append(Target(about, _spread(found), reached))
     worst = min(gap for r in raw for gap in gaps_of(r) if gap is not None)
     about = "certified lower bounds of the margin above a margin found: none"
     out.targets.append(Target(about, f"least gap {worst:.3g}", worst >= 0))

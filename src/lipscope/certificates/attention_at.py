@@ -375,9 +375,10 @@ class AttentionAt:
     def _squares(self, i: int, reads: Float[Tensor, "k d"]) -> Float[Tensor, "p p"]:
         """``sum_k H_k^2`` of read-outs of a row."""
         x, b, _ = self._halves(i, reads)  # b: (k, q, p)
-        across = (b @ x.T).transpose(0, 1).flatten(1)  # of all k side by side, (q, k q)
-        half = x.T @ (torch.einsum("kqp,kup->qu", b, b) @ x / 2 + across @ b.flatten(0, 1))
-        rows = (root(x @ x.T) @ b).flatten(0, 1)
+        beside = b.transpose(0, 1).flatten(1)  # of all k, (q, k p)
+        across = (b @ x.T).transpose(0, 1).flatten(1)  # (q, k q)
+        half = x.T @ (beside @ beside.T @ x / 2 + across @ b.flatten(0, 1))
+        rows = (root(x @ x.T) @ beside).view(-1, self.count)
         # where heads cancel, rounding hides it
         hidden = _CANCELS * x.square().sum() * b.square().sum()
         return half + half.T + rows.T @ rows + hidden * torch.eye(self.count, dtype=x.dtype)

@@ -32,8 +32,7 @@ DecisionBall = Literal["joint", "token", "each"]
 DecisionBound = Literal["expansion", "moments"]
 _ANCHORS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.98)  # of the way to where a descent ends
 _FIRST = (7, 2)  # of them: one is best where little bends, the other, or one beside it, elsewhere
-_NEAR = (0.15, 0.01)  # of the margin: so close to 0, at first and later, others are tried
-_TIGHT = 0.01  # of the margin: a bound so close to what a descent found needs no better anchor
+_NEAR = (0.15, 0.01)  # of the margin: what misses 0 by less, at first and later, may be bettered
 _STARTS, _STEPS = 2, 25  # of the descent to an anchor
 _FLIPS, _DOUBLINGS = 6, 6  # of the attack: its starts, and how often it goes further out
 _SLACK = 1e-9  # float64 rounding of sums of this size, with room
@@ -190,18 +189,24 @@ class _Question:
 
     def smallest_flip(self, rival: int, above: float) -> float | None:
         """Size of the smallest move found that lets a rival win; none below ``above``."""
-        size, found, move = max(2 * self.first_order, 1.5 * above), None, None
-        for _ in range(_DOUBLINGS):
-            value, e = self.descend(rival, size, move, _FLIPS)
+        size, low = max(2 * self.first_order, 1.5 * above), above
+        margin, (value, move) = self.margins[rival].item(), self.descend(rival, size, None, _FLIPS)
+        for _ in range(_DOUBLINGS - 1):
             if value <= 0:
-                found, move = size, e
                 break
             size *= 2
-        if found is None:
+            value, move = self.descend(rival, size, None, _FLIPS)
+        if value > 0:
             return None
-        low = above
-        while found > _CLOSE * low and found > 1e-12:
-            size = (low * found) ** 0.5 if low > 0 else found / 2
+        found = size
+        for k in range(_TRIES):
+            if found <= _CLOSE * low or found <= 1e-12:
+                break
+            # where a line from the margin to the least one found would end, or the middle
+            size = 1.005 * size / (1 - value / margin)
+            if k % 3 == 2:
+                size = (low * found) ** 0.5 if low > 0 else found / 2
+            size = min(max(size, low * _CLOSE**0.5), found / _CLOSE**0.5)
             value, e = self.descend(rival, size, move, _FLIPS)
             if value <= 0:
                 found, move = size, e
@@ -209,12 +214,11 @@ class _Question:
                 low = size
         return found
 
-    def lower(self, rival: int, move: Tensor, least: float) -> float:
-        """A lower bound of a margin in the ball that was grown; ``least`` was found in it."""
+    def lower(self, rival: int, move: Tensor) -> float:
+        """A lower bound of a margin in the ball that was grown: the first above 0, or the best."""
         margin, tried = float(self.margins[rival]), dict[int, float]()
         balls = self.count if self.ball == "each" else None
-        ahead, tune = list(self.anchors), not self.tuned
-        close = _NEAR[rival in self.tuned] * margin
+        ahead, near = list(self.anchors), _NEAR[rival in self.tuned] * margin
         while True:
             self.tell()
             anchor, found = ahead.pop(0), -math.inf
@@ -223,16 +227,14 @@ class _Question:
                 found -= _SLACK * (abs(found) + margin) + self.rounding
             tried[anchor] = found if math.isfinite(found) else -math.inf
             best = max(tried, key=lambda one: tried[one])
-            near = abs(tried[best]) < close and tried[best] < least - _TIGHT * margin
-            if tried[best] > 0 and not (near and tune):
+            if tried[best] > 0:
                 break
-            if near and not ahead:
+            if tried[best] > -near and not ahead:
+                self.tuned.add(rival)
                 sides = (one for one in (best + 1, best - 1) if 0 <= one < len(_ANCHORS))
                 ahead = [one for one in sides if one not in tried][:1]
             if not ahead:
                 break
-        if near:
-            self.tuned.add(rival)
         others = [one for one in self.anchors if one not in tried]
         self.anchors = (best, *others)
         return tried[best]
@@ -406,12 +408,12 @@ def _search(asked: _Question, found: _Found) -> None:
 
 def _next(low: float, high: float, end: float, lost: dict[float, float]) -> float:
     """A radius just short of where a power of it, through what was lost, takes the whole margin."""
-    sizes = [low, high] if low in lost and high in lost else list(lost)[-2:]
+    sizes = sorted(lost, key=lambda size: abs(1 - size / end - lost[size]))[:2]
     if not sizes:
         return high / 2
-    power, (near, size) = _POWER, (sizes[0], sizes[-1])
-    if near != size:
-        power = math.log(lost[size] / lost[near]) / math.log(size / near)
+    size, power = sizes[0], _POWER
+    if len(sizes) > 1:
+        power = math.log(lost[size] / lost[sizes[1]]) / math.log(size / sizes[1])
         power = min(max(power, _POWERS[0]), _POWERS[1])
     at, fails = low, min(high, 10 * max(low, size))
     for _ in range(40):
@@ -427,9 +429,18 @@ def _least(
     asked: _Question, known: _Found, radius: float, moves: dict[int, Tensor]
 ) -> tuple[float, int]:
     """The least lower bound of a margin within a radius, as far as it matters, and its rival."""
-    grown = asked.bounds.grow(radius * asked.wide)
     rivals, least = asked.others, (math.inf, asked.others[0])
-    if not grown:
+
+    def descended(rival: int) -> float:
+        value, moves[rival] = asked.descend(rival, radius, moves.get(rival))
+        if value <= 0:
+            known.flips_at(radius)
+        return value
+
+    ends = {rivals[0]: descended(rivals[0])}
+    if ends[rivals[0]] <= 0:
+        return ends[rivals[0]], rivals[0]
+    if not asked.bounds.grow(radius * asked.wide):
         return -math.inf, rivals[0]
     if len(rivals) > 1:
         w = asked.net.head[asked.label] - asked.net.head
@@ -438,12 +449,9 @@ def _least(
         rivals = [c for c in rivals if not float(asked.margins[c] - reach[c]) > asked.rounding]
         least = (math.inf, least[1]) if rivals else least
     for rival in rivals:
-        found, move = asked.descend(rival, radius, moves.get(rival))
-        moves[rival] = move
+        found = ends[rival] if rival in ends else descended(rival)
         if found > 0:
-            found = asked.lower(rival, move, found)
-        else:
-            known.flips_at(radius)
+            found = asked.lower(rival, moves[rival])
         if not found > 0:
             return found if math.isfinite(found) else -math.inf, rival
         least = min(least, (found, rival))
