@@ -27,7 +27,7 @@ from lipscope.certificates.segment import Secant, Segment
 from lipscope.errors import InputError
 from lipscope.models import Branch, Network
 
-_SPREAD = 0.15  # of the squared way from an anchor on: a least margin is not all that far
+_SPREAD = 1.7  # of a unit's squared reach, over the root of the coordinates that move
 _LEAST = 1e-6  # of an ellipsoid's axes beside its largest
 
 
@@ -185,8 +185,10 @@ class NetworkBall:
             starts.append(min(float(apart.norm()), self.radius))
         w = self.net.head[label] - self.net.head[rival]
         slope = w[None] if self.pooled else self.share[:, None] * w
-        # of a unit's squared reach, for which its parabola is chosen; any is right
-        spread = _SPREAD * max(1 - float(move.norm()) / self.radius, 0.01)
+        # parabolas are chosen for what is about as far from an anchor as least margins are; any do
+        spread = min(0.3, _SPREAD / len(move) ** 0.5) * max(
+            1 - float(move.norm()) / self.radius, 0.01
+        )
         lost, carried = 0.0, None
         b = g = x
         for k in range(len(self.chain) - 1, -1, -1):

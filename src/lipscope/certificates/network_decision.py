@@ -32,7 +32,7 @@ DecisionBall = Literal["joint", "token", "each"]
 DecisionBound = Literal["expansion", "moments"]
 _ANCHORS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.98)  # of the way to where a descent ends
 _FIRST = (7, 2)  # of them: one is best where little bends, the other, or one beside it, elsewhere
-_NEAR = (0.15, 0.01)  # of the margin: what misses 0 by less, at first and later, may be bettered
+_NEAR = (0.15, 0.025)  # of the margin: what misses 0 by less, at first and later, may be bettered
 _STARTS, _STEPS = 2, 25  # of the descent to an anchor
 _FLIPS, _DOUBLINGS = 6, 6  # of the attack: its starts, and how often it goes further out
 _SLACK = 1e-9  # float64 rounding of sums of this size, with room
@@ -384,6 +384,7 @@ def _search(asked: _Question, found: _Found) -> None:
     end = high = math.inf if found.attack is None else found.attack
     far = _FAR * float(asked.x.norm() + 1)
     size = max(_START * min(asked.first_order, end, far / 10), found.radius * _CLOSE**0.5)
+    size = high / _CLOSE**0.5 if high < 2 * found.radius else size
     lost = dict[float, float]()  # of the margin, beyond a line that ends where the attack does
     for _ in range(_TRIES):
         if found.radius > 0 and high / found.radius < _CLOSE:
