@@ -203,7 +203,7 @@ class _Question:
             if found <= _CLOSE * low or found <= 1e-12:
                 break
             # where a line from the margin to the least one found would end, or the middle
-            size = 1.005 * size / (1 - value / margin)
+            size = 1.005 * size / max(1 - value / margin, 1e-3)
             if k % 3 == 2:
                 size = (low * found) ** 0.5 if low > 0 else found / 2
             size = min(max(size, low * _CLOSE**0.5), found / _CLOSE**0.5)
