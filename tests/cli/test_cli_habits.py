@@ -250,3 +250,34 @@ def test_threads_of_a_command_sleep_soon(
     asked = [sys.executable, "-c", f"import sys; sys.argv = [{name!r}]; {code}"]
     done = subprocess.run(asked, env=kept | given, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(spins)]
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        ("atexit.register(print, 'at exit')", ["at exit"]),
+        ("held = Held()", []),  # nothing is taken down
+        (
+            "threading.Timer(0.2, print, ['thread']).start(); held = Held()",
+            ["thread", "taken down"],
+        ),
+        ("sys.argv.append('--no-such-option')", None),
+    ],
+)
+def test_a_command_ends_when_all_is_written(before: str, said: list[str] | None) -> None:
+    code = f"""if True:
+        import atexit, sys, threading
+        from lipscope.cli.__main__ import run
+        class Held:
+            def __del__(self):
+                print("taken down")
+        sys.argv = ["lipscope", "--version"]
+        {before}
+        run()
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if said is None:
+        assert done.returncode == 2 and "No such option" in done.stderr and not done.stdout
+    else:
+        first, *others = done.stdout.splitlines()
+        assert (done.returncode, others) == (0, said) and first.startswith("lipscope ")

@@ -1,4 +1,4 @@
-"""What the process of the command sets before torch loads: Ctrl-C, and how threads wait.
+"""What the process of the command sets before torch loads: Ctrl-C, threads that wait, garbage.
 
 Ctrl-C while torch is imported, which takes seconds, ends without a traceback. Only where Python is
 starting the command (`lipscope`, or `python -m lipscope.cli`); a program that imports this keeps
@@ -7,6 +7,7 @@ its own ways.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -34,5 +35,8 @@ if _starting() and "OMP_WAIT_POLICY" not in os.environ:
     # late to help in small products (docs/decisions.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     os.environ.setdefault("KMP_BLOCKTIME", "0")  # of LLVM's OpenMP, in milliseconds
+if _starting():
+    # All objects of torch and transformers are looked at for garbage a hundred times less often.
+    gc.set_threshold(*gc.get_threshold()[:2], 1000)
 if _starting() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _leave)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from lipscope.cli.terminal import COMPLETED, bar, complete_models, given_text, r
 from lipscope.engine import AXES, OPTIONS, items, options_of, parse_integers
 from lipscope.errors import InputError
 from lipscope.records import Place
+from lipscope.sources import uncollected
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 # What determines which input is read, how a question is answered, and what is asked besides.
@@ -125,11 +125,8 @@ def ask(
     from lipscope import engine
 
     engine.refuse_early(model, {**given, **more})
-    gc.disable()  # what is imported is no garbage, and looking for some takes a tenth of the time
-    try:
+    with uncollected():
         run = getattr(engine, verb)  # imports torch: nothing is there yet to go on with
-    finally:
-        gc.enable()
     with resumable(), bar() as told:
         found = run(model, content, out=place, progress=told.update, **given, **more)
     return found, None if place is None else place.path

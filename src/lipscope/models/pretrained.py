@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
-import gc
 import io
 import logging as stdlib_logging
 import os
@@ -19,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from lipscope.errors import InputError
-from lipscope.sources import entries_of
+from lipscope.sources import entries_of, uncollected
 
 # What wrappers put before the names of weights: `torch.compile`, and training on several devices.
 WRAPPER_PREFIXES = {r"^(?:(?:_orig_mod|module)\.)+": "", r"\._orig_mod\.": "."}
@@ -58,7 +57,7 @@ def from_pretrained(
     if gguf_file is None:
         weights = {"use_safetensors": None if allow_pickle else True, "weights_only": True}
         weights |= {"key_mapping": WRAPPER_PREFIXES, "ignore_mismatched_sizes": True}
-    with quiet(), _uncollected():
+    with quiet(), uncollected():
         try:
             model, found = AutoModel.from_pretrained(
                 source, trust_remote_code=False, output_loading_info=True, **options, **weights
@@ -223,18 +222,6 @@ def trained_length(config: Any, tokenizer: Any) -> int | None:
 
 # In a notebook its bars, which are silenced here, would rather be widgets.
 warnings.filterwarnings("ignore", message="IProgress not found")
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without collecting garbage: what is imported and loaded is none, and looking takes time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 @contextlib.contextmanager

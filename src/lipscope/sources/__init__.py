@@ -10,6 +10,7 @@ from lipscope.sources.checkpoints import (
     entries_in as entries_in,
     entries_of as entries_of,
     split_revision as split_revision,
+    uncollected as uncollected,
 )
 from lipscope.sources.devices import CPU_ALONE as CPU_ALONE, check_device as check_device
 from lipscope.sources.texts import (

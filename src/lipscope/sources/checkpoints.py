@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +202,19 @@ def check_files(name: str, folder: Path, allow_pickle: bool) -> None:
     others = sorted(one.name for end in _PICKLES for one in folder.glob(f"*{end}"))
     found = f"`{others[0]}`; save the model with `save_pretrained`." if others else "none."
     raise InputError(f"`{name}` should hold weights in `*.safetensors`. Found {found}")
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Without collecting garbage: what is imported and loaded is none, and looking takes time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was and not gc.get_freeze_count():
+            # all that is there counts as old: else it would be looked at three times at once
+            gc.freeze()
+            gc.unfreeze()
+        if was:
+            gc.enable()
