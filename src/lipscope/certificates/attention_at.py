@@ -322,6 +322,9 @@ class AttentionAt:
         hidden = (norms * (2 * of_values.norm(dim=-1) + py.abs() * norms)).sum((1, 2))
         rows = b[:, norms.numel() :].unflatten(1, query.shape[:2]).norm(dim=-1)
         hidden = hidden + 2 * (query.norm(dim=-1) * rows).sum((1, 2))
+        # powers of what is not about 1 would underflow
+        sizes = x.norm() + TINY, b.flatten(1).norm(dim=1) + TINY
+        x, b, hidden = x / sizes[0], b / sizes[1][:, None, None], hidden / sizes[0] / sizes[1]
         if x.shape[1] <= len(x):
             h = x.T @ b
             h = h + h.mT
@@ -333,7 +336,8 @@ class AttentionAt:
                 ef, ge = e @ f, g @ e
                 e, f, g = e @ e + f @ g, ef + ef.mT, ge + ge.mT
             eighth = 2 * (e * e.mT + f * g).sum((1, 2))
-        return (eighth.clamp_min(0) + _CANCELS * hidden**8) ** 0.125
+        room = max(_CANCELS, 2e-16 * (8 * x.shape[1] + 14 * len(x)))  # of so many roundings
+        return (eighth.clamp_min(0) + room * hidden**8) ** 0.125 * sizes[0] * sizes[1]
 
     def _halves(self, i: int, reads: Float[Tensor, "k d"]) -> tuple[Tensor, Tensor, Tensor]:
         """``X = (a; Q)``, ``B_k`` with ``H_k = X^T B_k + B_k^T X``, and ``P`` times values read."""

@@ -32,7 +32,7 @@ DecisionBall = Literal["joint", "token", "each"]
 DecisionBound = Literal["expansion", "moments"]
 _ANCHORS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.98)  # of the way to where a descent ends
 _FIRST = (7, 2)  # of them: one is best where little bends, the other, or one beside it, elsewhere
-_NEAR = (0.15, 0.025)  # of the margin: what misses 0 by less, at first and later, may be bettered
+_NEAR = (0.25, 0.025)  # of the margin: what misses 0 by less, at first and later, may be bettered
 _STARTS, _STEPS = 2, 25  # of the descent to an anchor
 _FLIPS, _DOUBLINGS = 6, 6  # of the attack: its starts, and how often it goes further out
 _SLACK = 1e-9  # float64 rounding of sums of this size, with room
@@ -117,6 +117,7 @@ class _Question:
         quotient = self.margins / self.slopes.clamp_min(1e-300)
         self.others.sort(key=lambda c: float(quotient[c]))
         self.first_order = float(quotient[self.others[0]])
+        self.far = _FAR * float(x.norm() + 1)
         self.anchors, self.tuned = _FIRST, set[int]()  # those to try; rivals they were chosen for
 
     def tell(self, line: str | None = None) -> None:
@@ -180,6 +181,7 @@ class _Question:
             step = radius * 0.5 * 0.02 ** (k / _STEPS)
             e = self.project(e.detach() - step * g / (size_of + 1e-300), radius)
         found = margins(e)
+        found = found.where(found.isfinite(), math.inf)  # what overflows is no flip
         best = int(found.argmin())
         return float(found[best]), e[best].flatten()
 
@@ -189,7 +191,8 @@ class _Question:
 
     def smallest_flip(self, rival: int, above: float) -> float | None:
         """Size of the smallest move found that lets a rival win; none below ``above``."""
-        size, low = max(2 * self.first_order, 1.5 * above), above
+        size, low = 2 * self.first_order, above
+        size = max(size if size < _FAR * self.far else self.far, 1.5 * above)
         margin, (value, move) = self.margins[rival].item(), self.descend(rival, size, None, _FLIPS)
         for _ in range(_DOUBLINGS - 1):
             if value <= 0:
@@ -235,8 +238,8 @@ class _Question:
                 ahead = [one for one in sides if one not in tried][:1]
             if not ahead:
                 break
-        others = [one for one in self.anchors if one not in tried]
-        self.anchors = (best, *others)
+        if math.isfinite(tried[best]):
+            self.anchors = (best, *(one for one in self.anchors if one not in tried))
         return tried[best]
 
 
@@ -253,8 +256,9 @@ def certify_network(
 
     For every rival a quadratic minorant of the margin ``m``, anchored at a point of the ball where
     a descent led, ``m(x) >= m(x_1) - gap + <g, f> + <f, B f> / 2``, is minimised exactly over the
-    ball. Bisection in the radius, to 2 %, below what an attack needs. For attention by itself
-    `read_out_radius` where that is more, or where the expansion would need more than 4 GB.
+    ball. Radii below what an attack needs are tried, at most 16, until one that fails is within 2 %
+    of one that holds. For attention by itself `read_out_radius` where that is more, or where the
+    expansion would need more than 4 GB.
 
     Holds for networks of `lipscope.models.Network`; in float64, a relative ``1e-9`` is taken off
     for rounding. Memory grows like ``n m² + n³ d m``, time like ``(n d)³`` and linearly with depth,
@@ -382,47 +386,56 @@ def _search(asked: _Question, found: _Found) -> None:
         return
     moves: dict[int, Tensor] = {}
     end = high = math.inf if found.attack is None else found.attack
-    far = _FAR * float(asked.x.norm() + 1)
-    size = max(_START * min(asked.first_order, end, far / 10), found.radius * _CLOSE**0.5)
+    far = asked.far if end == math.inf else end
+    size = max(_START * min(asked.first_order, far), found.radius * _CLOSE**0.5)
     size = high / _CLOSE**0.5 if high < 2 * found.radius else size
     lost = dict[float, float]()  # of the margin, beyond a line that ends where the attack does
-    for _ in range(_TRIES):
-        if found.radius > 0 and high / found.radius < _CLOSE:
+    for k in range(_TRIES):
+        if not size > 0 or (found.radius > 0 and high / found.radius < _CLOSE):
             break
         asked.tell(f"certified {found.radius:.4g}, trying {size:.4g}")
         least, rival = _least(asked, found, size, moves)
-        if math.isfinite(least):
-            lost[size] = max(1 - size / end - least / float(asked.margins[limit]), 1e-6)
+        lost[size] = max(1 - size / end - least / float(asked.margins[rival]), 1e-6)
         if least > 0:
             found.radius, found.bound = size, "expansion"
         else:
             high, found.rival = min(high, size), rival
-        if size >= far:  # nothing of what decides seems to depend on these tokens
+        if found.radius >= far:  # nothing of what decides seems to depend on these tokens
             found.note = f"no larger radius than {found.radius:.3g} was tried"
             break
-        size = _next(found.radius, high, end, lost)
+        size = min(_next(found.radius, high, end, lost, k % 4 == 3), far)
+    else:
+        found.note = f"a larger radius may be provable: {_TRIES} were tried"
     if found.radius == 0:
         found.note = "nothing was proved at any radius that was tried"
     if found.rival != asked.others[0]:
         found.flips_at(asked.smallest_flip(found.rival, found.radius))
 
 
-def _next(low: float, high: float, end: float, lost: dict[float, float]) -> float:
-    """A radius just short of where a power of it, through what was lost, takes the whole margin."""
-    sizes = sorted(lost, key=lambda size: abs(1 - size / end - lost[size]))[:2]
-    if not sizes:
-        return high / 2
-    size, power = sizes[0], _POWER
-    if len(sizes) > 1:
-        power = math.log(lost[size] / lost[sizes[1]]) / math.log(size / sizes[1])
+def _next(low: float, high: float, end: float, lost: dict[float, float], even: bool) -> float:
+    """A radius between one that holds and one that fails.
+
+    Just short of where a power of the radius, through the two values of what was lost that are
+    nearest to the whole margin, takes it; ``even``, or where that is not known: the middle.
+    """
+    middle = (low * high) ** 0.5 if low > 0 else high / 2
+    # those before are of other anchors
+    sizes = [size for size, some in lost.items() if low <= size <= high and some < math.inf]
+    if high < math.inf and (even or not sizes):
+        return middle
+    size, *others = sorted(sizes, key=lambda size: abs(1 - size / end - lost[size]))
+    power = _POWER
+    if others:
+        power = math.log(lost[size] / lost[others[0]]) / math.log(size / others[0])
         power = min(max(power, _POWERS[0]), _POWERS[1])
-    at, fails = low, min(high, 10 * max(low, size))
+    fails = min(high, 10 * size)
+    at = max(low, 1e-3 * fails)
     for _ in range(40):
-        middle = (at + fails) / 2
-        holds = 1 - middle / end > lost[size] * (middle / size) ** power
-        at, fails = (middle, fails) if holds else (at, middle)
-    if high < end and high not in lost:  # a cliff
-        at = min(at, (low * high) ** 0.5 if low > 0 else high / 2)
+        some = (at * fails) ** 0.5
+        holds = 1 - some / end > lost[size] * (some / size) ** power
+        at, fails = (some, fails) if holds else (at, some)
+    if high < end and high not in sizes:  # a cliff
+        at = min(at, middle)
     return min(max(at * _SHORT, low * _CLOSE**0.75), high / _CLOSE**0.5)
 
 
@@ -446,9 +459,7 @@ def _least(
     if len(rivals) > 1:
         w = asked.net.head[asked.label] - asked.net.head
         reach = asked.bounds.reach(w) * (1 + _SLACK)
-        least = min((float(asked.margins[c] - reach[c]), c) for c in rivals)
         rivals = [c for c in rivals if not float(asked.margins[c] - reach[c]) > asked.rounding]
-        least = (math.inf, least[1]) if rivals else least
     for rival in rivals:
         found = ends[rival] if rival in ends else descended(rival)
         if found > 0:

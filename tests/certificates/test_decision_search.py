@@ -1,0 +1,97 @@
+"""The search for a certified radius: against a plain bisection, and where numbers overflow."""
+
+import math
+
+import pytest
+import torch
+
+from lipscope import DotProduct
+from lipscope.certificates import NetworkBall, certify_network
+from lipscope.models import Branch, Feed, Network
+
+F64 = torch.float64
+EYE = torch.eye(2, dtype=F64)
+X = torch.tensor([[1.0, 0.2], [0.3, 1.0]], dtype=F64)
+HALF = torch.full((2,), 0.5, dtype=F64)
+
+
+def vector(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=F64)
+
+
+def feed(scale: float, bias: float, out: float, gate: float | None = None) -> Feed:
+    gated = None if gate is None else gate * EYE
+    kind = "relu" if bias else "gelu"
+    return Feed(scale * EYE, vector(bias, bias), out * EYE, vector(0, 0), kind, gated)
+
+
+def three_classes() -> Network:
+    head = torch.tensor([[1, 0.3], [-1, 0], [0.2, -1]], dtype=F64)
+    parts = Branch(DotProduct(EYE, EYE, EYE, EYE)), Branch(feed(1.0, 0.5, 1.0))
+    return Network(parts, HALF, head, vector(0.3, 0, 0))
+
+
+def bisected(net: Network, x: torch.Tensor) -> float:
+    """A radius that is proved by plain bisection, from anchors along gradients."""
+    every = torch.ones(len(x), dtype=torch.bool)
+    bounds, label = NetworkBall(net, x, every), int(net(x).argmax())
+    rivals = [c for c in range(len(net.head)) if c != label]
+    moves = []
+    for rival in rivals:
+        at = x.clone().requires_grad_(True)
+        (g,) = torch.autograd.grad(net(at)[label] - net(at)[rival], at)
+        moves.append(-g.flatten() / g.norm())
+
+    def proved(radius: float) -> bool:
+        if not bounds.grow(radius):
+            return False
+        sizes = [share * radius for share in (0.0, 0.2, 0.5, 0.9)]
+        return all(
+            any(bounds.lower(size * move, label, rival)[0] > 0 for size in sizes)
+            for rival, move in zip(rivals, moves, strict=True)
+        )
+
+    low, high = 0.0, 10.0
+    for _ in range(12):
+        middle = (low + high) / 2
+        low, high = (middle, high) if proved(middle) else (low, middle)
+    return low
+
+
+def test_three_classes_are_certified_as_far_as_by_bisection(monkeypatch) -> None:
+    net, grown = three_classes(), list[float]()
+    grow = NetworkBall.grow
+    monkeypatch.setattr(
+        NetworkBall, "grow", lambda self, radius: grown.append(radius) or grow(self, radius)
+    )
+    found = certify_network(net, X)
+    tried = len(grown)
+    assert found.radius >= 0.97 * bisected(net, X)
+    assert found.attack is not None and found.attack >= found.radius
+    assert tried <= 12 and found.note is None
+
+
+def test_what_is_flat_at_the_centre_is_searched_for_far_away() -> None:
+    dead = Network((Branch(feed(1.0, -30.0, 1.0), skip=False),), HALF, EYE[[1, 0]], vector(0.1, 0))
+    found = certify_network(dead, X)
+    # a unit opens where its argument has grown by 29, in one token
+    assert found.radius > 25 and (found.attack is None or found.attack >= found.radius)
+
+
+@pytest.mark.parametrize(
+    ("part", "skip", "head"),
+    [
+        (feed(1e100, 0.0, 1e-100), True, 1.0),
+        (feed(1e6, 0.0, 1.0, 1e6), False, 1.0),
+        (feed(1e15, 0.0, 1.0, 1e15), False, 1.0),
+        (feed(1.0, 0.0, 1.0), True, 1e160),
+    ],
+)
+def test_what_overflows_is_neither_certified_nor_a_flip(
+    part: Feed, skip: bool, head: float
+) -> None:
+    rows = head * torch.tensor([[1, 0], [-1, 0]], dtype=F64)
+    net = Network((Branch(part, skip=skip),), HALF, rows, vector(1.0, 0))
+    found = certify_network(net, X if skip else 0 * X)
+    assert math.isfinite(found.radius) and found.radius < 10
+    assert found.attack is None or found.radius <= found.attack < 100
