@@ -169,7 +169,8 @@ def render(raw: Raw) -> Section:
 run, which imports torch and transformers' BERT and runs it on the same text. Python's bytecode
 is there, from a first run that is not counted. Seconds on the clock
 and of the processor (user and system); the median, and the smallest. *Multiple*: of the bare run of
-the same turn, on the clock, median. *Busy*: one run beside {_LOOPS} processes that never rest;
+the same turn, on the clock, median. A command leaves when all is written; a bare run takes down
+what it imported, as Python does. *Busy*: one run beside {_LOOPS} processes that never rest;
 processor time over the median on the idle machine."""
     )
     runs = [one for one in raw if "command" in one]
