@@ -267,13 +267,13 @@ def test_threads_of_a_command_sleep_soon(
 def test_a_command_ends_when_all_is_written(before: str, said: list[str] | None) -> None:
     code = f"""if True:
         import atexit, sys, threading
-        from lipscope.cli.__main__ import run
+        from lipscope.cli.__main__ import run_process
         class Held:
             def __del__(self):
                 print("taken down")
         sys.argv = ["lipscope", "--version"]
         {before}
-        run()
+        run_process()
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if said is None:

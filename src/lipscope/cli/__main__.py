@@ -12,7 +12,7 @@ from typing import NoReturn
 from lipscope.cli import main
 
 
-def run() -> NoReturn:
+def run_process() -> NoReturn:
     """Run the command; when all is written, end the process without taking its objects down.
 
     Those of torch and transformers would take a second. What is registered to run at exit runs; a
@@ -34,4 +34,4 @@ def run() -> NoReturn:
 
 
 if __name__ == "__main__":
-    run()
+    run_process()
