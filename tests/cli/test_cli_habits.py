@@ -258,6 +258,11 @@ def test_threads_of_a_command_sleep_soon(
         ("atexit.register(print, 'at exit')", ["at exit"]),
         ("held = Held()", []),  # nothing is taken down
         (
+            "import torch; from lipscope.linalg import by_threads; torch.set_num_threads(2); "
+            "by_threads(torch.linalg.eigvalsh, torch.ones(4, 2, 2)); held = Held()",
+            [],
+        ),
+        (
             "threading.Timer(0.2, print, ['thread']).start(); held = Held()",
             ["thread", "taken down"],
         ),

@@ -21,12 +21,10 @@ def run_process() -> NoReturn:
     try:
         main()
     except SystemExit as end:
-        waited = any(
-            not one.daemon for one in threading.enumerate() if one is not threading.main_thread()
-        )
-        if waited or not isinstance(end.code, int):
+        atexit._run_exitfuncs()  # ends pools of threads, too
+        others = (one for one in threading.enumerate() if one is not threading.main_thread())
+        if any(not one.daemon for one in others) or not isinstance(end.code, int):
             raise
-        atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # closed, or its reader is gone
                 stream.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
@@ -127,7 +128,9 @@ def by_threads(f: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
 
 @functools.cache
 def _batch_threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), "batch")
+    pool = ThreadPoolExecutor(os.cpu_count(), "batch")
+    atexit.register(pool.shutdown)
+    return pool
 
 
 if hasattr(os, "register_at_fork"):  # a process that is forked has none of them
