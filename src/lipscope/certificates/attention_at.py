@@ -316,12 +316,8 @@ class AttentionAt:
         return found
 
     def _lead(self, i: int, reads: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
-        p, a, query = self.p[:, i], self.a[:, i], self.query[:, i]
-        x, b, of_values = self._halves(i, reads)
-        py, norms = p * torch.einsum("kd,hjd->khj", reads, self.v[:, i]), a.norm(dim=-1)
-        hidden = (norms * (2 * of_values.norm(dim=-1) + py.abs() * norms)).sum((1, 2))
-        rows = b[:, norms.numel() :].unflatten(1, query.shape[:2]).norm(dim=-1)
-        hidden = hidden + 2 * (query.norm(dim=-1) * rows).sum((1, 2))
+        x, b, terms = self._halves(i, reads)
+        hidden = 2 * terms @ x.norm(dim=1)
         # powers of what is not about 1 would underflow
         sizes = x.norm() + TINY, b.flatten(1).norm(dim=1) + TINY
         x, b, hidden = x / sizes[0], b / sizes[1][:, None, None], hidden / sizes[0] / sizes[1]
@@ -340,15 +336,20 @@ class AttentionAt:
         return (eighth.clamp_min(0) + room * hidden**8) ** 0.125 * sizes[0] * sizes[1]
 
     def _halves(self, i: int, reads: Float[Tensor, "k d"]) -> tuple[Tensor, Tensor, Tensor]:
-        """``X = (a; Q)``, ``B_k`` with ``H_k = X^T B_k + B_k^T X``, and ``P`` times values read."""
-        p = self.p[:, i]
+        """``X = (a; Q)`` and ``B_k`` with ``H_k = X^T B_k + B_k^T X``, and sizes of B's terms.
+
+        Those are ``|x| + |y|`` for a row ``x + y``.
+        """
+        p, a = self.p[:, i], self.a[:, i]
         w = torch.einsum("kd,hdv->khv", reads, self.output)
         py = p * torch.einsum("kd,hjd->khj", reads, self.v[:, i])
         of_values = p[..., None] * torch.einsum("khv,hjvp->khjp", w, self.value)
-        of_a = of_values + py[..., None] / 2 * self.a[:, i]
+        of_a = of_values + py[..., None] / 2 * a
         of_query = torch.einsum("khj,hjcp->khcp", py, self.key)
-        x = torch.cat([self.a[:, i].flatten(0, 1), self.query[:, i].flatten(0, 1)])
-        return x, torch.cat([of_a.flatten(1, 2), of_query.flatten(1, 2)], 1), of_values
+        terms = of_values.norm(dim=-1) + py.abs() / 2 * a.norm(dim=-1), of_query.norm(dim=-1)
+        x = torch.cat([a.flatten(0, 1), self.query[:, i].flatten(0, 1)])
+        b = torch.cat([of_a.flatten(1, 2), of_query.flatten(1, 2)], 1)  # (k, q, p)
+        return x, b, torch.cat([one.flatten(1) for one in terms], 1)
 
     def lead_together(self, reads: Float[Tensor, "i k d"]) -> Float[Tensor, "p p"] | None:
         """``sum_ik H_ik^2`` of the read-outs of all rows; None where that is much work."""
@@ -378,7 +379,7 @@ class AttentionAt:
 
     def _squares(self, i: int, reads: Float[Tensor, "k d"]) -> Float[Tensor, "p p"]:
         """``sum_k H_k^2`` of read-outs of a row."""
-        x, b, _ = self._halves(i, reads)  # b: (k, q, p)
+        x, b, _ = self._halves(i, reads)
         beside = b.transpose(0, 1).flatten(1)  # of all k, (q, k p)
         across = (b @ x.T).transpose(0, 1).flatten(1)  # (q, k q)
         half = x.T @ (beside @ beside.T @ x / 2 + across @ b.flatten(0, 1))

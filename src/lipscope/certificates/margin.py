@@ -163,11 +163,7 @@ class NetworkBall:
         return (w @ j).norm(dim=1) * self.radius + w.norm(dim=1) * float(share.abs() @ rest)
 
     def lower(
-        self,
-        move: Tensor,
-        label: int,
-        rival: int,
-        balls: int | None = None,
+        self, move: Tensor, label: int, rival: int, balls: int | None = None
     ) -> tuple[float, Tensor]:
         """A lower bound of the margin all over the ball, anchored at a move, and where it is least.
 
@@ -186,9 +182,8 @@ class NetworkBall:
         w = self.net.head[label] - self.net.head[rival]
         slope = w[None] if self.pooled else self.share[:, None] * w
         # parabolas are chosen for what is about as far from an anchor as least margins are; any do
-        spread = min(0.3, _SPREAD / len(move) ** 0.5) * max(
-            1 - float(move.norm()) / self.radius, 0.01
-        )
+        spread = min(0.3, _SPREAD / len(move) ** 0.5)
+        spread *= max(1 - float(move.norm()) / self.radius, 0.01)
         lost, carried = 0.0, None
         b = g = x
         for k in range(len(self.chain) - 1, -1, -1):
