@@ -84,7 +84,8 @@ def test_derivatives_of_attention_stay_within_their_changes(kind: str, shape: st
     found = at.lead_of(k)
     assert found is not None
     assert bool((found >= eighth * (1 - 1e-12)).all())
-    assert kind == "cancel" or bool((found <= eighth * 1.001).all())
+    room = 1e-10  # of rounding, where a row reads one key alone and nothing bends
+    assert kind == "cancel" or bool((found <= eighth * (1 + 1e-6) + room).all())
     for radius in (1e-4, 0.3):
         ball = AttentionBall(at, radius, pieces=2)
         one = ball.grid.of(torch.tensor([False, True]))

@@ -25,7 +25,7 @@ from lipscope.certificates.forms import (
 )
 
 _MARKS = 4  # groups of them that share their eigenvalues
-_CANCELS = 1e-13  # of the sizes of terms whose sum may vanish: rounding, with room
+_CANCELS = 1e-13  # of the sizes of two terms whose sum may vanish: rounding, with room
 TINY = 1e-300  # a weight below it is one that underflows
 _FEW = 2e7  # largest tensor of forms of the pairs both of whose ends move
 _EXACT = 3e9  # products for second derivatives of all outputs
@@ -105,6 +105,8 @@ class AttentionAt:
         self.velocity = torch.einsum("hijp,hij->hip", velocity, self.single.to(p.dtype))
         self.a = velocity - torch.einsum("hij,hijp->hip", p, velocity)[:, :, None]
         self.a = self.a.masked_fill(self.hidden[..., None], 0.0)
+        size = velocity.norm(dim=-1)
+        self.terms = size + (p * size).sum(-1, keepdim=True)  # of a, whose difference may vanish
         centred = v0[:, None] - (p @ v0)[:, :, None]
         self.v = torch.einsum("hdk,hijk->hijd", self.output, centred)
         self.v = self.v.masked_fill(self.hidden[..., None], 0.0)
@@ -302,7 +304,7 @@ class AttentionAt:
         None where that is much work.
 
         ``H = X^T B + B^T X`` with ``X = (a; Q)`` of few rows, and ``(tr H^8)^(1/8)`` is above its
-        norm. Where heads cancel, rounding hides it: products of the rows' norms say how much.
+        norm. Where heads cancel, rounding hides it: sizes of rows and of blocks say how much.
         """
         inner = self.heads * (self.n + self.query.shape[2])
         few = min(inner, self.count)
@@ -317,28 +319,36 @@ class AttentionAt:
 
     def _lead(self, i: int, reads: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
         x, b, terms = self._halves(i, reads)
-        hidden = 2 * terms @ x.norm(dim=1)
-        # powers of what is not about 1 would underflow
-        sizes = x.norm() + TINY, b.flatten(1).norm(dim=1) + TINY
-        x, b, hidden = x / sizes[0], b / sizes[1][:, None, None], hidden / sizes[0] / sizes[1]
+        # rows of X as large as those of B, and both about 1: powers of others underflow
+        lost = torch.cat([self.terms[:, i].flatten(), self.query[:, i].norm(dim=-1).flatten()])
+        lost = 2 * _CANCELS * terms @ lost
+        most, rows = terms.amax(0), x.norm(dim=1)
+        even = torch.where(rows > 0, (most / rows).sqrt(), 0.0)
+        inverse = torch.where(even > 0, 1 / even, 0.0)
+        x, terms = x * even[:, None], terms * inverse
+        sizes = x.norm() + TINY, terms.norm(dim=1) + TINY
+        x, b = x / sizes[0], b * inverse[:, None] / sizes[1][:, None, None]
         if x.shape[1] <= len(x):
             h = x.T @ b
             h = h + h.mT
+            size = h.flatten(1).norm(dim=1)
             h = h @ h
             eighth = (h @ h).square().sum((1, 2))
         else:  # tr (M Z Z^T)^8 with Z = (X; B), M what swaps them: blocks (E, F; G, E^T)
             e, f, g = b @ x.T, b @ b.mT, (x @ x.T).expand(len(b), -1, -1)
+            size = (2 * e.square() + f.square() + g.square()).sum((1, 2)).sqrt()
             for _ in range(2):
                 ef, ge = e @ f, g @ e
                 e, f, g = e @ e + f @ g, ef + ef.mT, ge + ge.mT
             eighth = 2 * (e * e.mT + f * g).sum((1, 2))
-        room = max(_CANCELS, 2e-16 * (8 * x.shape[1] + 14 * len(x)))  # of so many roundings
-        return (eighth.clamp_min(0) + room * hidden**8) ** 0.125 * sizes[0] * sizes[1]
+        room = _rounding(x)
+        eighth = eighth.clamp_min(0) + room * (size + room) ** 7
+        return eighth**0.125 * sizes[0] * sizes[1] + lost
 
     def _halves(self, i: int, reads: Float[Tensor, "k d"]) -> tuple[Tensor, Tensor, Tensor]:
-        """``X = (a; Q)`` and ``B_k`` with ``H_k = X^T B_k + B_k^T X``, and sizes of B's terms.
+        """``X = (a; Q)``, ``B_k`` with ``H_k = X^T B_k + B_k^T X``; sizes of the rows of B.
 
-        Those are ``|x| + |y|`` for a row ``x + y``.
+        Those are ``sum |x_m|`` for a row ``sum x_m``, so that rounding is known where terms cancel.
         """
         p, a = self.p[:, i], self.a[:, i]
         w = torch.einsum("kd,hdv->khv", reads, self.output)
@@ -346,7 +356,9 @@ class AttentionAt:
         of_values = p[..., None] * torch.einsum("khv,hjvp->khjp", w, self.value)
         of_a = of_values + py[..., None] / 2 * a
         of_query = torch.einsum("khj,hjcp->khcp", py, self.key)
-        terms = of_values.norm(dim=-1) + py.abs() / 2 * a.norm(dim=-1), of_query.norm(dim=-1)
+        sizes = p * torch.einsum("khv,hjv->khj", w.abs(), self.value.norm(dim=-1))
+        sizes = sizes + py.abs() / 2 * a.norm(dim=-1)
+        terms = sizes, torch.einsum("khj,hjc->khc", py.abs(), self.key.norm(dim=-1))
         x = torch.cat([a.flatten(0, 1), self.query[:, i].flatten(0, 1)])
         b = torch.cat([of_a.flatten(1, 2), of_query.flatten(1, 2)], 1)  # (k, q, p)
         return x, b, torch.cat([one.flatten(1) for one in terms], 1)
@@ -379,14 +391,19 @@ class AttentionAt:
 
     def _squares(self, i: int, reads: Float[Tensor, "k d"]) -> Float[Tensor, "p p"]:
         """``sum_k H_k^2`` of read-outs of a row."""
-        x, b, _ = self._halves(i, reads)
+        x, b, terms = self._halves(i, reads)
         beside = b.transpose(0, 1).flatten(1)  # of all k, (q, k p)
         across = (b @ x.T).transpose(0, 1).flatten(1)  # (q, k q)
         half = x.T @ (beside @ beside.T @ x / 2 + across @ b.flatten(0, 1))
         rows = (root(x @ x.T) @ beside).view(-1, self.count)
         # where heads cancel, rounding hides it
-        hidden = _CANCELS * x.square().sum() * b.square().sum()
+        hidden = _rounding(x) * x.square().sum() * terms.square().sum()
         return half + half.T + rows.T @ rows + hidden * torch.eye(self.count, dtype=x.dtype)
+
+
+def _rounding(x: Float[Tensor, "q p"]) -> float:
+    """Of powers up to the eighth of ``X^T B + B^T X``, relative to products of norms, with room."""
+    return 2e-16 * (24 * sum(x.shape) + 200)
 
 
 @dataclass(frozen=True, eq=False)
