@@ -86,6 +86,11 @@ def test_derivatives_of_attention_stay_within_their_changes(kind: str, shape: st
     assert bool((found >= eighth * (1 - 1e-12)).all())
     room = 1e-10  # of rounding, where a row reads one key alone and nothing bends
     assert kind == "cancel" or bool((found <= eighth * (1 + 1e-6) + room).all())
+    together, squares = at.lead_together(k), (each @ each).sum((0, 1))
+    assert together is not None
+    above = torch.linalg.eigvalsh(together - squares)
+    size = 1e-9 * (1 + squares.abs().max())  # what is added for rounding where heads cancel
+    assert bool((above >= 0).all() and (above <= size).all())
     for radius in (1e-4, 0.3):
         ball = AttentionBall(at, radius, pieces=2)
         one = ball.grid.of(torch.tensor([False, True]))

@@ -18,7 +18,6 @@ from lipscope.attention import DotProduct
 from lipscope.certificates.forms import (
     SLACK,
     norm_above,
-    root,
     top_bilinear,
     top_value,
     weighted_gram,
@@ -365,40 +364,93 @@ class AttentionAt:
 
     def lead_together(self, reads: Float[Tensor, "i k d"]) -> Float[Tensor, "p p"] | None:
         """``sum_ik H_ik^2`` of the read-outs of all rows; None where that is much work."""
-        if not self.exact:
-            return None
-        found = self.p.new_zeros(self.count, self.count)
-        for i, one in enumerate(reads):
-            if bool((some := one.any(-1)).any()):
-                found = found + self._squares(i, one[some])
-        return found
-
-    @cached_property
-    def exact(self) -> bool:
-        """Whether second derivatives of all outputs are little work."""
-        inner = self.heads * (self.n + self.query.shape[2])
-        return len(self.rows) * self.output.shape[1] * inner * self.count**2 <= _EXACT
+        return self._squares(reads) if self._products(1) <= _EXACT else None
 
     @cached_property
     def lead_rows(self) -> tuple[Float[Tensor, " i"], Float[Tensor, "p p"]] | None:
         """``(sum_k |H_ik f|^2)^(1/2)`` of every row, and the form of all rows."""
-        if not self.exact:
+        if self._products(len(self.rows)) > _EXACT:
             return None
-        eye = torch.eye(self.output.shape[1], dtype=self.p.dtype)
-        squares = torch.stack([self._squares(i, eye) for i in range(len(self.rows))])
+        eye = torch.eye(self.output.shape[1], dtype=self.p.dtype)[None]
+        squares = torch.stack([self._squares(eye, [i]) for i in range(len(self.rows))])
         rows = torch.stack([top_value(one) for one in squares]).sqrt()
         return rows, squares.sum(0)
 
-    def _squares(self, i: int, reads: Float[Tensor, "k d"]) -> Float[Tensor, "p p"]:
-        """``sum_k H_k^2`` of read-outs of a row."""
-        x, b, terms = self._halves(i, reads)
-        beside = b.transpose(0, 1).flatten(1)  # of all k, (q, k p)
-        across = (b @ x.T).transpose(0, 1).flatten(1)  # (q, k q)
-        half = x.T @ (beside @ beside.T @ x / 2 + across @ b.flatten(0, 1))
-        rows = (root(x @ x.T) @ beside).view(-1, self.count)
-        # where heads cancel, rounding hides it
-        hidden = _rounding(x) * x.square().sum() * terms.square().sum()
-        return half + half.T + rows.T @ rows + hidden * torch.eye(self.count, dtype=x.dtype)
+    def _products(self, forms: int) -> int:
+        """Of numbers, for as many forms of `_squares` that share all rows."""
+        y = self.heads * int(self.keys_moved.sum()) * (self.value.shape[2] + self.key.shape[2])
+        x, p = self.heads * (self.n + self.query.shape[2]), self.count
+        return forms * y * p * (y + p) + len(self.rows) * x * p * (2 * y + p + x)
+
+    @cached_property
+    def _crossed(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """``a`` and ``Q`` of rows, ``V`` and ``K`` of keys that move; products of any two."""
+        a, q = self.a.transpose(0, 1).contiguous(), self.query.transpose(0, 1).contiguous()
+        v, k = self.value[:, self.keys_moved], self.key[:, self.keys_moved]
+        return (a, q, v, k), (
+            *(torch.einsum("ihjp,iglp->ihjgl", *one) for one in ((a, a), (a, q), (q, q))),
+            *(torch.einsum("ihjp,glup->ihjglu", x, y) for x in (a, q) for y in (v, k)),
+            *(torch.einsum("hjvp,glup->hjvglu", *one) for one in ((v, v), (v, k), (k, k))),
+        )
+
+    def _squares(
+        self, reads: Float[Tensor, "i k d"], rows: list[int] | None = None
+    ) -> Float[Tensor, "p p"]:
+        """``sum_ik H_ik^2`` of read-outs of some rows, or of all.
+
+        ``H_k = W^T N_k W``, ``W = (a; Q; V; K)``, ``N_k = (D_k, C_k; C_k^T, 0)``: for ``(a; Q)``,
+        ``D_k`` has ``P_j y_kj`` on the diagonal of keys; ``C_k`` leads values of a key to the key,
+        by ``P_j w_k``, and all keys to the query, by ``P_j y_kj``. So every block of
+        ``sum_k N_k W W^T N_k`` is a block of ``W W^T`` times sums over k of two of these.
+        """
+        some, j, add = slice(None) if rows is None else rows, self.keys_moved, torch.einsum
+        (a, q, v, k), (*crossed, vv, vk, kk) = self._crossed
+        a, q, aa, aq, qq, av, ak, qv, qk = (one[some] for one in (a, q, *crossed))
+        p = self.p[:, some].transpose(0, 1)
+        w = add("ikd,hdv->ikhv", reads, self.output)
+        py = p[:, None] * add("ikd,hijd->ikhj", reads, self.v[:, some])
+        # h, g: heads; j, l: keys, those that move where they stand for V or K; u, v, c, e: widths
+        ww, wp = add("ikhv,ikgu->ihvgu", w, w), add("ikhv,ikgl->ihvgl", w, py)
+        pp = add("ikhj,ikgl->ihjgl", py, py)
+        left, right = p[..., j][..., None, None], p[:, None, None][..., j]
+        wp_j, pp_j = wp[..., j], pp[..., j]
+        pp_jj, aa_j = pp_j[:, :, j], right * aa[..., j]
+        # of V, K by V, K: from what they lead to, of all rows at once
+        m_vv = add("ihjgl,ihvgu->hjvglu", left * aa_j[:, :, j], ww)
+        m_vk = add("ihjgc,ihvgl->hjvglc", left * aq[:, :, j], wp_j)
+        m_kk = add("ihcge,ihjgl->hjcgle", qq, pp_jj)
+        # of a, Q by V, K
+        m_av = add("ihjgl,iguhj->ihjglu", aa_j, wp)
+        m_av[:, :, j] += (left * right)[..., None] * add("iglhjv,ihvgu->ihjglu", av[:, :, j], ww)
+        m_ak = add("ihjgc,ihjgl->ihjglc", aq, pp_j)
+        m_ak[:, :, j] += left[..., None] * add("igchjv,ihvgl->ihjglc", qv, wp_j)
+        m_qv = right[..., None] * add("iglhjc,iguhj->ihcglu", ak[:, :, j], wp_j)
+        m_qk = add("igehjc,ihjgl->ihcgle", qk, pp_jj)
+        # of a, Q by a, Q, half of what is symmetric
+        m_aa, through = aa * pp / 2, right * add("ihjglu,iguhj->ihjgl", av, wp)
+        through[:, :, j] += left * right * add("hjvglu,ihvgu->ihjgl", vv, ww) / 2
+        m_aa[..., j] += through
+        m_aq = add("ihjglc,ihjgl->ihjgc", ak, pp_j)
+        m_aq[:, :, j] += left * add("hjvglc,ihvgl->ihjgc", vk, wp_j)
+        m_qq = add("hjcgle,ihjgl->ihcge", kk, pp_jj) / 2
+
+        by_a = add("ihjgl,iglp->ihjp", m_aa, a) + add("ihjgc,igcp->ihjp", m_aq, q)
+        by_a += add("ihjglu,glup->ihjp", m_av, v) + add("ihjglu,glup->ihjp", m_ak, k)
+        by_q = add("ihcge,igep->ihcp", m_qq, q) + add("ihcglu,glup->ihcp", m_qv, v)
+        by_q += add("ihcglu,glup->ihcp", m_qk, k)
+        by_v = add("hjvglu,glup->hjvp", m_vv, v) / 2 + add("hjvglu,glup->hjvp", m_vk, k)
+        by_k = add("hjvglu,glup->hjvp", m_kk, k) / 2
+        both = ((a, by_a), (q, by_q), (v, by_v), (k, by_k))
+        half = torch.stack([x.flatten(0, -2).T @ y.flatten(0, -2) for x, y in both]).sum(0)
+        # where heads cancel, rounding hides it: sizes of rows and of blocks say how much
+        size = p[:, None] * add("ikhv,hjv->ikhj", w.abs(), self.value.norm(dim=-1))
+        size = size + py.abs() * a.norm(dim=-1)[:, None] / 2
+        of_q = add("ikhj,hjc->ikhc", py.abs(), self.key.norm(dim=-1))
+        size = size.square().sum((1, 2, 3)) + of_q.square().sum((1, 2, 3))
+        size = size @ (a.square().sum((1, 2, 3)) + q.square().sum((1, 2, 3)))
+        summed = w.shape[1] + self.count + 2 * v[..., 0].numel() + 2 * k[..., 0].numel()
+        room = 5e-16 * (summed + a[..., 0].numel() + q[..., 0].numel() + 30)
+        return half + half.T + room * size * torch.eye(self.count, dtype=p.dtype)
 
 
 def _rounding(x: Float[Tensor, "q p"]) -> float:

@@ -195,10 +195,9 @@ class AttentionBall:
             return min((self._averages(w, metric, shares) for w in each), key=_trace)
 
         def velocities(*each: tuple[Tensor, Tensor]) -> Tensor:
-            found = (
-                self._velocities(c.sum(1, keepdim=True)[..., None] * w, shares) for c, w in each
+            return self._velocities(
+                [c.sum(1, keepdim=True)[..., None] * w for c, w in each], shares
             )
-            return min(found, key=_trace)
 
         def bends(c: Tensor, w: Tensor, key_w: Tensor) -> Tensor:
             whole = c.sum(1, keepdim=True).expand_as(c)
@@ -254,10 +253,13 @@ class AttentionBall:
         rows = torch.einsum("hjvu,hjup->hjvp", each, at.value).flatten(1, 2)
         return torch.einsum("hvp,hvq->pq", flat, rows)
 
-    def _velocities(self, w: Float[Tensor, "b h i j"], shares: Tensor) -> Float[Tensor, "p p"]:
-        """Of ``sum w_hij <a_hij, f>^2``, averaged."""
-        sizes = (w * self.at.a.square().sum(-1)).flatten(1).sum(1)
-        return weighted_gram(self.at.a.flatten(0, 2), _averaged(w, sizes, shares).flatten())
+    def _velocities(
+        self, weights: Sequence[Float[Tensor, "b h i j"]], shares: Tensor
+    ) -> Float[Tensor, "p p"]:
+        """Of ``sum w_hij <a_hij, f>^2``, averaged: the form of smallest trace."""
+        a, sizes = self.at.a.flatten(0, 2), self.at.a.square().sum(-1)
+        each = [_averaged(w, (w * sizes).flatten(1).sum(1), shares) for w in weights]
+        return weighted_gram(a, min(each, key=lambda w: float((w * sizes).sum())).flatten())
 
     # --- change of the Hessian
 
