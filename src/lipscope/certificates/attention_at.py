@@ -448,8 +448,8 @@ class AttentionAt:
         of_q = add("ikhj,hjc->ikhc", py.abs(), self.key.norm(dim=-1))
         size = size.square().sum((1, 2, 3)) + of_q.square().sum((1, 2, 3))
         size = size @ (a.square().sum((1, 2, 3)) + q.square().sum((1, 2, 3)))
-        summed = w.shape[1] + self.count + 2 * v[..., 0].numel() + 2 * k[..., 0].numel()
-        room = 5e-16 * (summed + a[..., 0].numel() + q[..., 0].numel() + 30)
+        summed = w.shape[1] + self.count + 2 * sum(one[..., 0].numel() for one in (a, q, v, k))
+        room = 5e-16 * (summed + 30)
         return half + half.T + room * size * torch.eye(self.count, dtype=p.dtype)
 
 
