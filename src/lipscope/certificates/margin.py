@@ -103,34 +103,41 @@ class NetworkBall:
             self._first.grow(radius)
             for k in range(1, len(self.cuts)):
                 below = self.chain[-1]
-                x, t = self._ellipsoid(below, below.secant(below.x, 0.0))
+                x = below.through(below.x)[-1]
+                mixed = any(one.mixes for one in self.chain)
+                moving = torch.ones_like(self.tokens) if mixed else self.tokens
+                t = self._axes(below.secant(below.x, 0.0), x, moving)
                 self.chain.append(self._segment(k, x, t))
                 self.chain[-1].grow(radius)
             if self.pooled:
                 below = self.chain[-1]
                 whole = self._pool(below.secant(below.x, 0.0))
                 value = (self.share @ below.through(below.x)[-1])[None]
-                _, t = self._axes(whole, value)
+                t = self._axes(whole, value, self.tokens.new_ones(1))
                 self.chain.append(Segment(self.net.tail, value, t))
                 self.chain[-1].grow(radius)
         except OutOfReachError:
             self.chain = []
         return bool(self.chain)
 
-    def _ellipsoid(self, below: Segment, s: Secant) -> tuple[Tensor, Tensor]:
-        return self._axes(s, below.through(below.x)[-1])
+    def _axes(self, s: Secant, x: Float[Tensor, "n d"], moving: Bool[Tensor, " n"]) -> Tensor:
+        """``T``, ``(n, d, p)``: ``(M + G Z + R) xi`` is in its ellipsoid for unit ``xi``.
 
-    def _axes(self, s: Secant, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``x`` and ``T`` with ``(M + G Z + R) xi`` in the ellipsoid of ``T`` for unit ``xi``."""
-        eye = torch.eye(x.numel(), dtype=x.dtype)
+        Of the tokens that move alone: where nothing mixed them, all others stand still.
+        """
+        rows = moving.repeat_interleave(x.shape[1])
+        eye = torch.eye(int(rows.sum()), dtype=x.dtype)
         least = _LEAST * (norm_above(s.middle) + 1e-30)
-        parts = [(s.middle, 1.0), (eye, least), *((one.outer, one.size) for one in s.loose)]
+        parts = [(s.middle[rows], 1.0), (eye, least)]
+        parts += [(one.outer[rows], one.size) for one in s.loose]
         w = young(*(float(m.norm() * size) for m, size in parts))
         e = sum(
             (m @ m.T * (size**2 / share) for (m, size), share in zip(parts, w, strict=True)),
             0 * eye,
         )
-        return x, ellipsoid(e).view(*x.shape, -1)
+        t = x.new_zeros(x.numel(), len(eye))
+        t[rows] = ellipsoid(e)
+        return t.view(*x.shape, -1)
 
     def _pool(self, s: Secant) -> Secant:
         """The secant of the pooled vector."""
@@ -177,7 +184,8 @@ class NetworkBall:
             if above is self.chain[-1] and self.pooled:
                 out = (self.share @ out)[None]
             anchors.append(out)
-            apart = torch.linalg.solve(above.t.flatten(0, 1), (out - above.x).flatten())
+            rows, side = _side(above)
+            apart = torch.linalg.solve(side, (out - above.x).flatten()[rows])
             starts.append(min(float(apart.norm()), self.radius))
         w = self.net.head[label] - self.net.head[rival]
         slope = w[None] if self.pooled else self.share[:, None] * w
@@ -195,7 +203,9 @@ class NetworkBall:
                 s = self._pool(s) if self.pooled and k == len(self.chain) - 2 else s
                 b = b - _carried(s, carried)
             if k:
-                inverse = torch.linalg.inv(one.t.flatten(0, 1))
+                rows, side = _side(one)
+                inverse = torch.zeros_like(one.t.flatten(0, 1).T)
+                inverse[:, rows] = torch.linalg.inv(side)
                 slope = (inverse.T @ g).view(one.x.shape)
                 carried = inverse.T @ positive_part(-b) @ inverse
                 if self.pooled and k == len(self.chain) - 1:
@@ -206,6 +216,12 @@ class NetworkBall:
         if balls is None:
             return least_in_ball(value, g, b, self.radius)
         return least_in_balls(value, g, b, self.radius / balls**0.5, balls), move
+
+
+def _side(one: Segment) -> tuple[Bool[Tensor, " nd"], Float[Tensor, "p p"]]:
+    """Coordinates of the tokens of a segment's input that move, and its axes there."""
+    rows = (one.t != 0).flatten(1).any(1).repeat_interleave(one.x.shape[1])
+    return rows, one.t.flatten(0, 1)[rows]
 
 
 def _carried(s: Secant, k: Tensor) -> Tensor:
