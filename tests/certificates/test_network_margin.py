@@ -186,6 +186,8 @@ def feed(seed: int, name: ActivationName, gated: bool = False, out: int = D) -> 
 def network(kind: str, blocks: int) -> Network:
     centred, scaled = kind != "rms", kind != "no variance"
     branches: list[Branch] = []
+    if kind == "embedded":  # a norm before the first block
+        branches.append(Branch(None, Norm(gaussian(40, D), gaussian(41, D), 1e-5), skip=False))
     for k in range(blocks):
         norms = [
             Norm(1 + gaussian(50 + k, D) / 5, gaussian(60 + k, D), 1e-5, centred, scaled)
@@ -213,12 +215,13 @@ CASES = [
     ("post", 1), ("post", 2), ("no variance", 1), ("no variance", 3), ("pre", 1), ("pre", 2),
     ("rms", 1), ("rms", 2), ("gated", 1), ("gelu", 1), ("tail", 1), ("tail", 2), ("first", 2),
     ("causal", 2), ("groups", 1), ("rotary", 1), ("cancel", 1), ("saturated", 1),
+    ("embedded", 1), ("embedded", 2),
 ]  # fmt: skip
 
 
 FAST = [
     ("post", 1, "joint"), ("rms", 1, "each"), ("pre", 2, "token"), ("gelu", 1, "joint"),
-    ("gated", 1, "token"), ("tail", 1, "each"),
+    ("gated", 1, "token"), ("tail", 1, "each"), ("embedded", 1, "token"),
 ]  # fmt: skip
 BALLS = ["joint", "token", "each"]
 
@@ -304,6 +307,16 @@ def check_margins(kind: str, blocks: int, ball: str) -> None:
             assert below <= found + 1e-9 * (abs(found) + margin)
         reach = bounds.reach((net.head[label] - net.head[rival])[None])
         assert net.tail or margin - float(reach) <= found + 1e-9
+
+
+def test_tokens_that_stand_still_have_no_axes_until_they_are_mixed() -> None:
+    net, x = network("embedded", 2), gaussian(7, N, D)
+    tokens = torch.tensor([False, True, False])
+    bounds = NetworkBall(net, x, tokens)
+    assert bounds.grow(1e-3)
+    one, two = (segment.t for segment in bounds.chain[1:])
+    assert one.shape == (N, D, D) and two.shape == (N, D, N * D)
+    assert bool((one[[0, 2]] == 0).all())
 
 
 def test_a_network_that_no_token_moves_and_ties() -> None:
