@@ -184,7 +184,7 @@ class NetworkBall:
             if above is self.chain[-1] and self.pooled:
                 out = (self.share @ out)[None]
             anchors.append(out)
-            rows, side = _side(above)
+            rows, side = _square_axes(above)
             apart = torch.linalg.solve(side, (out - above.x).flatten()[rows])
             starts.append(min(float(apart.norm()), self.radius))
         w = self.net.head[label] - self.net.head[rival]
@@ -203,7 +203,7 @@ class NetworkBall:
                 s = self._pool(s) if self.pooled and k == len(self.chain) - 2 else s
                 b = b - _carried(s, carried)
             if k:
-                rows, side = _side(one)
+                rows, side = _square_axes(one)
                 inverse = torch.zeros_like(one.t.flatten(0, 1).T)
                 inverse[:, rows] = torch.linalg.inv(side)
                 slope = (inverse.T @ g).view(one.x.shape)
@@ -218,7 +218,7 @@ class NetworkBall:
         return least_in_balls(value, g, b, self.radius / balls**0.5, balls), move
 
 
-def _side(one: Segment) -> tuple[Bool[Tensor, " nd"], Float[Tensor, "p p"]]:
+def _square_axes(one: Segment) -> tuple[Bool[Tensor, " nd"], Float[Tensor, "p p"]]:
     """Coordinates of the tokens of a segment's input that move, and its axes there."""
     rows = (one.t != 0).flatten(1).any(1).repeat_interleave(one.x.shape[1])
     return rows, one.t.flatten(0, 1)[rows]
