@@ -340,7 +340,7 @@ class AttentionAt:
                 ef, ge = e @ f, g @ e
                 e, f, g = e @ e + f @ g, ef + ef.mT, ge + ge.mT
             eighth = 2 * (e * e.mT + f * g).sum((1, 2))
-        room = _rounding(x)
+        room = _rounding_of_powers(x)
         eighth = eighth.clamp_min(0) + room * (size + room) ** 7
         return eighth**0.125 * sizes[0] * sizes[1] + lost
 
@@ -453,7 +453,7 @@ class AttentionAt:
         return half + half.T + room * size * torch.eye(self.count, dtype=p.dtype)
 
 
-def _rounding(x: Float[Tensor, "q p"]) -> float:
+def _rounding_of_powers(x: Float[Tensor, "q p"]) -> float:
     """Of powers up to the eighth of ``X^T B + B^T X``, relative to products of norms, with room."""
     return 2e-16 * (24 * sum(x.shape) + 200)
 
