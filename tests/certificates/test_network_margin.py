@@ -36,13 +36,18 @@ def attention(seed: int, kind: str = "plain") -> DotProduct:
     if kind == "cancel":  # two equal heads, their outputs opposite
         twice = [torch.cat([one[:2]] * 2) for one in w[:3]]
         return DotProduct(*twice, torch.cat([w[3][:, :2], -w[3][:, :2]], 1), heads=2)
+    if kind == "still keys":  # values move, no key does
+        angle = torch.arange(N)[:, None] * torch.tensor([[0.7, 0.7]]).double()
+        rotary = Rotary(angle.cos(), angle.sin())
+        plain = torch.zeros_like(w[1])
+        return DotProduct(w[0], plain, w[2], w[3], heads=2, rotary=rotary, key_bias=w[1, 0])
     if kind == "saturated":
         return DotProduct(30 * w[0], w[1], w[2], w[3], heads=2)
     return DotProduct(*w, heads=2, causal=kind == "causal", query_bias=w[0, 0])
 
 
 SHAPES = ["identity", "one token"]
-KINDS = ["plain", "causal", "groups", "rotary", "cancel", "saturated"]
+KINDS = ["plain", "causal", "groups", "rotary", "cancel", "still keys", "saturated"]
 
 
 def directions(p: int, at: AttentionAt, radius: float) -> torch.Tensor:

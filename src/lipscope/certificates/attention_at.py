@@ -28,6 +28,7 @@ _CANCELS = 1e-13  # of the sizes of two terms whose sum may vanish: rounding, wi
 TINY = 1e-300  # a weight below it is one that underflows
 _FEW = 2e7  # largest tensor of forms of the pairs both of whose ends move
 _EXACT = 3e9  # products for second derivatives of all outputs
+_HELD = 5e7  # numbers that they may hold at a time
 
 
 def extreme_mean(
@@ -141,8 +142,8 @@ class AttentionAt:
 
     @cached_property
     def keys_moved(self) -> Bool[Tensor, " j"]:
-        """Keys that move in some head; one where none does."""
-        moved = (self.key != 0).flatten(2).any(-1).any(0)
+        """Tokens whose key or value moves in some head; one where none does."""
+        moved = ((self.key != 0).any(-1).any(-1) | (self.value != 0).any(-1).any(-1)).any(0)
         moved[0] |= ~moved.any()
         return moved
 
@@ -364,23 +365,24 @@ class AttentionAt:
 
     def lead_together(self, reads: Float[Tensor, "i k d"]) -> Float[Tensor, "p p"] | None:
         """``sum_ik H_ik^2`` of the read-outs of all rows; None where that is much work."""
-        return self._squares(reads) if self._products(1) <= _EXACT else None
+        return self._squares(reads) if self._little(1) else None
 
     @cached_property
     def lead_rows(self) -> tuple[Float[Tensor, " i"], Float[Tensor, "p p"]] | None:
         """``(sum_k |H_ik f|^2)^(1/2)`` of every row, and the form of all rows."""
-        if self._products(len(self.rows)) > _EXACT:
+        if not self._little(len(self.rows)):
             return None
         eye = torch.eye(self.output.shape[1], dtype=self.p.dtype)[None]
         squares = torch.stack([self._squares(eye, [i]) for i in range(len(self.rows))])
         rows = torch.stack([top_value(one) for one in squares]).sqrt()
         return rows, squares.sum(0)
 
-    def _products(self, forms: int) -> int:
-        """Of numbers, for as many forms of `_squares` that share all rows."""
+    def _little(self, forms: int) -> bool:
+        """Whether as many forms of `_squares` that share all rows are little work, and small."""
         y = self.heads * int(self.keys_moved.sum()) * (self.value.shape[2] + self.key.shape[2])
-        x, p = self.heads * (self.n + self.query.shape[2]), self.count
-        return forms * y * p * (y + p) + len(self.rows) * x * p * (2 * y + p + x)
+        x, p, i = self.heads * (self.n + self.query.shape[2]), self.count, len(self.rows)
+        products = forms * y * p * (y + p) + i * x * p * (2 * y + p + x)
+        return products <= _EXACT and i * x * (x + y) + y * y <= _HELD
 
     @cached_property
     def _crossed(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

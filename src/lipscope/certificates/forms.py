@@ -48,7 +48,7 @@ def _start(m: int) -> Tensor:
 def _top_by_cholesky(gram: Float[Tensor, "m m"]) -> Tensor:
     """A shift ``s`` is above all eigenvalues where ``s - M`` has a Cholesky factor."""
     m = len(gram)
-    size = gram.diagonal().sum()
+    size = _finite(gram.diagonal().sum())
     if not bool(size > 0):
         return gram.abs().sum()
     v = _start(m).to(gram.dtype)

@@ -408,7 +408,7 @@ def _search(asked: _Question, found: _Found) -> None:
         found.note = f"a larger radius may be provable: {_TRIES} were tried"
     if found.radius == 0:
         found.note = "nothing was proved at any radius that was tried"
-    if found.rival != asked.others[0]:
+    if found.rival != limit:
         found.flips_at(asked.smallest_flip(found.rival, found.radius))
 
 
