@@ -7,7 +7,7 @@ import torch
 
 from lipscope import DotProduct
 from lipscope.certificates import NetworkBall, certify_network
-from lipscope.models import Branch, Feed, Network
+from lipscope.models import Branch, Feed, Network, Norm
 
 F64 = torch.float64
 EYE = torch.eye(2, dtype=F64)
@@ -76,6 +76,16 @@ def test_what_is_flat_at_the_centre_is_searched_for_far_away() -> None:
     found = certify_network(dead, X)
     # a unit opens where its argument has grown by 29, in one token
     assert found.radius > 25 and (found.attack is None or found.attack >= found.radius)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-4])
+def test_where_first_order_is_far_a_radius_is_found_that_a_norm_limits(size: float) -> None:
+    norm = Norm(vector(1, 1), vector(0, 0), eps=0.0, centred=False)
+    part = Branch(feed(1.0, 0.0, 1.0), norm=norm, skip=False)
+    found = certify_network(Network((part,), HALF, 1e-6 * EYE, vector(1.0, 0)), size * X)
+    # a token may be taken to zero there, where the norm has no bound
+    least = float((size * X).norm(dim=1).min())
+    assert 0.95 * least < found.radius <= least < 1e-3 * found.first_order
 
 
 @pytest.mark.parametrize(

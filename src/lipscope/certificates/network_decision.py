@@ -416,9 +416,11 @@ def _next(low: float, high: float, end: float, lost: dict[float, float], even: b
     """A radius between one that holds and one that fails.
 
     Just short of where a power of the radius, through the two values of what was lost that are
-    nearest to the whole margin, takes it; ``even``, or where that is not known: the middle.
+    nearest to the whole margin, takes it; ``even``, or where that is not known: the middle. Where
+    nothing ever held, not even a bound, the steps grow: by 2, 2, 4, 16 and 256.
     """
-    middle = (low * high) ** 0.5 if low > 0 else high / 2
+    unbounded = sum(math.isinf(some) for some in lost.values())
+    middle = (low * high) ** 0.5 if low > 0 else high / 2**2 ** max(unbounded - 2, 0)
     # those before are of other anchors
     sizes = [size for size, some in lost.items() if low <= size <= high and some < math.inf]
     if high < math.inf and (even or not sizes):
