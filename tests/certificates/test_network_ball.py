@@ -288,7 +288,8 @@ def test_what_bends_is_bounded_by_a_form() -> None:
     at, _ = apart()
     at.turns = None  # as where many tokens move
     c, w = gaussian(1, 1, 1, 3).abs(), gaussian(2, 1, 1, 3, 3).abs()
-    form = AttentionBall(at, 1.0, pieces=1)._bent(ONE, c, w, at.key_spread(w[0])[None])
+    ball = AttentionBall(at, 1.0, pieces=1)
+    form = ball._bent(ONE, c, w, at.key_spread(w[0])[None]).matrix()
     e = torch.nn.functional.normalize(gaussian(3, 500, 3), dim=1)
     alpha = torch.einsum("hikp,mp,hjkq->mhijq", at.query, e, at.key)
     alpha = alpha + torch.einsum("hikq,hjkp,mp->mhijq", at.query, at.key, e)

@@ -13,7 +13,7 @@ from lipscope.attention import Rotary
 from lipscope.certificates import NetworkBall, certify_network
 from lipscope.certificates.attention_at import AttentionAt, bend_of
 from lipscope.certificates.attention_ball import AttentionBall
-from lipscope.certificates.forms import least_in_ball, least_in_balls, thin_root
+from lipscope.certificates.forms import RowForm, least_in_ball, least_in_balls, thin_root
 from lipscope.certificates.norm_ball import NormBall
 from lipscope.models import ActivationName, Branch, Feed, Network, Norm
 
@@ -337,3 +337,18 @@ def test_a_network_that_no_token_moves_and_ties() -> None:
     norm = Norm(torch.ones(D).double(), torch.zeros(D).double(), 0.0)
     empty = replace(net, branches=(Branch(None, norm, skip=False),))
     assert certify_network(empty, zero).radius == 0.0
+
+
+def test_a_form_of_rows_is_the_matrix_that_it_stands_for() -> None:
+    gen = torch.Generator().manual_seed(0)
+    few, many, rest, w, u = (
+        torch.randn(*shape, generator=gen, dtype=F64)
+        for shape in ((3, 4), (9, 4), (4, 4), (3,), (9,))
+    )
+    rest = rest + rest.T
+    left, right = RowForm((few, many), (w, None)), RowForm((few, many), (2 * w, u), rest)
+    form = left + 0.5 * right
+    known = 2 * torch.einsum("k,kp,kq->pq", w, few, few)
+    known = known + torch.einsum("k,kp,kq->pq", u, many, many) / 2 + rest / 2
+    assert torch.allclose(form.matrix(), known) and torch.allclose(form.trace(), known.trace())
+    assert torch.allclose(form @ rest, known @ rest) and len(form) == 4

@@ -17,6 +17,7 @@ from torch import Tensor
 from lipscope.attention import DotProduct
 from lipscope.certificates.forms import (
     SLACK,
+    RowForm,
     norm_above,
     top_bilinear,
     top_value,
@@ -91,7 +92,7 @@ class AttentionAt:
         for m in (dq, dk, dv):
             m[:, still] = 0.0
         self.p = layer.weights(q0, k0)[:, rows]
-        self.query, self.key, self.value = dq[:, rows], dk, dv
+        self.query, self.key, self.value = dq[:, rows].contiguous(), dk.contiguous(), dv
         heads, n = self.p.shape[0], len(x)
         wide = layer.output if layer.output is not None else torch.eye(heads * v0.shape[-1]).to(x)
         self.output = wide.unflatten(1, (heads, -1)).movedim(1, 0)  # (h, d_out, kv)
@@ -175,6 +176,17 @@ class AttentionAt:
     def norm_query(self) -> Tensor:
         """``‖Q_i T‖``, ``(h, i)``."""
         return top_value(self.query @ self.query.mT).sqrt()
+
+    @cached_property
+    def value_norms(self) -> Float[Tensor, " h"]:
+        """``‖stack_j V_j T‖``."""
+        return norm_above(self.value.flatten(1, 2))
+
+    @cached_property
+    def read_norms(self) -> Float[Tensor, " h"]:
+        """``‖stack_j W_h V_j T‖``, by a triangular factor of every ``W_h``."""
+        triangle = torch.linalg.qr(self.output).R
+        return norm_above(torch.einsum("huv,hjvp->hjup", triangle, self.value).flatten(1, 2))
 
     @cached_property
     def turning(self) -> Bool[Tensor, " i"]:
@@ -288,15 +300,19 @@ class AttentionAt:
             return norm_above(self.query.flatten(1, 2) * root[..., None])
         return top_value(self.gram_heads * root[..., :, None] * root[..., None, :]).sqrt()
 
-    def of_ends(
-        self, queries: Float[Tensor, "h i"], keys: Float[Tensor, "h j"]
-    ) -> tuple[Float[Tensor, "p p"], Float[Tensor, "p p"]]:
-        """``sum w_hi |Q_i T f|^2`` and ``sum w_hj |K_j T f|^2`` as forms."""
+    def form(
+        self,
+        a: Float[Tensor, "h i j"] | None = None,
+        queries: Float[Tensor, "h i"] | None = None,
+        keys: Float[Tensor, "h j"] | None = None,
+        rest: Float[Tensor, "p p"] | None = None,
+    ) -> RowForm:
+        """``sum w_hij <a_hij, f>^2 + sum w_hi |Q_i T f|^2 + sum w_hj |K_j T f|^2 + <f, M f>``."""
         width = self.query.shape[2]
-        return (
-            weighted_gram(self.query.flatten(0, 2), queries.flatten().repeat_interleave(width)),
-            weighted_gram(self.key.flatten(0, 2), keys.flatten().repeat_interleave(width)),
-        )
+        ends = [None if w is None else w.flatten() for w in (a, queries, keys)]
+        ends[1:] = [None if w is None else w.repeat_interleave(width) for w in ends[1:]]
+        rows = [self.a.flatten(0, 2), self.query.flatten(0, 2), self.key.flatten(0, 2)]
+        return RowForm(rows, ends, rest)
 
     def lead_of(self, reads: Float[Tensor, "i k d"]) -> Float[Tensor, "i k"] | None:
         """``>= sup |<p_ik, H_i[e, f]>|`` over unit ``e, f`` for every read-out alone.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float
@@ -21,7 +20,14 @@ from lipscope.certificates.attention_at import (
     extreme_size,
     graded,
 )
-from lipscope.certificates.forms import about, added, norm_above, top_value, weighted_gram
+from lipscope.certificates.forms import (
+    RowForm,
+    about,
+    added,
+    norm_above,
+    top_value,
+    weighted_gram,
+)
 
 _LOST = 1e-200  # total weight of keys below which their shares of it are not known
 _PAIRS = 2_000_000  # of keys of a row, of which is held at a time how far their logits come apart
@@ -147,21 +153,9 @@ class AttentionBall:
             of_values = torch.einsum("higv,hjvlu,higu->higjl", w1, at.gram_value, w1)
             size = top_value(of_values).sqrt()
         else:
-            size = norm_above(reads)[None] * self._read_norms[:, None, None]
-            size = torch.minimum(size, norm_above(w) * self._value_norms[:, None, None])
+            size = norm_above(reads)[None] * at.read_norms[:, None, None]
+            size = torch.minimum(size, norm_above(w) * at.value_norms[:, None, None])
         return _changes(self.grid, at, y, size, lead)
-
-    @cached_property
-    def _value_norms(self) -> Float[Tensor, " h"]:
-        """``‖stack_j V_j T‖``."""
-        return norm_above(self.at.value.flatten(1, 2))
-
-    @cached_property
-    def _read_norms(self) -> Float[Tensor, " h"]:
-        """``‖stack_j W_h V_j T‖``."""
-        at = self.at
-        stack = torch.einsum("hdk,hjkp->hjdp", at.output, at.value).flatten(1, 2)
-        return norm_above(stack)
 
     def joint_change(
         self,
@@ -185,21 +179,22 @@ class AttentionBall:
         largest = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
         largest = largest.amax(-1) + (one.change * largest).sum(-1)
         outer = torch.minimum(
-            norm_above(metric).sqrt() * self._value_norms[:, None],
-            norm_above(reads) * self._read_norms[:, None],
+            norm_above(metric).sqrt() * at.value_norms[:, None],
+            norm_above(reads) * at.read_norms[:, None],
         )
         carried = (outer * one.radius[:, None, None]).square()
         shared, squares = carried * one.carried, one.path.square()
 
-        def values(*each: Tensor) -> Tensor:
-            return min((self._averages(w, metric, shares) for w in each), key=_trace)
+        def values(*each: Tensor) -> RowForm:
+            averages = (self._averages(w, metric, shares) for w in each)
+            return at.form(rest=min(averages, key=lambda form: float(form.trace())))
 
-        def velocities(*each: tuple[Tensor, Tensor]) -> Tensor:
+        def velocities(*each: tuple[Tensor, Tensor]) -> RowForm:
             return self._velocities(
                 [c.sum(1, keepdim=True)[..., None] * w for c, w in each], shares
             )
 
-        def bends(c: Tensor, w: Tensor, key_w: Tensor) -> Tensor:
+        def bends(c: Tensor, w: Tensor, key_w: Tensor) -> RowForm:
             whole = c.sum(1, keepdim=True).expand_as(c)
             far = one.radius.square()
             sizes = far * (whole * key_w.square()).flatten(1).sum(1)
@@ -235,9 +230,9 @@ class AttentionBall:
             plain[-1],
         ]
         if _sizes(rest) < _sizes(plain) and (first := lead()) is not None:
-            exact = [(shares @ one.radius).square() * first, *rest]
+            exact = [at.form(rest=(shares @ one.radius).square() * first), *rest]
             plain = min(plain, exact, key=_sizes)
-        return added(plain)
+        return added(plain).matrix()
 
     def _averages(
         self, w: Float[Tensor, "b h i j"], metric: Float[Tensor, "h i v v"], shares: Tensor
@@ -253,13 +248,11 @@ class AttentionBall:
         rows = torch.einsum("hjvu,hjup->hjvp", each, at.value).flatten(1, 2)
         return torch.einsum("hvp,hvq->pq", flat, rows)
 
-    def _velocities(
-        self, weights: Sequence[Float[Tensor, "b h i j"]], shares: Tensor
-    ) -> Float[Tensor, "p p"]:
+    def _velocities(self, weights: Sequence[Float[Tensor, "b h i j"]], shares: Tensor) -> RowForm:
         """Of ``sum w_hij <a_hij, f>^2``, averaged: the form of smallest trace."""
-        a, sizes = self.at.a.flatten(0, 2), self.at.a.square().sum(-1)
+        sizes = self.at.a.square().sum(-1)
         each = [_averaged(w, (w * sizes).flatten(1).sum(1), shares) for w in weights]
-        return weighted_gram(a, min(each, key=lambda w: float((w * sizes).sum())).flatten())
+        return self.at.form(min(each, key=lambda w: float((w * sizes).sum())))
 
     # --- change of the Hessian
 
@@ -268,13 +261,16 @@ class AttentionBall:
         at, used, y = self.at, shares > 0, bend.y
         one, shares = self.grid.of(used), shares[used]
         r, upper, lower, change = one.radius[:, None, None], one.upper, one.lower, one.change
-        a, sizes = at.a.flatten(0, 2), at.a.square().sum(-1)
+        sizes = at.a.square().sum(-1)
 
         def shared(w: Tensor) -> Tensor:
             return torch.einsum("b,b...->...", shares, w)
 
-        def of_a(w: Tensor) -> Tensor:
-            return weighted_gram(a, shared(w).flatten())
+        def of_n(n: Tensor, w: Tensor) -> RowForm:
+            return at.form(rest=weighted_gram(n.flatten(0, 2), shared(w).flatten()))
+
+        def of_a(w: Tensor) -> RowForm:
+            return at.form(shared(w))
 
         mean = extreme_size(y, lower, upper)  # |E'y|
         own = bend.n.norm(dim=-1)
@@ -284,8 +280,8 @@ class AttentionBall:
         # 2 (Cov' - Cov)(n, a)
         rows = (~at.lone)[..., None].to(upper.dtype)  # the others have a form of their own
         c = rows * change * (1 + one.total)[..., None]
-        q = _product(weighted_gram(bend.n.flatten(0, 2), shared(c).flatten()), of_a(c))
-        q = q + self._of_lone(bend, one, shares)
+        q = _product(of_n(bend.n, c), of_a(c))
+        q = q + at.form(rest=self._of_lone(bend, one, shares))
         # E'[y' a^2] - E[y a^2], means taken off; or all of both, where y' is at least -fall
         deviation = extreme_mean(large.square(), lower, upper).sqrt()
         each = change * y.abs() + upper * wider + 2 * self._mean_moved(one, deviation)
@@ -300,10 +296,9 @@ class AttentionBall:
         alone = at.single.any(-1)[..., None]
         n = torch.where(alone[..., None], bend.read, bend.n)  # as variances of one key alone
         w = turns[..., None] * torch.where(alone, at.single * one.varied, upper)
-        of_n = weighted_gram(n.flatten(0, 2), shared(w).flatten())
         far = shares * one.radius.square()
         bent = self._bent(far, turns.expand_as(most), one.varied, one.key_upper)
-        q = q + _product(of_n, bent)
+        q = q + _product(of_n(n, w), bent)
         bent = self._bent(far, most, one.varied, one.key_upper)
         q = q + bent + _product(of_a(most[..., None] * upper), bent)
         # 2 (Cov' - Cov)(y, q) and 2 Cov'(n(e), q)
@@ -313,18 +308,14 @@ class AttentionBall:
         if at.turns is not None:
             where, _, forms = at.turns
             w = shared(w + size[..., None] * one.varied.sqrt())
-            return q + 2 * torch.einsum("m,mpq->pq", w[where], forms)
-        return (
-            q
-            + _product(*at.of_ends(shared(w.sum(-1)), shared(w.sum(-2))))
-            + _product(
-                *at.of_ends(shared(size), torch.einsum("b,bhi,bhij->hj", shares, size, one.varied))
-            )
-        )
+            return q.matrix() + 2 * torch.einsum("m,mpq->pq", w[where], forms)
+        q = q + _product(at.form(queries=shared(w.sum(-1))), at.form(keys=shared(w.sum(-2))))
+        keys = torch.einsum("b,bhi,bhij->hj", shares, size, one.varied)
+        return (q + _product(at.form(queries=shared(size)), at.form(keys=keys))).matrix()
 
     def _bent(
         self, shares: Tensor, c: Float[Tensor, "b h i"], w: Float[Tensor, "b h i j"], key_w: Tensor
-    ) -> Float[Tensor, "p p"]:
+    ) -> RowForm:
         """``sum shares_b c_hi sum_j w_hij alpha_j(e, f)^2`` for unit ``e``, as a form in ``f``.
 
         ``key_w``: the `key_spread` of ``w``.
@@ -333,7 +324,7 @@ class AttentionBall:
         if at.turns is not None:
             where, squares, _ = at.turns
             w = torch.einsum("b,bhi,bhij->hij", shares, c, w)
-            return 4 * torch.einsum("m,mpq->pq", w[where], squares)
+            return at.form(rest=4 * torch.einsum("m,mpq->pq", w[where], squares))
         # <Q e, K f>^2, all rows of a head together or every one by itself; <Q f, K e>^2
         together = graded(at.of_heads, c, rows=True).square()[..., None] * w.amax(-2)
         each = torch.einsum("bhi,bhij->bhj", c * at.norm_query.square(), w)
@@ -341,8 +332,7 @@ class AttentionBall:
         less = (together * sizes).sum(-1) < (each * sizes).sum(-1)
         keys = torch.where(less[..., None], together, each)
         queries = torch.einsum("b,bhi->hi", shares, c * key_w.square())
-        of_query, of_key = at.of_ends(queries, torch.einsum("b,bhj->hj", shares, keys))
-        return 2 * (of_query + of_key)
+        return at.form(queries=2 * queries, keys=2 * torch.einsum("b,bhj->hj", shares, keys))
 
     def _of_lone(self, bend: Bend, one: Reach, shares: Float[Tensor, " b"]) -> Float[Tensor, "p p"]:
         """What rows ``p_s (Y + nu) + const`` add, ``p_s`` logistic in ``tau``.
@@ -458,20 +448,16 @@ def _averaged(w: Float[Tensor, "b ..."], sizes: Float[Tensor, " b"], shares: Ten
     return torch.einsum("b,b...->...", _evened(sizes, shares), w)
 
 
-def _trace(form: Float[Tensor, "p p"]) -> float:
-    return float(form.diagonal().sum())
-
-
-def _sizes(forms: Sequence[Float[Tensor, "p p"]]) -> float:
+def _sizes(forms: Sequence[RowForm]) -> float:
     """Of forms whose roots add up."""
-    return sum(max(_trace(form), 0.0) ** 0.5 for form in forms)
+    return sum(max(float(form.trace()), 0.0) ** 0.5 for form in forms)
 
 
-def _product(left: Float[Tensor, "p p"], right: Float[Tensor, "p p"]) -> Float[Tensor, "p p"]:
+def _product(left: RowForm, right: RowForm) -> RowForm:
     """A form ``>= 2 (L(f) R(f))^(1/2)`` for forms that are not negative: ``θ L + R / θ``."""
     sizes = about(left) + TINY, about(right) + TINY
     theta = (sizes[1] / sizes[0]).sqrt()
-    return theta * left + right / theta
+    return theta * left + (1 / theta) * right
 
 
 def _top_weighted(gram: Tensor, w: Tensor) -> Tensor:

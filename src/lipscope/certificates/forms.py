@@ -5,8 +5,10 @@ In float64, with what rounding may hide of an eigenvalue on the safe side.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, reduce
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
@@ -65,9 +67,9 @@ def _top_by_cholesky(gram: Float[Tensor, "m m"]) -> Tensor:
         step *= 2
 
 
-def about(form: Float[Tensor, "m m"]) -> Tensor:
-    """Largest eigenvalue of a positive semidefinite matrix, roughly: for weights, never a bound."""
-    v = _start(len(form))[:, :1].to(form.dtype)
+def about(form: Tensor | RowForm) -> Tensor:
+    """Largest eigenvalue of a form that is not negative, roughly: for weights, never a bound."""
+    v = _start(len(form))[:, :1]
     for _ in range(4):
         v = form @ v
         v = v / (v.norm() + 1e-300)
@@ -82,6 +84,54 @@ def norm_above(m: Float[Tensor, "*b k p"]) -> Float[Tensor, "*b"]:
 def weighted_gram(a: Float[Tensor, "k p"], w: Float[Tensor, " k"]) -> Float[Tensor, "p p"]:
     """``sum_k w_k a_k a_k^T``."""
     return (a * w[:, None]).T @ a
+
+
+class RowForm:
+    """``sum_k w_k r_k r_k^T + M`` of blocks of rows: sums and multiples are those of the weights.
+
+    What is added up, scaled and applied to vectors becomes one matrix in the end, and not one each.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Float[Tensor, "_ p"]],
+        weights: Sequence[Float[Tensor, " _"] | None],
+        rest: Float[Tensor, "p p"] | None = None,
+    ) -> None:
+        self.rows, self.weights, self.rest = rows, weights, rest
+
+    def _parts(self) -> list[tuple[Tensor, Tensor]]:
+        pairs = zip(self.rows, self.weights, strict=True)
+        return [(rows, w) for rows, w in pairs if w is not None]
+
+    def __len__(self) -> int:
+        return self.rows[0].shape[1]
+
+    def __add__(self, other: RowForm) -> RowForm:
+        pairs = [*zip(self.weights, other.weights, strict=True), (self.rest, other.rest)]
+        *weights, rest = (y if x is None else x if y is None else x + y for x, y in pairs)
+        return RowForm(self.rows, weights, rest)
+
+    def __rmul__(self, factor: float | Float[Tensor, ""]) -> RowForm:
+        *weights, rest = (None if w is None else factor * w for w in (*self.weights, self.rest))
+        return RowForm(self.rows, weights, rest)
+
+    def __matmul__(self, v: Float[Tensor, "p k"]) -> Float[Tensor, "p k"]:
+        found = [rows.T @ (w[:, None] * (rows @ v)) for rows, w in self._parts()]
+        return reduce(operator.add, found if self.rest is None else [*found, self.rest @ v])
+
+    def trace(self) -> Float[Tensor, ""]:
+        """``sum_k w_k |r_k|^2 + tr M``."""
+        found = [w @ rows.square().sum(1) for rows, w in self._parts()]
+        return reduce(operator.add, found if self.rest is None else [*found, self.rest.trace()])
+
+    def matrix(self) -> Float[Tensor, "p p"]:
+        """The form itself."""
+        found = [weighted_gram(rows, w) for rows, w in self._parts()]
+        return reduce(operator.add, found if self.rest is None else [*found, self.rest])
+
+
+_Form = TypeVar("_Form", Tensor, RowForm)
 
 
 def top_bilinear(left: Float[Tensor, "*#b k p"], right: Float[Tensor, "*#b k p"]) -> Tensor:
@@ -158,10 +208,13 @@ def young(*sizes: float) -> list[float]:
     return [max(size, least) / total for size in sizes]
 
 
-def added(forms: Sequence[Float[Tensor, "m m"]]) -> Float[Tensor, "m m"]:
+def added(forms: Sequence[_Form]) -> _Form:
     """A form ``>= (sum_k F_k(f)^(1/2))^2`` of forms that are not negative."""
     w = young(*(float(about(form)) ** 0.5 for form in forms))
-    return torch.stack([form / share for form, share in zip(forms, w, strict=True)]).sum(0)
+    whole, *others = ((1 / share) * form for form, share in zip(forms, w, strict=True))
+    for one in others:
+        whole = whole + one
+    return whole
 
 
 def least_in_ball(

@@ -34,6 +34,7 @@ _ANCHORS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.98)  # of the way to where a de
 _FIRST = (7, 2)  # of them: one is best where little bends, the other, or one beside it, elsewhere
 _NEAR = (0.25, 0.025)  # of the margin: what misses 0 by less, at first and later, may be bettered
 _STARTS, _STEPS = 2, 25  # of the descent to an anchor
+_AGAIN = 8  # steps of one that starts where another radius' ended
 _FLIPS, _DOUBLINGS = 6, 6  # of the attack: its starts, and how often it goes further out
 _SLACK = 1e-9  # float64 rounding of sums of this size, with room
 _ROUNDING = 1e-12  # of scores whose difference is small, relative to the largest
@@ -171,14 +172,15 @@ class _Question:
         if start is not None:
             e[-1] = start.view(size[1:])
         e = self.project(e, radius)
-        for k in range(_STEPS):
+        steps = _STEPS if start is None or starts > _STARTS else _AGAIN
+        for k in range(steps):
             self.tell()
             e = e.detach().requires_grad_(True)
             (g,) = torch.autograd.grad(margins(e).sum(), e)
             size_of = g.norm(dim=-1, keepdim=True)
             if self.ball != "each":
                 size_of = size_of.norm(dim=1, keepdim=True)
-            step = radius * 0.5 * 0.02 ** (k / _STEPS)
+            step = radius * 0.5 * 0.02 ** (k / steps)
             e = self.project(e.detach() - step * g / (size_of + 1e-300), radius)
         found = margins(e)
         found = found.where(found.isfinite(), math.inf)  # what overflows is no flip
