@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon
+from torch.overrides import TorchFunctionMode
 
 from lipscope import SmoothTransformer
 
@@ -27,10 +29,18 @@ def train(
             optimiser.param_groups[0]["lr"] = rate * (1 - step / steps)
             optimiser.zero_grad()
         loss.backward()
-        for optimiser in optimisers:
-            optimiser.step()
+        with _Float32():
+            for optimiser in optimisers:
+                optimiser.step()
         model.cap_weights()
         yield step + 1, float(loss.detach())
+
+
+class _Float32(TorchFunctionMode):
+    """Keep in float32 what Muon rounds to bfloat16, which many a processor emulates, slowly."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0].clone() if func is Tensor.bfloat16 else func(*args, **(kwargs or {}))
 
 
 def norm_of(weight: Tensor) -> float:
