@@ -92,6 +92,7 @@ def test_where_first_order_is_far_a_radius_is_found_that_a_norm_limits(size: flo
     ("part", "skip", "head"),
     [
         (feed(1e100, 0.0, 1e-100), True, 1.0),
+        (feed(1e155, 0.0, 1e-155), True, 1.0),
         (feed(1e6, 0.0, 1.0, 1e6), False, 1.0),
         (feed(1e15, 0.0, 1.0, 1e15), False, 1.0),
         (feed(1.0, 0.0, 1.0), True, 1e160),

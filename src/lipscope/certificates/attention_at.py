@@ -161,14 +161,8 @@ class AttentionAt:
         return (flat @ flat.mT).unflatten(1, (self.n, -1)).unflatten(3, (self.n, -1))
 
     @cached_property
-    def gram_query(self) -> Tensor:
-        """Of the rows of all ``Q_i T``, ``(h i k, h i k)``."""
-        rows = self.query.flatten(0, 2)
-        return rows @ rows.T
-
-    @cached_property
     def gram_heads(self) -> Tensor:
-        """The same of every head, ``(h, i k, i k)``."""
+        """Of the rows of all ``Q_i T`` of a head, ``(h, i k, i k)``."""
         rows = self.query.flatten(1, 2)
         return rows @ rows.mT
 
@@ -218,11 +212,6 @@ class AttentionAt:
         root = w.sqrt().repeat_interleave(self.key.shape[2], -1)
         return top_value(self.gram_key[:, None] * root[..., :, None] * root[..., None, :]).sqrt()
 
-    def together(self, c: Float[Tensor, "h i"]) -> Tensor:
-        """``sup (sum_hi c_hi^2 |Q_i T e|^2)^(1/2)`` over unit ``e``."""
-        w = c.clamp_min(0).reshape(-1).repeat_interleave(self.query.shape[2])
-        return top_value(self.gram_query * w[:, None] * w).sqrt()
-
     def spread(self, w: Float[Tensor, "h i j"]) -> Tensor:
         """``λ(sum_j w_ij a_j a_j^T)^(1/2)``, ``(h, i)``."""
         root = w.clamp_min(0).sqrt()
@@ -264,27 +253,11 @@ class AttentionAt:
         """Rows whose query stays and one of whose keys moves."""
         return self.single.any(-1) & (self.norm_query == 0)
 
-    def bent(
-        self, c: Float[Tensor, "b h i"], w: Float[Tensor, "b h i j"], spread: Tensor
-    ) -> Float[Tensor, " b"]:
-        """``>= sup (sum_hij c_hi w_hij <e, S_hij f>^2)^(1/2)`` over unit ``e``, ``f``.
+    def bent_rows(self, w: Float[Tensor, "*b h i j"], spread: Tensor) -> Float[Tensor, "*b h i"]:
+        """``>= sup (sum_j w_ij <e, S_ij f>^2)^(1/2)`` over unit ``e``, ``f``, for every row.
 
         ``spread``: the `key_spread` of ``w``.
         """
-        found = graded(lambda c: self.together(c.sqrt()), c * spread.square())
-        if self.turns is None:
-            return found
-        where, squares, _ = self.turns
-        if not len(squares):
-            return 0 * found
-
-        def each(w: Tensor) -> Tensor:
-            return top_value(torch.einsum("m,mpq->pq", w, squares)).sqrt()
-
-        return torch.minimum(found, graded(each, (c[..., None] * w)[:, *where]))
-
-    def bent_rows(self, w: Float[Tensor, "*b h i j"], spread: Tensor) -> Float[Tensor, "*b h i"]:
-        """The same for every row alone."""
         found = self.norm_query * spread
         if self.turns is None:
             return found

@@ -456,7 +456,7 @@ def _sizes(forms: Sequence[RowForm]) -> float:
 def _product(left: RowForm, right: RowForm) -> RowForm:
     """A form ``>= 2 (L(f) R(f))^(1/2)`` for forms that are not negative: ``θ L + R / θ``."""
     sizes = about(left) + TINY, about(right) + TINY
-    theta = (sizes[1] / sizes[0]).sqrt()
+    theta = (sizes[1] / sizes[0]).sqrt().clamp(1e-100, 1e100)  # any will do, but infinity
     return theta * left + (1 / theta) * right
 
 

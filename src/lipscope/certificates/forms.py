@@ -19,6 +19,7 @@ _FEW = 1e-10  # of an eigenvalue, relative to the largest: a thin root has no ro
 _NONE = 1e-14  # what is smaller than this is rounding of the decomposition
 _HALF = 1e-7  # of a norm that is found through a root, with room
 _LARGE = 160  # from this width on a Cholesky factor proves what some products suggest
+_CHOLESKY = 2.3e-16  # of a matrix: what rounding hides of a factor, by rows times columns
 _VECTORS, _ROUNDS, _STEP = 6, 2, 1e-3
 
 
@@ -60,9 +61,10 @@ def _top_by_cholesky(gram: Float[Tensor, "m m"]) -> Tensor:
     v = gram @ torch.linalg.qr(v).Q
     low = torch.linalg.eigvalsh(v.T @ (v / size))[-1].clamp_min(0).sqrt() * size.sqrt()
     step, eye = _STEP, torch.eye(m, dtype=gram.dtype)
+    hidden = SLACK + _CHOLESKY * m * (m + 1)
     while True:
         shift = low * (1 + step) + SLACK * size
-        if int(torch.linalg.cholesky_ex(shift * (1 - SLACK) * eye - gram).info) == 0:
+        if int(torch.linalg.cholesky_ex(shift * (1 - hidden) * eye - gram).info) == 0:
             return shift
         step *= 2
 
@@ -89,7 +91,8 @@ def weighted_gram(a: Float[Tensor, "k p"], w: Float[Tensor, " k"]) -> Float[Tens
 class RowForm:
     """``sum_k w_k r_k r_k^T + M`` of blocks of rows: sums and multiples are those of the weights.
 
-    What is added up, scaled and applied to vectors becomes one matrix in the end, and not one each.
+    Forms of the same rows that are added up, scaled and applied to vectors become one matrix in the
+    end, and not one each.
     """
 
     def __init__(
@@ -100,9 +103,12 @@ class RowForm:
     ) -> None:
         self.rows, self.weights, self.rest = rows, weights, rest
 
-    def _parts(self) -> list[tuple[Tensor, Tensor]]:
+    def _summed(
+        self, of_rows: Callable[[Tensor, Tensor], Tensor], of_rest: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         pairs = zip(self.rows, self.weights, strict=True)
-        return [(rows, w) for rows, w in pairs if w is not None]
+        found = [of_rows(rows, w) for rows, w in pairs if w is not None]
+        return reduce(operator.add, found if self.rest is None else [*found, of_rest(self.rest)])
 
     def __len__(self) -> int:
         return self.rows[0].shape[1]
@@ -117,18 +123,15 @@ class RowForm:
         return RowForm(self.rows, weights, rest)
 
     def __matmul__(self, v: Float[Tensor, "p k"]) -> Float[Tensor, "p k"]:
-        found = [rows.T @ (w[:, None] * (rows @ v)) for rows, w in self._parts()]
-        return reduce(operator.add, found if self.rest is None else [*found, self.rest @ v])
+        return self._summed(lambda rows, w: rows.T @ (w[:, None] * (rows @ v)), lambda m: m @ v)
 
     def trace(self) -> Float[Tensor, ""]:
         """``sum_k w_k |r_k|^2 + tr M``."""
-        found = [w @ rows.square().sum(1) for rows, w in self._parts()]
-        return reduce(operator.add, found if self.rest is None else [*found, self.rest.trace()])
+        return self._summed(lambda rows, w: w @ rows.square().sum(1), torch.trace)
 
     def matrix(self) -> Float[Tensor, "p p"]:
         """The form itself."""
-        found = [weighted_gram(rows, w) for rows, w in self._parts()]
-        return reduce(operator.add, found if self.rest is None else [*found, self.rest])
+        return self._summed(weighted_gram, lambda m: m)
 
 
 _Form = TypeVar("_Form", Tensor, RowForm)

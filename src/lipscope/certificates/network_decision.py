@@ -34,7 +34,7 @@ _ANCHORS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.98)  # of the way to where a de
 _FIRST = (7, 2)  # of them: one is best where little bends, the other, or one beside it, elsewhere
 _NEAR = (0.25, 0.025)  # of the margin: what misses 0 by less, at first and later, may be bettered
 _STARTS, _STEPS = 2, 25  # of the descent to an anchor
-_AGAIN = 8  # steps of one that starts where another radius' ended
+_AGAIN = 8  # steps of a later one, from where that of another radius ended
 _FLIPS, _DOUBLINGS = 6, 6  # of the attack: its starts, and how often it goes further out
 _SLACK = 1e-9  # float64 rounding of sums of this size, with room
 _ROUNDING = 1e-12  # of scores whose difference is small, relative to the largest
@@ -157,7 +157,12 @@ class _Question:
         return e * (radius / size.clamp_min(1e-300)).clamp_max(1)
 
     def descend(
-        self, rival: int, radius: float, start: Tensor | None = None, starts: int = _STARTS
+        self,
+        rival: int,
+        radius: float,
+        start: Tensor | None = None,
+        starts: int = _STARTS,
+        steps: int = _STEPS,
     ) -> tuple[float, Tensor]:
         """The least margin found in the ball, and the move; normalised gradient steps."""
         generator = torch.Generator().manual_seed(rival)
@@ -172,7 +177,6 @@ class _Question:
         if start is not None:
             e[-1] = start.view(size[1:])
         e = self.project(e, radius)
-        steps = _STEPS if start is None or starts > _STARTS else _AGAIN
         for k in range(steps):
             self.tell()
             e = e.detach().requires_grad_(True)
@@ -419,12 +423,12 @@ def _next(low: float, high: float, end: float, lost: dict[float, float], even: b
 
     Just short of where a power of the radius, through the two values of what was lost that are
     nearest to the whole margin, takes it; ``even``, or where that is not known: the middle. Where
-    nothing ever held, not even a bound, the steps grow: by 2, 2, 4, 16 and 256.
+    no bound was finite, the steps grow: by 2, 2, 4, 16, 256 and 65536.
     """
-    unbounded = sum(math.isinf(some) for some in lost.values())
-    middle = (low * high) ** 0.5 if low > 0 else high / 2**2 ** max(unbounded - 2, 0)
     # those before are of other anchors
     sizes = [size for size, some in lost.items() if low <= size <= high and some < math.inf]
+    step = 2.0 if sizes else 2.0**2 ** min(max(len(lost) - 2, 0), 4)
+    middle = (low * high) ** 0.5 if low > 0 else high / step
     if high < math.inf and (even or not sizes):
         return middle
     size, *others = sorted(sizes, key=lambda size: abs(1 - size / end - lost[size]))
@@ -450,7 +454,8 @@ def _least(
     rivals, least = asked.others, (math.inf, asked.others[0])
 
     def descended(rival: int) -> float:
-        value, moves[rival] = asked.descend(rival, radius, moves.get(rival))
+        steps = _AGAIN if rival in moves else _STEPS
+        value, moves[rival] = asked.descend(rival, radius, moves.get(rival), steps=steps)
         if value <= 0:
             known.flips_at(radius)
         return value
