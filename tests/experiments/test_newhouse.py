@@ -44,8 +44,7 @@ def test_the_formula_put_right_and_ours_are_above_every_attack(cap):
         assert found <= min(bound_of(model), formula(model, right=True))
 
 
-@pytest.mark.parametrize("name", ["shakespeare", "shakespeare-256"])
-def test_shakespeare_says_what_it_found(monkeypatch, tmp_path, name):
+def test_shakespeare_says_what_it_found(monkeypatch, tmp_path):
     monkeypatch.setattr(shakespeare, "CAPS", (1.0, None))
     monkeypatch.setattr(shakespeare, "VARIANTS", {"dot product": {}})
     asked = list[int]()
@@ -57,8 +56,8 @@ def test_shakespeare_says_what_it_found(monkeypatch, tmp_path, name):
     train = shakespeare.train
     monkeypatch.setattr(shakespeare, "train", few)
     monkeypatch.setattr(shakespeare, "_READINGS", 150)
-    first = reproduce(f"newhouse2025/{name}", quick=True, out=tmp_path / "run")
-    assert first == reproduce(f"newhouse2025/{name}", quick=True, out=tmp_path / "run")
+    first = reproduce("newhouse2025/shakespeare-256", quick=True, out=tmp_path / "run")
+    assert first == reproduce("newhouse2025/shakespeare-256", quick=True, out=tmp_path / "run")
     assert asked == [300] * 2
     text = (tmp_path / "run" / "findings.md").read_text()
     assert "printed proof was not read" in text and (tmp_path / "run" / "shakespeare.svg").exists()
