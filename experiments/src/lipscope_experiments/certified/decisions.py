@@ -46,7 +46,7 @@ _FULL = {
     "S2": (10, 10),
     "N3": (10, 0),
     "S3": (10, 0),
-    "DeepT-3": (0, 5),
+    "DeepT-3": (0, 10),
 }
 _POINTS = 100_000  # at which the bounds of a network are held against its margins
 
