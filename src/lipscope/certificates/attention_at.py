@@ -76,6 +76,7 @@ class AttentionAt:
         query: ``Q_i T``, with half of the scale, ``(h, i, k, p)``; ``key``: ``K_j T``, likewise.
         value: ``V_j T``, ``(h, j, kv, p)``.
         v: Values, centred by ``P``, through the output projection, ``(h, i, j, d_out)``.
+        separate: Whether every coordinate moves one token alone.
     """
 
     def __init__(
@@ -88,9 +89,10 @@ class AttentionAt:
         dq, dk, dv = (
             m.movedim(0, -1) - z[..., None] for m, z in zip(moved, (q0, k0, v0), strict=True)
         )
-        still = (t == 0).flatten(1).all(1)
+        moved_by = (t != 0).any(1)  # tokens by coordinates
         for m in (dq, dk, dv):
-            m[:, still] = 0.0
+            m.masked_fill_(~moved_by[:, None], 0.0)
+        self.separate = int(moved_by.sum(0).max()) <= 1
         self.p = layer.weights(q0, k0)[:, rows]
         self.query, self.key, self.value = dq[:, rows].contiguous(), dk.contiguous(), dv
         heads, n = self.p.shape[0], len(x)
@@ -172,15 +174,24 @@ class AttentionAt:
         return top_value(self.query @ self.query.mT).sqrt()
 
     @cached_property
+    def norm_key(self) -> Tensor:
+        """``‖K_j T‖``, ``(h, j)``."""
+        return top_value(self.key @ self.key.mT).sqrt()
+
+    def _stacked(self, each: Float[Tensor, "h j k p"]) -> Float[Tensor, " h"]:
+        """Norms of functionals of all tokens together."""
+        return norm_above(each).amax(1) if self.separate else norm_above(each.flatten(1, 2))
+
+    @cached_property
     def value_norms(self) -> Float[Tensor, " h"]:
         """``‖stack_j V_j T‖``."""
-        return norm_above(self.value.flatten(1, 2))
+        return self._stacked(self.value)
 
     @cached_property
     def read_norms(self) -> Float[Tensor, " h"]:
         """``‖stack_j W_h V_j T‖``, by a triangular factor of every ``W_h``."""
         triangle = torch.linalg.qr(self.output).R
-        return norm_above(torch.einsum("huv,hjvp->hjup", triangle, self.value).flatten(1, 2))
+        return self._stacked(torch.einsum("huv,hjvp->hjup", triangle, self.value))
 
     @cached_property
     def turning(self) -> Bool[Tensor, " i"]:
@@ -208,6 +219,8 @@ class AttentionAt:
 
     def key_spread(self, w: Float[Tensor, "h i j"]) -> Float[Tensor, "h i"]:
         """``sup (sum_j w_ij |K_j T e|^2)^(1/2)`` over unit ``e``."""
+        if self.separate:
+            return (w.clamp_min(0).sqrt() * self.norm_key[:, None]).amax(-1)
         w = w.clamp_min(0)[..., self.keys_moved]
         root = w.sqrt().repeat_interleave(self.key.shape[2], -1)
         return top_value(self.gram_key[:, None] * root[..., :, None] * root[..., None, :]).sqrt()
@@ -268,6 +281,8 @@ class AttentionAt:
 
     def of_heads(self, c: Float[Tensor, "h i"]) -> Float[Tensor, " h"]:
         """``sup (sum_i c_hi |Q_i T e|^2)^(1/2)`` over unit ``e``, of every head."""
+        if self.separate:
+            return (c.clamp_min(0).sqrt() * self.norm_query).amax(-1)
         root = c.clamp_min(0).sqrt().repeat_interleave(self.query.shape[2], -1)
         if root.shape[1] > self.count:
             return norm_above(self.query.flatten(1, 2) * root[..., None])
@@ -292,7 +307,7 @@ class AttentionAt:
 
         None where that is much work.
 
-        ``H = X^T B + B^T X`` with ``X = (a; Q)`` of few rows, and ``(tr H^8)^(1/8)`` is above its
+        ``H = X^T B + B^T X`` with ``X = (a; Q)`` of few rows, and ``(tr H^4)^(1/4)`` is above its
         norm. Where heads cancel, rounding hides it: sizes of rows and of blocks say how much.
         """
         inner = self.heads * (self.n + self.query.shape[2])
@@ -321,18 +336,15 @@ class AttentionAt:
             h = x.T @ b
             h = h + h.mT
             size = h.flatten(1).norm(dim=1)
-            h = h @ h
-            eighth = (h @ h).square().sum((1, 2))
-        else:  # tr (M Z Z^T)^8 with Z = (X; B), M what swaps them: blocks (E, F; G, E^T)
+            fourth = (h @ h).square().sum((1, 2))
+        else:  # tr (M Z Z^T)^4 with Z = (X; B), M what swaps them: blocks (E, F; G, E^T)
             e, f, g = b @ x.T, b @ b.mT, (x @ x.T).expand(len(b), -1, -1)
             size = (2 * e.square() + f.square() + g.square()).sum((1, 2)).sqrt()
-            for _ in range(2):
-                ef, ge = e @ f, g @ e
-                e, f, g = e @ e + f @ g, ef + ef.mT, ge + ge.mT
-            eighth = 2 * (e * e.mT + f * g).sum((1, 2))
+            ef, ge, square = e @ f, g @ e, e @ e + f @ g
+            fourth = 2 * (square * square.mT + (ef + ef.mT) * (ge + ge.mT)).sum((1, 2))
         room = _rounding_of_powers(x)
-        eighth = eighth.clamp_min(0) + room * (size + room) ** 7
-        return eighth**0.125 * sizes[0] * sizes[1] + lost
+        fourth = fourth.clamp_min(0) + room * (size + room) ** 3
+        return fourth**0.25 * sizes[0] * sizes[1] + lost
 
     def _halves(self, i: int, reads: Float[Tensor, "k d"]) -> tuple[Tensor, Tensor, Tensor]:
         """``X = (a; Q)``, ``B_k`` with ``H_k = X^T B_k + B_k^T X``; sizes of the rows of B.
@@ -445,7 +457,7 @@ class AttentionAt:
 
 
 def _rounding_of_powers(x: Float[Tensor, "q p"]) -> float:
-    """Of powers up to the eighth of ``X^T B + B^T X``, relative to products of norms, with room."""
+    """Of powers up to the fourth of ``X^T B + B^T X``, relative to products of norms, with room."""
     return 2e-16 * (24 * sum(x.shape) + 200)
 
 

@@ -196,9 +196,9 @@ def jacobian(f: Callable[[Tensor], Tensor], x: Float[Tensor, "n d"]) -> Tensor:
     )
 
 
-def ellipsoid(e: Float[Tensor, "m m"]) -> Float[Tensor, "m m"]:
+def ellipsoid(e: Float[Tensor, "*b m m"]) -> Float[Tensor, "*b m m"]:
     """Symmetric ``T`` with ``T T^T >= E``, small axes too: rounding of the largest is added."""
-    return root(e + SLACK * top_value(e) * torch.eye(len(e), dtype=e.dtype))
+    return root(e + SLACK * top_value(e)[..., None, None] * torch.eye(e.shape[-1], dtype=e.dtype))
 
 
 def young(*sizes: float) -> list[float]:

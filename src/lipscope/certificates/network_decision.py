@@ -25,14 +25,14 @@ from lipscope.certificates.read_out import attention_alone, read_out_radius
 from lipscope.display import Shown
 from lipscope.errors import InputError
 from lipscope.linalg import few_threads
-from lipscope.models import Network
+from lipscope.models import Network, Norm
 from lipscope.theorems import NotApplicableError
 
 DecisionBall = Literal["joint", "token", "each"]
 DecisionBound = Literal["expansion", "moments"]
 _ANCHORS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.98)  # of the way to where a descent ends
-_FIRST = (7, 2)  # of them: one is best where little bends, the other, or one beside it, elsewhere
-_NEAR = (0.25, 0.025)  # of the margin: what misses 0 by less, at first and later, may be bettered
+_FIRST = (7, 2)  # of them: one, or one beside it, is best where little bends, the other elsewhere
+_NEAR = (0.25, 0.1)  # of the margin: what an anchor may gain on another, at first and later
 _STARTS, _STEPS = 2, 25  # of the descent to an anchor
 _AGAIN = 8  # steps of a later one, from where that of another radius ended
 _FLIPS, _DOUBLINGS = 6, 6  # of the attack: its starts, and how often it goes further out
@@ -40,7 +40,7 @@ _SLACK = 1e-9  # float64 rounding of sums of this size, with room
 _ROUNDING = 1e-12  # of scores whose difference is small, relative to the largest
 _CLOSE = 1.02  # largest quotient of a radius that failed and one that holds
 _TRIES = 16
-_START = 0.5  # of what an attack or first order needs: the first radius
+_START = (0.85, 0.5)  # of what an attack or first order needs, as much bends: the first radius
 _SHORT = 0.996  # of where the next radius is expected to fail
 _POWER, _POWERS = 4.0, (2.0, 30.0)  # of the radius, that what is lost grows with: first, and others
 _SMALL = 512  # coordinates of a stream
@@ -119,7 +119,9 @@ class _Question:
         self.others.sort(key=lambda c: float(quotient[c]))
         self.first_order = float(quotient[self.others[0]])
         self.far = _FAR * float(x.norm() + 1)
-        self.anchors, self.tuned = _FIRST, set[int]()  # those to try; rivals they were chosen for
+        norms = (one.norm for one in net.branches)
+        self.bends = _blocks(net) > 1 or any(isinstance(n, Norm) and n.scaled for n in norms)
+        self.gaps = dict[int, dict[int, float]]()  # by rival: how far anchors were below the best
 
     def tell(self, line: str | None = None) -> None:
         """Progress: a line, or the last one again, so that whoever is told may stop the search."""
@@ -227,26 +229,30 @@ class _Question:
         """A lower bound of a margin in the ball that was grown: the first above 0, or the best."""
         margin, tried = float(self.margins[rival]), dict[int, float]()
         balls = self.count if self.ball == "each" else None
-        ahead, near = list(self.anchors), _NEAR[rival in self.tuned] * margin
-        while True:
+        gaps = self.gaps.setdefault(rival, {})
+        tuned = len(gaps) > len(_FIRST)
+        near = _NEAR[tuned]
+        ahead = [min(gaps, key=lambda one: gaps[one]) if gaps else _FIRST[0]]
+        while ahead:
             self.tell()
-            anchor, found = ahead.pop(0), -math.inf
+            found = -math.inf
             with contextlib.suppress(OutOfReachError):
-                found, _ = self.bounds.lower(_ANCHORS[anchor] * move, self.label, rival, balls)
+                found, _ = self.bounds.lower(_ANCHORS[ahead[0]] * move, self.label, rival, balls)
                 found -= _SLACK * (abs(found) + margin) + self.rounding
-            tried[anchor] = found if math.isfinite(found) else -math.inf
+            tried[ahead[0]] = found / margin if math.isfinite(found) else -math.inf
             best = max(tried, key=lambda one: tried[one])
-            if tried[best] > 0:
+            if (most := tried[best]) > (0 if tuned else near):
                 break
-            if tried[best] > -near and not ahead:
-                self.tuned.add(rival)
-                sides = (one for one in (best + 1, best - 1) if 0 <= one < len(_ANCHORS))
-                ahead = [one for one in sides if one not in tried][:1]
-            if not ahead:
-                break
-        if math.isfinite(tried[best]):
-            self.anchors = (best, *(one for one in self.anchors if one not in tried))
-        return tried[best]
+            sides = (one for one in (best + 1, best - 1) if 0 <= one < len(_ANCHORS))
+            apart = [one for one in _FIRST if abs(one - best) > 1]  # as radii grow they turn
+            ahead = [
+                one
+                for one in dict.fromkeys((*_FIRST, *sides, *gaps))
+                if one not in tried and (one in apart or most - gaps.get(one, 0.0) > -near)
+            ]
+        if math.isfinite(most):
+            gaps.update({one: most - value for one, value in tried.items()})
+        return most * margin
 
 
 def certify_network(
@@ -263,8 +269,8 @@ def certify_network(
     For every rival a quadratic minorant of the margin ``m``, anchored at a point of the ball where
     a descent led, ``m(x) >= m(x_1) - gap + <g, f> + <f, B f> / 2``, is minimised exactly over the
     ball. Radii below what an attack needs are tried, at most 16, until one that fails is within 2 %
-    of one that holds. For attention by itself `read_out_radius` where that is more, or where the
-    expansion would need more than 4 GB.
+    of one that holds, or is expected to be within 1 %. For attention by itself `read_out_radius`
+    where that is more, or where the expansion would need more than 4 GB.
 
     Holds for networks of `lipscope.models.Network`; in float64, a relative ``1e-9`` is taken off
     for rounding. Memory grows like ``n m² + n³ d m``, time like ``(n d)³`` and linearly with depth,
@@ -393,17 +399,18 @@ def _search(asked: _Question, found: _Found) -> None:
     moves: dict[int, Tensor] = {}
     end = high = math.inf if found.attack is None else found.attack
     far = asked.far if end == math.inf else end
-    size = max(_START * min(asked.first_order, far), found.radius * _CLOSE**0.5)
+    size = max(_START[asked.bends] * min(asked.first_order, far), found.radius * _CLOSE**0.5)
     size = high / _CLOSE**0.5 if high < 2 * found.radius else size
     lost = dict[float, float]()  # of the margin, beyond a line that ends where the attack does
     for k in range(_TRIES):
-        if not size > 0 or (found.radius > 0 and high / found.radius < _CLOSE):
+        if not size > found.radius or (found.radius > 0 and high / found.radius < _CLOSE):
             break
         asked.tell(f"certified {found.radius:.4g}, trying {size:.4g}")
         least, rival = _least(asked, found, size, moves)
         lost[size] = max(1 - size / end - least / float(asked.margins[rival]), 1e-6)
         if least > 0:
             found.radius, found.bound = size, "expansion"
+            found.rival = rival if high == end else found.rival
         else:
             high, found.rival = min(high, size), rival
         if found.radius >= far:  # nothing of what decides seems to depend on these tokens
@@ -422,8 +429,9 @@ def _next(low: float, high: float, end: float, lost: dict[float, float], even: b
     """A radius between one that holds and one that fails.
 
     Just short of where a power of the radius, through the two values of what was lost that are
-    nearest to the whole margin, takes it; ``even``, or where that is not known: the middle. Where
-    no bound was finite, the steps grow: by 2, 2, 4, 16, 256 and 65536.
+    nearest to the whole margin, takes it; ``low`` where that is less than 1 % further. ``even``, or
+    where that is not known: the middle. Where no bound was finite, the steps grow: by 2, 2, 4, 16,
+    256 and 65536.
     """
     # those before are of other anchors
     sizes = [size for size, some in lost.items() if low <= size <= high and some < math.inf]
@@ -444,6 +452,8 @@ def _next(low: float, high: float, end: float, lost: dict[float, float], even: b
         at, fails = (some, fails) if holds else (at, some)
     if high < end and high not in sizes:  # a cliff
         at = min(at, middle)
+    elif others and low in sizes and at < low * _CLOSE**0.5:
+        return low
     return min(max(at * _SHORT, low * _CLOSE**0.75), high / _CLOSE**0.5)
 
 

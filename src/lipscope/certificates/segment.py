@@ -354,9 +354,14 @@ class Entry:
         flat, keep = through.flatten(0, 1), moved.repeat_interleave(d)
         flat = flat[keep]
         self.w = young(float(flat.norm()) ** 0.7, float(self.bent.norm()) * d**0.35)
-        e = flat @ flat.T / self.w[0]
         each = (self.bent * self.bent.sum() / self.w[1])[moved]
-        side = ellipsoid(e + torch.diag(each.repeat_interleave(d)))
+        if int((t != 0).any(1).sum(0).max()) <= 1:  # every coordinate moves one token alone
+            own = through[moved]
+            e = own @ own.mT / self.w[0] + each[:, None, None] * torch.eye(d, dtype=t.dtype)
+            side = torch.block_diag(*ellipsoid(e))
+        else:
+            e = flat @ flat.T / self.w[0]
+            side = ellipsoid(e + torch.diag(each.repeat_interleave(d)))
         self.t = t.new_zeros(n * d, side.shape[1])
         self.t[keep] = side
         self.t = self.t.view(n, d, -1)
