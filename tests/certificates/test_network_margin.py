@@ -50,12 +50,40 @@ SHAPES = ["identity", "one token"]
 KINDS = ["plain", "causal", "groups", "rotary", "cancel", "still keys", "saturated"]
 
 
+def moved_by(shape: str) -> torch.Tensor:
+    """``T``: of all tokens, of one, or of few coordinates that move all, some of them little."""
+    if shape == "tilted":
+        return gaussian(3, N, D, 6) * torch.tensor([1.0, 1, 0.3, 0.1, 0.01, 1e-3]).double()
+    t = torch.eye(N * D, dtype=F64).view(N, D, N * D)
+    return t[:, :, D : 2 * D] if shape == "one token" else t
+
+
 def directions(p: int, at: AttentionAt, radius: float) -> torch.Tensor:
     """Moves to the edge: random ones, and those that change one weight most."""
     a = at.a.flatten(0, 2)
     found = torch.cat([gaussian(p, 3, p), a[a.norm(dim=1) > 0][:3]])
     found = torch.cat([found, -found])
     return radius * found / found.norm(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, "tilted"])
+def test_norms_over_tokens_are_those_of_all_rows_together(shape: str) -> None:
+    """Also where tokens move apart, and no matrix of all of them is made."""
+    layer, x = attention(1, "causal"), gaussian(2, N, D)
+    at = AttentionAt(layer, x, moved_by(shape), torch.tensor([0, 2]))
+    assert at.separate == (shape != "tilted")
+    keys, queries = gaussian(3, 2, 2, N).square(), gaussian(4, 2, 2).square()
+    rows = at.key[:, None] * keys.sqrt()[..., None, None]
+    expected = torch.linalg.matrix_norm(rows.flatten(2, 3), 2)
+    assert torch.allclose(at.key_spread(keys), expected, rtol=1e-9)
+    rows = at.query * queries.sqrt()[..., None, None]
+    expected = torch.linalg.matrix_norm(rows.flatten(1, 2), 2)
+    assert torch.allclose(at.of_heads(queries), expected, rtol=1e-9)
+    expected = torch.linalg.matrix_norm(at.value.flatten(1, 2), 2)
+    assert torch.allclose(at.value_norms, expected, rtol=1e-9)
+    rows = torch.einsum("hdk,hjkp->hjdp", at.output, at.value)
+    expected = torch.linalg.matrix_norm(rows.flatten(1, 2), 2)
+    assert torch.allclose(at.read_norms, expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -65,11 +93,7 @@ def test_derivatives_of_attention_stay_within_their_changes(kind: str, shape: st
     """Weights, Jacobians and Hessians at the edges of balls, tiny and wide, at 12 moves."""
     layer, x = attention(1, kind), gaussian(2, N, D)
     x[1] = x[2]  # equal keys
-    t = torch.eye(N * D, dtype=F64).view(N, D, N * D)
-    if shape == "one token":
-        t = t[:, :, D : 2 * D]
-    elif shape == "tilted":  # all tokens move together, some directions little
-        t = gaussian(3, N, D, 6) * torch.tensor([1.0, 1, 0.3, 0.1, 0.01, 1e-3]).double()
+    t = moved_by(shape)
     rows = torch.tensor([0, 2])
     reads, k = gaussian(4, 2, D), gaussian(5, 2, 3, D)
     at = AttentionAt(layer, x, t, rows)

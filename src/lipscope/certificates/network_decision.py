@@ -231,7 +231,7 @@ class _Question:
         balls = self.count if self.ball == "each" else None
         gaps = self.gaps.setdefault(rival, {})
         tuned = len(gaps) > len(_FIRST)
-        near = _NEAR[tuned]
+        near, most = _NEAR[tuned], -math.inf
         ahead = [min(gaps, key=lambda one: gaps[one]) if gaps else _FIRST[0]]
         while ahead:
             self.tell()
@@ -410,9 +410,10 @@ def _search(asked: _Question, found: _Found) -> None:
         lost[size] = max(1 - size / end - least / float(asked.margins[rival]), 1e-6)
         if least > 0:
             found.radius, found.bound = size, "expansion"
-            found.rival = rival if high == end else found.rival
         else:
-            high, found.rival = min(high, size), rival
+            high = min(high, size)
+        if not least > 0 or high == end:
+            found.rival = rival
         if found.radius >= far:  # nothing of what decides seems to depend on these tokens
             found.note = f"no larger radius than {found.radius:.3g} was tried"
             break
