@@ -391,7 +391,7 @@ def _search(asked: _Question, found: _Found) -> None:
     if by_moments > found.radius:
         found.radius, found.bound = by_moments, "moments"
     asked.tell(f"certified {found.radius:.4g}, looking for an attack")
-    limit = found.rival
+    limit = last = found.rival
     found.flips_at(asked.smallest_flip(limit, found.radius))
     if _bytes_needed(asked.net, tuple(asked.x.shape), asked.count) > _MOST:
         found.note = "by moments of rows alone: an expansion would take more than 4 GB"
@@ -412,8 +412,7 @@ def _search(asked: _Question, found: _Found) -> None:
             found.radius, found.bound = size, "expansion"
         else:
             high = min(high, size)
-        if not least > 0 or high == end:
-            found.rival = rival
+        found.rival = last = rival if high == end or not least > 0 else last
         if found.radius >= far:  # nothing of what decides seems to depend on these tokens
             found.note = f"no larger radius than {found.radius:.3g} was tried"
             break
@@ -422,8 +421,8 @@ def _search(asked: _Question, found: _Found) -> None:
         found.note = f"a larger radius may be provable: {_TRIES} were tried"
     if found.radius == 0:
         found.note = "nothing was proved at any radius that was tried"
-    if found.rival != limit:
-        found.flips_at(asked.smallest_flip(found.rival, found.radius))
+    if last != limit:
+        found.flips_at(asked.smallest_flip(last, found.radius))
 
 
 def _next(low: float, high: float, end: float, lost: dict[float, float], even: bool) -> float:

@@ -200,15 +200,12 @@ class ReadOut:
 
     def _over_frobenius(self, rows: list[_Rows]) -> Tensor:
         """``min_κ max_j d_j``: the quadratic form made diagonal by ``2 A S <= κ A^2 + S^2 / κ``."""
-        best = None
-        for balance in _BALANCES:
-            total = torch.stack([self._balanced(r, balance) for r in rows]).sum(0)
-            worst = total.amax(-1)
-            best = worst if best is None else torch.minimum(best, worst)
-        assert best is not None
-        return best
+        balance = self.x.new_tensor(_BALANCES)[:, None, None]
+        total = sum(self._balanced(one, balance) for one in rows)
+        assert isinstance(total, Tensor)
+        return total.amax(-1).amin(0)
 
-    def _balanced(self, rows: _Rows, balance: float) -> Tensor:
+    def _balanced(self, rows: _Rows, balance: Float[Tensor, "k 1 1"]) -> Float[Tensor, "k r n"]:
         own, cross, others = rows.second
         found = self.share * (own + balance * cross)
         return found + (self.share * (others + cross / balance)) @ rows.weights
