@@ -43,6 +43,7 @@ _TRIES = 16
 _START = (0.85, 0.5)  # of what an attack or first order needs, as much bends: the first radius
 _SHORT = 0.996  # of where the next radius is expected to fail
 _POWER, _POWERS = 4.0, (2.0, 30.0)  # of the radius, that what is lost grows with: first, and others
+_CLIFF = 4.0  # of the margin: what is lost beyond it says nothing about smaller radii
 _SMALL = 512  # coordinates of a stream
 _FAR = 1e3  # times the input: no larger move is tried
 _MOST = 4 * 2**30  # bytes that a certificate may take
@@ -430,11 +431,11 @@ def _next(low: float, high: float, end: float, lost: dict[float, float], even: b
 
     Just short of where a power of the radius, through the two values of what was lost that are
     nearest to the whole margin, takes it; ``low`` where that is less than 1 % further. ``even``, or
-    where that is not known: the middle. Where no bound was finite, the steps grow: by 2, 2, 4, 16,
-    256 and 65536.
+    where that is not known: the middle. Where no bound came near the margin, the steps grow: by 2,
+    2, 4, 16, 256 and 65536.
     """
-    # those before are of other anchors
-    sizes = [size for size, some in lost.items() if low <= size <= high and some < math.inf]
+    # those before are of other anchors; what is far above the margin grows faster than a power
+    sizes = [size for size, some in lost.items() if low <= size <= high and some < _CLIFF]
     step = 2.0 if sizes else 2.0**2 ** min(max(len(lost) - 2, 0), 4)
     middle = (low * high) ** 0.5 if low > 0 else high / step
     if high < math.inf and (even or not sizes):
