@@ -312,7 +312,7 @@ class AttentionAt:
         """
         inner = self.heads * (self.n + self.query.shape[2])
         few = min(inner, self.count)
-        if reads[..., 0].numel() * few * (2 * inner * self.count + 8 * few**2) > 20 * _EXACT:
+        if reads[..., 0].numel() * few * (2 * inner * self.count + 4 * few**2) > 20 * _EXACT:
             return None
         for known, found in self._leads:
             if known.shape == reads.shape and torch.equal(known, reads):

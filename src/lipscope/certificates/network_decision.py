@@ -232,7 +232,7 @@ class _Question:
         balls = self.count if self.ball == "each" else None
         gaps = self.gaps.setdefault(rival, {})
         tuned = len(gaps) > len(_FIRST)
-        near, most = _NEAR[tuned], -math.inf
+        near, best, most = _NEAR[tuned], -1, -math.inf
         ahead = [min(gaps, key=lambda one: gaps[one]) if gaps else _FIRST[0]]
         while ahead:
             self.tell()
@@ -251,7 +251,10 @@ class _Question:
                 for one in dict.fromkeys((*_FIRST, *sides, *gaps))
                 if one not in tried and (one in apart or most - gaps.get(one, 0.0) > -near)
             ]
-        if math.isfinite(most):
+        if math.isfinite(most):  # those that were not tried keep their distance to the best
+            shift = gaps.get(best, 0.0)
+            shift = shift if math.isfinite(shift) else 0.0
+            gaps.update({one: gap - shift for one, gap in gaps.items()})
             gaps.update({one: most - value for one, value in tried.items()})
         return most * margin
 
