@@ -7,6 +7,7 @@ import torch
 
 from lipscope import DotProduct
 from lipscope.certificates import NetworkBall, certify_network
+from lipscope.certificates.network_decision import _Question
 from lipscope.models import Branch, Feed, Network, Norm
 
 F64 = torch.float64
@@ -106,3 +107,27 @@ def test_what_overflows_is_neither_certified_nor_a_flip(
     found = certify_network(net, X if skip else 0 * X)
     assert math.isfinite(found.radius) and found.radius < 10
     assert found.attack is None or found.radius <= found.attack < 100
+
+
+def test_an_anchor_keeps_its_distance_to_the_best_though_another_becomes_the_best(
+    monkeypatch,
+) -> None:
+    """Bounds over the margin by anchor, as they stood at three radii of a network."""
+    asked = _Question(three_classes(), X, "joint", torch.ones(2, dtype=torch.bool), lambda _: None)
+    rival = asked.others[0]
+    move, margin = torch.ones(4, dtype=F64), float(asked.margins[rival])
+    known, anchors = dict[float, float](), list[float]()
+
+    def lower(_: NetworkBall, e: torch.Tensor, *__: object) -> tuple[float, torch.Tensor]:
+        anchors.append(round(float(e[0]), 2))
+        return margin * known[anchors[-1]], e
+
+    monkeypatch.setattr(NetworkBall, "lower", lower)
+    known |= {0.98: -0.2, 0.2: -0.13, 0.3: -0.09, 0.4: -0.05, 0.5: -0.003, 0.7: -0.1, 0.1: -0.3}
+    assert asked.lower(rival, move) == pytest.approx(-0.003 * margin)
+    known |= {0.98: -0.5, 0.2: -0.25, 0.5: -0.3}
+    assert asked.lower(rival, move) == pytest.approx(-0.25 * margin)
+    known |= {0.2: -0.054, 0.4: 0.03}
+    anchors.clear()
+    assert asked.lower(rival, move) == pytest.approx(0.03 * margin)
+    assert anchors == [0.4]

@@ -23,7 +23,8 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 INSIDE = {
     "attacks": "ascent",
     "attention": "blocks faults functional gradient multihead weighting",
-    "certificates": "certify expansion hostile map_ball network_ball network_margin push read_out",
+    "certificates": "certify decision_search expansion hostile map_ball network_ball "
+    "network_margin push read_out",
     "charts": "dynamics engine_bounds figure page",
     "cli": "cli_habits",
     "control": "control monitor",
