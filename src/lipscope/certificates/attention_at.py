@@ -67,6 +67,11 @@ def graded(
     return torch.cat(found)
 
 
+def moves_apart(t: Float[Tensor, "n d p"]) -> bool:
+    """Whether every coordinate moves one token alone."""
+    return int((t != 0).any(1).sum(0).max()) <= 1
+
+
 class AttentionAt:
     """Rows of a layer at one centre, as functionals of ``xi``: heads ``h``, rows ``i``, keys ``j``.
 
@@ -76,7 +81,7 @@ class AttentionAt:
         query: ``Q_i T``, with half of the scale, ``(h, i, k, p)``; ``key``: ``K_j T``, likewise.
         value: ``V_j T``, ``(h, j, kv, p)``.
         v: Values, centred by ``P``, through the output projection, ``(h, i, j, d_out)``.
-        separate: Whether every coordinate moves one token alone.
+        separate: `moves_apart`.
     """
 
     def __init__(
@@ -92,7 +97,7 @@ class AttentionAt:
         moved_by = (t != 0).any(1)  # tokens by coordinates
         for m in (dq, dk, dv):
             m.masked_fill_(~moved_by[:, None], 0.0)
-        self.separate = int(moved_by.sum(0).max()) <= 1
+        self.separate = moves_apart(t)
         self.p = layer.weights(q0, k0)[:, rows]
         self.query, self.key, self.value = dq[:, rows].contiguous(), dk.contiguous(), dv
         heads, n = self.p.shape[0], len(x)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lipscope.attention import DotProduct
 from lipscope.certificates.activation import Units
-from lipscope.certificates.attention_at import AttentionAt, bend_of
+from lipscope.certificates.attention_at import AttentionAt, bend_of, moves_apart
 from lipscope.certificates.attention_ball import PIECES, AttentionBall
 from lipscope.certificates.forms import (
     OutOfReachError,
@@ -355,7 +355,7 @@ class Entry:
         flat = flat[keep]
         self.w = young(float(flat.norm()) ** 0.7, float(self.bent.norm()) * d**0.35)
         each = (self.bent * self.bent.sum() / self.w[1])[moved]
-        if int((t != 0).any(1).sum(0).max()) <= 1:  # every coordinate moves one token alone
+        if moves_apart(t):  # an ellipsoid of each token
             own = through[moved]
             e = own @ own.mT / self.w[0] + each[:, None, None] * torch.eye(d, dtype=t.dtype)
             side = torch.block_diag(*ellipsoid(e))
