@@ -72,6 +72,33 @@ def test_three_classes_are_certified_as_far_as_by_bisection(monkeypatch) -> None
     assert tried <= 12 and found.note is None
 
 
+@pytest.mark.parametrize("power", [4.0, 9.0, 16.0])
+@pytest.mark.parametrize("far", [1.2, 2.0, 5.0])
+def test_few_radii_are_tried_where_bounds_fall_off_a_cliff(
+    power: float, far: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is lost grows like ``r^p exp(r / 0.3)``: 0.7 of the margin at 0.3."""
+    tried = list[float]()
+
+    def least(asked: _Question, _: object, radius: float, __: object) -> tuple[float, int]:
+        rival, r = asked.others[0], radius / 0.3
+        tried.append(radius)
+        lost = 0.7 * r**power * math.exp(r - 1)
+        return (1 - radius / far - lost) * float(asked.margins[rival]), rival
+
+    monkeypatch.setattr("lipscope.certificates.network_decision._least", least)
+    monkeypatch.setattr(_Question, "smallest_flip", lambda *_: far)
+    found = certify_network(three_classes(), X)
+    low, high = 0.0, far
+    for _ in range(60):
+        middle = (low + high) / 2
+        r = middle / 0.3
+        holds = 1 - middle / far > 0.7 * r**power * math.exp(r - 1)
+        low, high = (middle, high) if holds else (low, middle)
+    assert 0.96 * low <= found.radius <= low
+    assert len(tried) <= 9
+
+
 def test_what_is_flat_at_the_centre_is_searched_for_far_away() -> None:
     dead = Network((Branch(feed(1.0, -30.0, 1.0), skip=False),), HALF, EYE[[1, 0]], vector(0.1, 0))
     found = certify_network(dead, X)

@@ -214,9 +214,10 @@ def test_a_bilinear_form_is_largest_at_the_norm_of_its_symmetric_part() -> None:
         left, right = gaussian(k, 7, k, p), gaussian(k + 9, 7, k, p)
         half = left.mT @ right / 2
         true = torch.linalg.eigvalsh(half + half.mT).abs().amax(-1)
-        found = top_bilinear(left, right)
-        assert bool((true <= found).all())
-        assert torch.allclose(true, found, rtol=1e-5)
+        for scale in (1.0, 1e-12, 1e60):  # queries far smaller than keys, and larger
+            found = top_bilinear(scale * left, right) / scale
+            assert bool((true <= found).all())
+            assert torch.allclose(true, found, rtol=1e-5)
 
 
 def logistic(value: float, quadratic: bool) -> AttentionAt:

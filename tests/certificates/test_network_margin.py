@@ -110,7 +110,7 @@ def test_derivatives_of_attention_stay_within_their_changes(kind: str, shape: st
     assert torch.allclose(bend.gradient, torch.einsum("id,idp->p", reads, j0), atol=1e-12)
     each = torch.func.hessian(lambda xi: torch.einsum("ikd,id->ik", k, out(xi)))(zero)
     fourth = torch.linalg.eigvalsh(each).pow(4).sum(-1) ** 0.25
-    found = at.lead_of(k)
+    found = at.lead_of(k, torch.ones_like(k[..., 0], dtype=torch.bool))
     assert found is not None
     assert bool((found >= fourth * (1 - 1e-12)).all())
     room = 1e-10  # of rounding, where a row reads one key alone and nothing bends
@@ -127,7 +127,7 @@ def test_derivatives_of_attention_stay_within_their_changes(kind: str, shape: st
         assert lead is not None
         eye = torch.eye(D, dtype=F64).expand(2, 1, D, D)
         rowwise = ball.change_of(eye, lead[0][:, None])[-1, :, 0]
-        alone = ball.change_of(k[:, :, None], at.lead_of(k))[-1]
+        alone = ball.change_of(k[:, :, None], found)[-1]
         last = torch.tensor([0.0, 1.0], dtype=F64)
         joint = ball.joint_change(k, last), ball.joint_change(k, last, lambda: at.lead_together(k))
         q = ball.hessian_change(bend, last)
@@ -336,6 +336,33 @@ def check_margins(kind: str, blocks: int, ball: str) -> None:
             assert below <= found + 1e-9 * (abs(found) + margin)
         reach = bounds.reach((net.head[label] - net.head[rival])[None])
         assert net.tail or margin - float(reach) <= found + 1e-9
+
+
+@pytest.mark.parametrize("kind", ["no variance", "post", "gelu", "gated"])
+def test_arguments_stay_in_ranges_that_are_close_where_it_matters(kind: str) -> None:
+    """A unit of ReLU that keeps its side, or is the last to bend, has one by the rougher bound."""
+    net, x = network(kind, 2), gaussian(7, N, D)
+    bounds = NetworkBall(net, x, torch.ones(N).bool())
+    assert bounds.grow(0.03)
+    moves = torch.nn.functional.normalize(gaussian(3, 64, N * D), dim=1) * 0.03
+    inputs, rough = [bounds.moved(e) for e in moves], 0
+    for segment in bounds.chain:
+        passed = [segment.through(one) for one in inputs]
+        inputs = [one[-1] for one in passed]
+        for k, branch in enumerate(segment.tokens):
+            if branch.units is None:
+                continue
+            for one in passed:
+                z = branch.units.arguments(one[k])
+                assert bool((branch.low <= z).all() and (z <= branch.high).all())
+            close = segment.reads.of(branch.at, branch.units.into @ branch.slope)
+            wider, z = branch.reach > close, branch.units.arguments(branch.center)
+            assert bool((branch.reach >= close * (1 - 1e-12)).all())
+            last = kind == "no variance" and segment.last
+            relu = kind in ("no variance", "post")
+            assert last or bool((relu & (branch.reach < z.abs()))[wider].all())
+            rough += int(wider.sum())
+    assert (rough > 0) == (kind in ("no variance", "post"))
 
 
 def test_tokens_that_stand_still_have_no_axes_until_they_are_mixed() -> None:

@@ -151,6 +151,16 @@ class Units:
             bias = torch.cat([bias, torch.zeros_like(bias) if gate is None else gate])
         return y @ self.into.T + bias
 
+    def close(self, z: Float[Tensor, "n a"], last: bool) -> Float[Tensor, "n a"]:
+        """Moves of arguments below which nothing is gained by bounding them more closely.
+
+        ReLU is linear on either side; where it is the ``last`` to bend, its parabola is all that is
+        read, and hardly depends on its ends.
+        """
+        if self.feed.activation != "relu" or self.gated:
+            return torch.zeros_like(z)
+        return torch.full_like(z, torch.inf) if last else z.abs()
+
     def secants(self, z: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """Middle and half width of ``s`` in ``hidden(z') - hidden(z) = sum_a s_a (z'_a - z_a)``."""
         low, high = torch.minimum(low, z), torch.maximum(high, z)

@@ -307,10 +307,12 @@ class AttentionAt:
         rows = [self.a.flatten(0, 2), self.query.flatten(0, 2), self.key.flatten(0, 2)]
         return RowForm(rows, ends, rest)
 
-    def lead_of(self, reads: Float[Tensor, "i k d"]) -> Float[Tensor, "i k"] | None:
+    def lead_of(
+        self, reads: Float[Tensor, "i k d"], wanted: Bool[Tensor, "i k"]
+    ) -> Float[Tensor, "i k"] | None:
         """``>= sup |<p_ik, H_i[e, f]>|`` over unit ``e, f`` for every read-out alone.
 
-        None where that is much work.
+        Infinite where it is neither wanted nor known; None where that is much work.
 
         ``H = X^T B + B^T X`` with ``X = (a; Q)`` of few rows, and ``(tr H^4)^(1/4)`` is above its
         norm. Where heads cancel, rounding hides it: sizes of rows and of blocks say how much.
@@ -319,11 +321,13 @@ class AttentionAt:
         few = min(inner, self.count)
         if reads[..., 0].numel() * few * (2 * inner * self.count + 4 * few**2) > 20 * _EXACT:
             return None
-        for known, found in self._leads:
-            if known.shape == reads.shape and torch.equal(known, reads):
-                return found
-        found = torch.stack([self._lead(i, one) for i, one in enumerate(reads)])
-        self._leads.append((reads, found))
+        same = (found for known, found in self._leads if torch.equal(known, reads))
+        if (found := next(same, None)) is None:
+            found = torch.full_like(reads[..., 0], torch.inf)
+            self._leads.append((reads, found))
+        for i, missing in enumerate(wanted & found.isinf()):
+            if bool(missing.any()):
+                found[i, missing] = self._lead(i, reads[i, missing])
         return found
 
     def _lead(self, i: int, reads: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:

@@ -145,6 +145,15 @@ class AttentionBall:
 
         ``lead`` bounds the second derivatives at the centre, ``sup |R_ig H[e, f]|``.
         """
+        plain, rest = self.changes_of(reads)
+        if lead is None:
+            return plain
+        return torch.minimum(plain, self.grid.radius[:, None, None] * lead + rest)
+
+    def changes_of(
+        self, reads: Float[Tensor, "i g k d"]
+    ) -> tuple[Float[Tensor, "b i g"], Float[Tensor, "b i g"]]:
+        """`change_of` without ``lead``, and what ``lead`` leaves out."""
         at = self.at
         w = torch.einsum("igkd,hdv->higkv", reads, at.output)
         y = torch.einsum("igkd,hijd->higjk", reads, at.v)
@@ -155,7 +164,7 @@ class AttentionBall:
         else:
             size = norm_above(reads)[None] * at.read_norms[:, None, None]
             size = torch.minimum(size, norm_above(w) * at.value_norms[:, None, None])
-        return _changes(self.grid, at, y, size, lead)
+        return _changes(self.grid, at, y, size)
 
     def joint_change(
         self,
@@ -320,19 +329,20 @@ class AttentionBall:
 
         ``key_w``: the `key_spread` of ``w``.
         """
-        at = self.at
+        at, each = self.at, torch.einsum("b,bhi,bhij->hij", shares, c, w)
         if at.turns is not None:
             where, squares, _ = at.turns
-            w = torch.einsum("b,bhi,bhij->hij", shares, c, w)
-            return at.form(rest=4 * torch.einsum("m,mpq->pq", w[where], squares))
+            return at.form(rest=4 * torch.einsum("m,mpq->pq", each[where], squares))
         # <Q e, K f>^2, all rows of a head together or every one by itself; <Q f, K e>^2
-        together = graded(at.of_heads, c, rows=True).square()[..., None] * w.amax(-2)
-        each = torch.einsum("bhi,bhij->bhj", c * at.norm_query.square(), w)
+        rows = torch.einsum("b,bhi->hi", shares, c)
+        most = (each / (rows[..., None] + TINY)).amax(-2)
+        together = at.of_heads(rows).square()[:, None] * most
+        each = (at.norm_query.square()[..., None] * each).sum(-2)
         sizes = at.key.square().sum((-2, -1))
         less = (together * sizes).sum(-1) < (each * sizes).sum(-1)
-        keys = torch.where(less[..., None], together, each)
+        keys = torch.where(less[:, None], together, each)
         queries = torch.einsum("b,bhi->hi", shares, c * key_w.square())
-        return at.form(queries=2 * queries, keys=2 * torch.einsum("b,bhj->hj", shares, keys))
+        return at.form(queries=2 * queries, keys=2 * keys)
 
     def _of_lone(self, bend: Bend, one: Reach, shares: Float[Tensor, " b"]) -> Float[Tensor, "p p"]:
         """What rows ``p_s (Y + nu) + const`` add, ``p_s`` logistic in ``tau``.
@@ -386,8 +396,8 @@ def _uneven(one: Reach, at: AttentionAt) -> Tensor:
     return torch.where(at.single.any(-1), torch.minimum(found, alone), found)
 
 
-def _changes(one: Reach, at: AttentionAt, y: Tensor, size: Tensor, lead: Tensor | None) -> Tensor:
-    """`AttentionBall.change_of`; ``y``: values read, (h, i, g, j, k)."""
+def _changes(one: Reach, at: AttentionAt, y: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+    """`AttentionBall.changes_of`; ``y``: values read, (h, i, g, j, k)."""
 
     def x(t: Tensor) -> Tensor:
         return t[:, :, :, None]
@@ -419,8 +429,6 @@ def _changes(one: Reach, at: AttentionAt, y: Tensor, size: Tensor, lead: Tensor 
         f * c_change * x(one.spread_change), largest * x(one.path * one.spread_upper)
     )
     plain = plain + shared * x(one.spread_upper + one.own_bent)
-    if lead is None:
-        return plain.sum(1)
     rest = size * x((one.beyond * at.carries).norm(dim=-1)) + c_beyond * x(one.spread_beyond)
     # |E'y|: a mean that has moved meets E'a and, as bends are not centred, all of E'alpha
     mean = torch.minimum(mean, torch.minimum(x(one.total.sqrt()) * c_change, x(one.path) * c_upper))
@@ -431,7 +439,7 @@ def _changes(one: Reach, at: AttentionAt, y: Tensor, size: Tensor, lead: Tensor 
     )
     rest = rest + size * r * x(_uneven(one, at) * one.spread_change)
     rest = rest + shared * x(one.own_bent)
-    return torch.minimum(plain.sum(1), r[..., 0] * lead + rest.sum(1))
+    return plain.sum(1), rest.sum(1)
 
 
 def _evened(sizes: Float[Tensor, " b"], shares: Float[Tensor, " b"]) -> Float[Tensor, " b"]:

@@ -17,7 +17,7 @@ from torch import Tensor
 SLACK = 1e-11  # of the eigenvalues of a matrix, relative to its largest, with room
 _FEW = 1e-10  # of an eigenvalue, relative to the largest: a thin root has no row for smaller ones
 _NONE = 1e-14  # what is smaller than this is rounding of the decomposition
-_HALF = 1e-7  # of a norm that is found through a root, with room
+_TINY = 1e-300
 _LARGE = 160  # from this width on a Cholesky factor proves what some products suggest
 _CHOLESKY = 2.3e-16  # of a matrix: what rounding hides of a factor, by rows times columns
 _VECTORS, _ROUNDS, _STEP = 6, 2, 1e-3
@@ -141,15 +141,19 @@ def top_bilinear(left: Float[Tensor, "*#b k p"], right: Float[Tensor, "*#b k p"]
     """``>= sup |<L e, R e>|`` over unit ``e``, the norm of ``S = (L^T R + R^T L) / 2``.
 
     With ``C C^T`` the Gram matrix of all rows of ``L`` and ``R`` and ``F`` what swaps them, ``S``
-    has the eigenvalues of ``C^T F C / 2``.
+    has the eigenvalues of ``C^T F C / 2``. A Gram matrix that is larger, by what rounding may hide,
+    is one of rows with more coordinates: none of them makes the norm less.
     """
-    k = left.shape[-2]
-    sizes = norm_above(left) * norm_above(right)
-    rows = torch.cat(torch.broadcast_tensors(left, right), -2)
-    c = root(rows @ rows.mT)
-    values = torch.linalg.eigvalsh(c @ c.roll(k, -2)) / 2
-    # a root has half of the digits
-    return torch.minimum(values.abs().amax(-1) + _HALF * sizes, sizes)
+    sizes = norm_above(left), norm_above(right)
+    units = (
+        m / (size[..., None, None] + _TINY) for m, size in zip((left, right), sizes, strict=True)
+    )
+    rows = torch.cat(torch.broadcast_tensors(*units), -2)
+    m, p = rows.shape[-2:]
+    eye = torch.eye(m, dtype=rows.dtype)
+    c = torch.linalg.cholesky(rows @ rows.mT + 2 * _CHOLESKY * (m * (m + 1) + p) * eye)
+    most = torch.linalg.eigvalsh(c.mT @ c.roll(m // 2, -2)).abs().amax(-1) / 2
+    return sizes[0] * sizes[1] * (most + SLACK).clamp_max(1)
 
 
 def positive_part(h: Float[Tensor, "*b m m"]) -> Float[Tensor, "*b m m"]:

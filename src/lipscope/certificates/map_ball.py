@@ -63,8 +63,10 @@ class BallReads(Reads):
         size = radii.amax() if ball == "frobenius" else radii.norm()
         super().__init__(None, float(size))
 
-    def of(self, at: Point, reads: Float[Tensor, "n k d"]) -> Float[Tensor, "n k"]:
-        """``>= |<p_ik, v_i - v_0i>|``."""
+    def of(
+        self, at: Point, reads: Float[Tensor, "n k d"], enough: Float[Tensor, "n k"] | float = 0.0
+    ) -> Float[Tensor, "n k"]:
+        """``>= |<p_ik, v_i - v_0i>|``, always as close as is known."""
         found = torch.stack([
             self._sizes(one @ j) for one, j in zip(reads, at.jacobian, strict=True)
         ])  # fmt: skip

@@ -93,8 +93,8 @@ class NetworkBall:
         self.radius = 0.0
 
     def _segment(self, k: int, x: Tensor, t: Tensor) -> Segment:
-        rows = self.read if k == len(self.cuts) - 1 else None
-        return Segment(self.cuts[k], x, t, rows)
+        last = k == len(self.cuts) - 1
+        return Segment(self.cuts[k], x, t, self.read if last else None, last and not self.pooled)
 
     def grow(self, radius: float) -> bool:
         """Bound everything within this radius; False where nothing holds there."""
@@ -114,7 +114,7 @@ class NetworkBall:
                 whole = self._pool(below.secant(below.x, 0.0))
                 value = (self.share @ below.through(below.x)[-1])[None]
                 t = self._axes(whole, value, self.tokens.new_ones(1))
-                self.chain.append(Segment(self.net.tail, value, t))
+                self.chain.append(Segment(self.net.tail, value, t, last=True))
                 self.chain[-1].grow(radius)
         except OutOfReachError:
             self.chain = []

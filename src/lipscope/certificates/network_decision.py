@@ -43,7 +43,8 @@ _TRIES = 16
 _START = (0.85, 0.5)  # of what an attack or first order needs, as much bends: the first radius
 _SHORT = 0.996  # of where the next radius is expected to fail
 _POWER, _POWERS = 4.0, (2.0, 30.0)  # of the radius, that what is lost grows with: first, and others
-_CLIFF = 4.0  # of the margin: what is lost beyond it says nothing about smaller radii
+_CLIFF = 4.0  # of the margin: what is lost beyond it grows faster than a power that holds below
+_STEEP = 12.0  # of the radius, that it grows with at least
 _SMALL = 512  # coordinates of a stream
 _FAR = 1e3  # times the input: no larger move is tried
 _MOST = 4 * 2**30  # bytes that a certificate may take
@@ -434,31 +435,39 @@ def _next(low: float, high: float, end: float, lost: dict[float, float], even: b
 
     Just short of where a power of the radius, through the two values of what was lost that are
     nearest to the whole margin, takes it; ``low`` where that is less than 1 % further. ``even``, or
-    where that is not known: the middle. Where no bound came near the margin, the steps grow: by 2,
-    2, 4, 16, 256 and 65536.
+    where that is not known: the middle. Where no bound came near the margin: a steep power of what
+    failed, or steps that grow: by 2, 2, 4, 16, 256 and 65536.
     """
     # those before are of other anchors; what is far above the margin grows faster than a power
     sizes = [size for size, some in lost.items() if low <= size <= high and some < _CLIFF]
     step = 2.0 if sizes else 2.0**2 ** min(max(len(lost) - 2, 0), 4)
     middle = (low * high) ** 0.5 if low > 0 else high / step
-    if high < math.inf and (even or not sizes):
-        return middle
+    known, cliff = lost.get(high, math.inf) < math.inf, high < end and high not in sizes
+    if high < math.inf and ((even and not known) or not sizes):
+        return max(middle, _crossing(high, lost[high], _STEEP, high, end)) if known else middle
     size, *others = sorted(sizes, key=lambda size: abs(1 - size / end - lost[size]))
+    if not others and cliff and known:
+        others = [high]
     power = _POWER
     if others:
         power = math.log(lost[size] / lost[others[0]]) / math.log(size / others[0])
         power = min(max(power, _POWERS[0]), _POWERS[1])
-    fails = min(high, 10 * size)
-    at = max(low, 1e-3 * fails)
-    for _ in range(40):
-        some = (at * fails) ** 0.5
-        holds = 1 - some / end > lost[size] * (some / size) ** power
-        at, fails = (some, fails) if holds else (at, some)
-    if high < end and high not in sizes:  # a cliff
+    at = max(low, _crossing(size, lost[size], power, min(high, 10 * size), end))
+    if cliff:
         at = min(at, middle)
-    elif others and low in sizes and at < low * _CLOSE**0.5:
+    elif len(others) > 0 and low in sizes and at < low * _CLOSE**0.5:
         return low
     return min(max(at * _SHORT, low * _CLOSE**0.75), high / _CLOSE**0.5)
+
+
+def _crossing(size: float, lost: float, power: float, most: float, end: float) -> float:
+    """Where ``1 - r / end`` of the margin meets a power of ``r`` through one value of the loss."""
+    low = 1e-3 * most
+    for _ in range(40):
+        some = (low * most) ** 0.5
+        holds = 1 - some / end > lost * (some / size) ** power
+        low, most = (some, most) if holds else (low, some)
+    return low
 
 
 def _least(

@@ -26,7 +26,6 @@ from lipscope.certificates.forms import (
     jacobian,
     norm_above,
     positive_part,
-    root,
     thin_root,
     top_value,
     young,
@@ -59,16 +58,16 @@ class Quadratic:
 
 @dataclass(frozen=True, eq=False)
 class Loose:
-    """``G Z f`` with ``|Z f| <= |Y f| + rest |f|``: what a secant leaves open."""
+    """``G Z f`` with ``|Z f| <= <f, Y f>^(1/2) + rest |f|``: what a secant leaves open."""
 
     outer: Tensor  # G, (n d, q)
-    inner: Tensor  # Y, (q, p); (0, p): nothing but the rest is known
+    inner: Tensor  # Y, (p, p)
     rest: Tensor
 
     @cached_property
     def size(self) -> Tensor:
         """``>= |Z f| / |f|``."""
-        return norm_above(self.inner) + self.rest if len(self.inner) else self.rest
+        return top_value(self.inner).sqrt() + self.rest
 
     def slack(self, reads: Float[Tensor, "n k d"] | None = None) -> Tensor:
         """``>= |B G Z f| / |f|`` for blocks ``B_i``, the identity if None."""
@@ -82,7 +81,7 @@ class Loose:
         most = top_value(self.outer.T @ k @ self.outer)
         w = young(float(self.size - self.rest), float(self.rest))
         eye = torch.eye(self.inner.shape[1], dtype=k.dtype)
-        return most * (self.inner.T @ self.inner / w[0] + self.rest.square() / w[1] * eye)
+        return most * (self.inner / w[0] + self.rest.square() / w[1] * eye)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,9 +105,13 @@ class Secant:
 
 
 class TokenBranch:
-    """``v -> skip v + F(N(v))`` between what its inputs can be, around a centre."""
+    """``v -> skip v + F(N(v))`` between what its inputs can be, around a centre.
 
-    def __init__(self, branch: Branch, at: Point, reach: Reads) -> None:
+    Args:
+        last: Whether nothing that bends reads its output.
+    """
+
+    def __init__(self, branch: Branch, at: Point, reach: Reads, last: bool = False) -> None:
         self.skip = float(branch.skip)
         part = branch.part
         assert part is None or isinstance(part, Feed)
@@ -135,10 +138,10 @@ class TokenBranch:
             z0 = self.units.arguments(y)
             into = self.units.into.expand(n, -1, -1)
             read = into @ slope
-            self.reach = reach.of(at, read)
+            curve = z0.new_zeros(())
             if self.norm is not None and self.norm.norm.scaled:
-                curve = self.norm.read(self.units.into)
-                self.reach = self.reach + curve * self.norm.remainder(self.radius)[:, None]
+                curve = self.norm.read(self.units.into) * self.norm.remainder(self.radius)[:, None]
+            self.reach = curve + reach.of(at, read, self.units.close(z0, last) - curve)
             self.low, self.high = z0 - self.reach, z0 + self.reach
             mid, half = self.units.secants(z0, self.low, self.high)
             m = self.units.through(mid)
@@ -230,7 +233,7 @@ class TokenBranch:
         rows = ((into @ d0) @ x).flatten(0, 1)[used]
         columns = torch.block_diag(*(self.units.out * side.mT))[:, used]
         rest = at.slack(into @ d0) + norm_above(into).max() * slip
-        return Secant(found.middle, (*found.loose, Loose(columns, rows, rest)))
+        return Secant(found.middle, (*found.loose, Loose(columns, rows.T @ rows, rest)))
 
     def _after(self, at: Secant, straight: Tensor, outer: Tensor, slip: Tensor) -> Secant:
         """Behind the maps of tokens; ``slip`` is what the norm leaves out, behind it ``outer``."""
@@ -241,7 +244,8 @@ class TokenBranch:
 
         if not float(slip) > 0:
             return at.read(mapped)
-        return at.read(mapped, Loose(torch.block_diag(*outer), at.middle[:0], slip))
+        nothing = at.middle.new_zeros(at.middle.shape[1], at.middle.shape[1])
+        return at.read(mapped, Loose(torch.block_diag(*outer), nothing, slip))
 
 
 def _shared(each: Tensor, own: Tensor, whole: Tensor) -> Tensor:
@@ -269,28 +273,30 @@ class Reads:
         self.ball, self.at, self.r = ball, None if ball is None else ball.at, radius
         self.entry = entry
 
-    def of(self, at: Point, reads: Float[Tensor, "n k d"]) -> Float[Tensor, "n k"]:
-        """``>= |<p_ik, v_i - v_0i>|``."""
+    def of(
+        self, at: Point, reads: Float[Tensor, "n k d"], enough: Float[Tensor, "n k"] | float = 0.0
+    ) -> Float[Tensor, "n k"]:
+        """``>= |<p_ik, v_i - v_0i>|``; no closer than it takes to be below ``enough``."""
         moved = (reads @ at.jacobian).norm(dim=-1) * self.r + reads.norm(dim=-1) * at.rest[:, None]
         if self.ball is None:
             return moved
-        return moved + self.left(reads @ at.lin) * self.r
+        return moved + self.left(reads @ at.lin, (enough - moved) / self.r) * self.r
 
-    def left(self, reads: Float[Tensor, "n k d"]) -> Float[Tensor, "n k"]:
+    def left(
+        self, reads: Float[Tensor, "n k d"], enough: Float[Tensor, "n k"]
+    ) -> Float[Tensor, "n k"]:
         """``>= |<p_ik, R_i>| / r``: the average change of attention's Jacobian along a radius."""
-        found = self.changes(reads).mean(0)
-        return found if self.entry is None else found + self.entry.drift(reads)
-
-    def changes(self, reads: Float[Tensor, "n k d"]) -> Float[Tensor, "pieces n k"]:
-        """Of every read-out alone, on each ball."""
-        assert self.ball is not None and self.at is not None
-        lead = self.at.lead_of(reads)
-        width = self.ball.pieces * self.at.p.numel()
-        found, few = [], max(1, _ENTRIES // width)
-        for k in range(0, reads.shape[1], few):
-            own = None if lead is None else lead[:, k : k + few]
-            found.append(self.ball.change_of(reads[:, k : k + few, None], own))
-        return torch.cat(found, -1)
+        ball, at = self.ball, self.at
+        assert ball is not None and at is not None
+        drift = 0.0 if self.entry is None else self.entry.drift(reads)
+        few = max(1, _ENTRIES // (ball.pieces * at.p.numel()))
+        each = [ball.changes_of(some[:, :, None]) for some in reads.split(few, 1)]
+        plain, rest = (torch.cat(some, -1) for some in zip(*each, strict=True))
+        wanted = (plain.mean(0) + drift >= enough) & (rest < plain).any(0)
+        lead = at.lead_of(reads, wanted)
+        if lead is not None:
+            plain = torch.minimum(plain, ball.grid.radius[:, None, None] * lead + rest)
+        return plain.mean(0) + drift
 
     @cached_property
     def rows(self) -> Float[Tensor, "pieces n"]:
@@ -408,6 +414,10 @@ class Entry:
         return torch.minimum((j @ self.own).norm(), norm_above(j) * self.whole)
 
 
+def _scaled(branch: Branch) -> bool:
+    return isinstance(branch.norm, Norm) and branch.norm.scaled
+
+
 class Segment:
     """Attention (or nothing) and token-wise branches, for inputs ``x_0 + T xi``, ``|xi| <= r``.
 
@@ -415,6 +425,7 @@ class Segment:
         branches: The first one may hold attention, the others do not.
         t: ``T``, of full column rank on the tokens that move.
         rows: Tokens that are read of the output; all if None.
+        last: Whether nothing that bends reads the output.
     """
 
     def __init__(
@@ -423,7 +434,9 @@ class Segment:
         x: Float[Tensor, "n d"],
         t: Float[Tensor, "n d p"],
         rows: Tensor | None = None,
+        last: bool = False,
     ) -> None:
+        self.last = last
         self.branches, self.x, self.t = branches, x, t
         self.rows = torch.arange(len(x)) if rows is None else rows
         self.first = branches[0] if branches else None
@@ -465,8 +478,10 @@ class Segment:
         eye = torch.eye(d, dtype=self.x.dtype).expand(n, d, d)
         point = Point(self.value, self.jacobian, eye, self.x.new_zeros(n))
         self.tokens: list[TokenBranch] = []
-        for branch in self.rest:
-            self.tokens.append(TokenBranch(branch, point, self.reads))
+        bend = [one.part is not None or _scaled(one) for one in self.rest]
+        for k, branch in enumerate(self.rest):
+            last = self.last and not any(bend[k + 1 :])
+            self.tokens.append(TokenBranch(branch, point, self.reads, last))
             point = self.tokens[-1].point
         self.end = point
 
@@ -547,9 +562,9 @@ class Segment:
             eye = torch.eye(len(flat), dtype=flat.dtype)
             form = self.reads.whole(self.averages(self._start(x, start), "jacobian"))
             form = form if self.entry is None else self.entry.pulled(form, x)
-            loose = (Loose(eye, root(form), self.x.new_zeros(())),)
+            loose = (Loose(eye, form, self.x.new_zeros(())),)
             if self.entry is not None:
-                loose += (Loose(eye, flat[:0], self.entry.lost(x)),)
+                loose += (Loose(eye, torch.zeros_like(form), self.entry.lost(x)),)
         found = Secant(flat, loose)
         for branch, v in zip(self.tokens, self.through(x), strict=False):
             found = branch.secant(v, found)
