@@ -1,6 +1,7 @@
 """The search for a certified radius: against a plain bisection, and where numbers overflow."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -72,19 +73,32 @@ def test_three_classes_are_certified_as_far_as_by_bisection(monkeypatch) -> None
     assert tried <= 12 and found.note is None
 
 
-@pytest.mark.parametrize("power", [4.0, 9.0, 16.0])
+def steep(power: float) -> Callable[[float], float]:
+    return lambda r: 0.7 * (r / 0.3) ** power * math.exp(r / 0.3 - 1)
+
+
+LOSSES = {
+    "steep": (steep(9.0), 8), "steeper": (steep(16.0), 8), "fourth power": (steep(4.0), 8),
+    "a jump": (lambda r: 0.9 * (r / 0.3) ** 2 + 1e6 * (r > 0.31), 12),
+    "far below": (lambda r: 0.7 * (r / 1e-3) ** 2, 13),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("far", [1.2, 2.0, 5.0])
-def test_few_radii_are_tried_where_bounds_fall_off_a_cliff(
-    power: float, far: float, monkeypatch: pytest.MonkeyPatch
+def test_few_radii_are_tried_whatever_is_lost(
+    kind: str, far: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is lost grows like ``r^p exp(r / 0.3)``: 0.7 of the margin at 0.3."""
-    tried = list[float]()
+    """Bounds fall off a cliff, steep or sudden, or hold far below what an attack needs."""
+    (loss, most), tried = LOSSES[kind], list[float]()
+
+    def holds(radius: float) -> bool:
+        return 1 - radius / far > loss(radius)
 
     def least(asked: _Question, _: object, radius: float, __: object) -> tuple[float, int]:
-        rival, r = asked.others[0], radius / 0.3
         tried.append(radius)
-        lost = 0.7 * r**power * math.exp(r - 1)
-        return (1 - radius / far - lost) * float(asked.margins[rival]), rival
+        rival = asked.others[0]
+        return (1 - radius / far - loss(radius)) * float(asked.margins[rival]), rival
 
     monkeypatch.setattr("lipscope.certificates.network_decision._least", least)
     monkeypatch.setattr(_Question, "smallest_flip", lambda *_: far)
@@ -92,11 +106,9 @@ def test_few_radii_are_tried_where_bounds_fall_off_a_cliff(
     low, high = 0.0, far
     for _ in range(60):
         middle = (low + high) / 2
-        r = middle / 0.3
-        holds = 1 - middle / far > 0.7 * r**power * math.exp(r - 1)
-        low, high = (middle, high) if holds else (low, middle)
+        low, high = (middle, high) if holds(middle) else (low, middle)
     assert 0.96 * low <= found.radius <= low
-    assert len(tried) <= 9
+    assert len(tried) <= most
 
 
 def test_what_is_flat_at_the_centre_is_searched_for_far_away() -> None:

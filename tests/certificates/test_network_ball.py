@@ -214,6 +214,8 @@ def test_a_bilinear_form_is_largest_at_the_norm_of_its_symmetric_part() -> None:
         left, right = gaussian(k, 7, k, p), gaussian(k + 9, 7, k, p)
         half = left.mT @ right / 2
         true = torch.linalg.eigvalsh(half + half.mT).abs().amax(-1)
+        none = top_bilinear(1e-165 * left, right)  # squares underflow
+        assert bool((none <= 1e-160).all())
         for scale in (1.0, 1e-12, 1e60):  # queries far smaller than keys, and larger
             found = top_bilinear(scale * left, right) / scale
             assert bool((true <= found).all())

@@ -154,8 +154,8 @@ class Units:
     def close(self, z: Float[Tensor, "n a"], last: bool) -> Float[Tensor, "n a"]:
         """Moves of arguments below which nothing is gained by bounding them more closely.
 
-        ReLU is linear on either side; where it is the ``last`` to bend, its parabola is all that is
-        read, and hardly depends on its ends.
+        ReLU is linear on either side; where it is the ``last`` to bend, a margin reads its parabola
+        alone, which depends little on its ends.
         """
         if self.feed.activation != "relu" or self.gated:
             return torch.zeros_like(z)

@@ -335,7 +335,7 @@ class AttentionBall:
             return at.form(rest=4 * torch.einsum("m,mpq->pq", each[where], squares))
         # <Q e, K f>^2, all rows of a head together or every one by itself; <Q f, K e>^2
         rows = torch.einsum("b,bhi->hi", shares, c)
-        most = (each / (rows[..., None] + TINY)).amax(-2)
+        most = torch.where(rows[..., None] > 0, each / rows[..., None], 0.0).amax(-2)
         together = at.of_heads(rows).square()[:, None] * most
         each = (at.norm_query.square()[..., None] * each).sum(-2)
         sizes = at.key.square().sum((-2, -1))

@@ -17,7 +17,7 @@ from torch import Tensor
 SLACK = 1e-11  # of the eigenvalues of a matrix, relative to its largest, with room
 _FEW = 1e-10  # of an eigenvalue, relative to the largest: a thin root has no row for smaller ones
 _NONE = 1e-14  # what is smaller than this is rounding of the decomposition
-_TINY = 1e-300
+_TINY = 1e-150  # a norm whose square is no ordinary number is taken for no larger
 _LARGE = 160  # from this width on a Cholesky factor proves what some products suggest
 _CHOLESKY = 2.3e-16  # of a matrix: what rounding hides of a factor, by rows times columns
 _VECTORS, _ROUNDS, _STEP = 6, 2, 1e-3
@@ -145,9 +145,8 @@ def top_bilinear(left: Float[Tensor, "*#b k p"], right: Float[Tensor, "*#b k p"]
     is one of rows with more coordinates: none of them makes the norm less.
     """
     sizes = norm_above(left), norm_above(right)
-    units = (
-        m / (size[..., None, None] + _TINY) for m, size in zip((left, right), sizes, strict=True)
-    )
+    both = zip((left, right), sizes, strict=True)
+    units = (m / size.clamp_min(_TINY)[..., None, None] for m, size in both)
     rows = torch.cat(torch.broadcast_tensors(*units), -2)
     m, p = rows.shape[-2:]
     eye = torch.eye(m, dtype=rows.dtype)

@@ -44,7 +44,7 @@ _START = (0.85, 0.5)  # of what an attack or first order needs, as much bends: t
 _SHORT = 0.996  # of where the next radius is expected to fail
 _POWER, _POWERS = 4.0, (2.0, 30.0)  # of the radius, that what is lost grows with: first, and others
 _CLIFF = 4.0  # of the margin: what is lost beyond it grows faster than a power that holds below
-_STEEP = 12.0  # of the radius, that it grows with at least
+_STEEP, _EARLY = 12.0, 2  # of the radius, that it then grows with as a rule; tries that rely on it
 _SMALL = 512  # coordinates of a stream
 _FAR = 1e3  # times the input: no larger move is tried
 _MOST = 4 * 2**30  # bytes that a certificate may take
@@ -435,18 +435,19 @@ def _next(low: float, high: float, end: float, lost: dict[float, float], even: b
 
     Just short of where a power of the radius, through the two values of what was lost that are
     nearest to the whole margin, takes it; ``low`` where that is less than 1 % further. ``even``, or
-    where that is not known: the middle. Where no bound came near the margin: a steep power of what
-    failed, or steps that grow: by 2, 2, 4, 16, 256 and 65536.
+    where that is not known: the middle. Where no bound came near the margin: first a steep power of
+    what failed, then steps that grow: by 2, 4, 16, 256 and 65536.
     """
     # those before are of other anchors; what is far above the margin grows faster than a power
     sizes = [size for size, some in lost.items() if low <= size <= high and some < _CLIFF]
     step = 2.0 if sizes else 2.0**2 ** min(max(len(lost) - 2, 0), 4)
     middle = (low * high) ** 0.5 if low > 0 else high / step
     known, cliff = lost.get(high, math.inf) < math.inf, high < end and high not in sizes
-    if high < math.inf and ((even and not known) or not sizes):
-        return max(middle, _crossing(high, lost[high], _STEEP, high, end)) if known else middle
+    if high < math.inf and ((even and (cliff or not known)) or not sizes):
+        steep = known and len(lost) <= _EARLY
+        return max(middle, _crossing(high, lost[high], _STEEP, high, end)) if steep else middle
     size, *others = sorted(sizes, key=lambda size: abs(1 - size / end - lost[size]))
-    if not others and cliff and known:
+    if not others and cliff and known and len(lost) <= _EARLY + 1:
         others = [high]
     power = _POWER
     if others:
