@@ -307,7 +307,9 @@ def _on_columns(lines: Sequence[Line]) -> Iterator[str]:
 def _on_growth(lines: Sequence[Line]) -> str:
     fits = [line.growth for line in lines if line.growth is not None]
     if not fits:
-        return "growth: needs three lengths with a finite, positive sigma."
+        return (
+            "growth: needs three lengths, none above the trained one, with finite, positive sigma."
+        )
     low, high = min(f.lengths[0] for f in fits), max(f.lengths[-1] for f in fits)
     text = f"growth: exponent s of sigma ~ n^s for n from {low} to {high}"
     if named := dict.fromkeys(fit.interval for fit in fits if fit.level is not None):
