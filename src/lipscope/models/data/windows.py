@@ -93,12 +93,12 @@ def windows_of_text(
     total, stretch = len(ids), sum(lengths) if kind == "disjoint" else max(lengths)
     needed = samples * stretch if kind == "disjoint" else stretch - extra
     if total < needed:
-        windows = "a window" if samples == 1 else f"{samples} {kind} windows"
+        several = "a window" if samples == 1 else f"{samples} {kind} windows"
         shorter = "shorter lengths or fewer samples"
         if kind == "spread" and total:
             shorter = f"lengths of at most {total + extra}"
         raise InputError(
-            f"The text should have at least {needed} tokens for {windows} of up to {max(lengths)}, "
+            f"The text should have at least {needed} tokens for {several} of up to {max(lengths)}, "
             f"{extra} of them special. Found {total}; use a longer text or {shorter}."
         )
     # A short text has fewer places than samples: the same one twice would be one sample.
