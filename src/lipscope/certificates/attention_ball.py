@@ -145,7 +145,12 @@ class AttentionBall:
 
         ``lead`` bounds the second derivatives at the centre, ``sup |R_ig H[e, f]|``.
         """
-        plain, rest = self.changes_of(reads)
+        return self.with_lead(*self.changes_of(reads), lead)
+
+    def with_lead(
+        self, plain: Float[Tensor, "b i g"], rest: Float[Tensor, "b i g"], lead: Tensor | None
+    ) -> Float[Tensor, "b i g"]:
+        """`change_of` from `changes_of`."""
         if lead is None:
             return plain
         return torch.minimum(plain, self.grid.radius[:, None, None] * lead + rest)

@@ -456,7 +456,7 @@ def _next(low: float, high: float, end: float, lost: dict[float, float], even: b
     at = max(low, _crossing(size, lost[size], power, min(high, 10 * size), end))
     if cliff:
         at = min(at, middle)
-    elif len(others) > 0 and low in sizes and at < low * _CLOSE**0.5:
+    elif others and low in sizes and at < low * _CLOSE**0.5:
         return low
     return min(max(at * _SHORT, low * _CLOSE**0.75), high / _CLOSE**0.5)
 

@@ -293,10 +293,7 @@ class Reads:
         each = [ball.changes_of(some[:, :, None]) for some in reads.split(few, 1)]
         plain, rest = (torch.cat(some, -1) for some in zip(*each, strict=True))
         wanted = (plain.mean(0) + drift >= enough) & (rest < plain).any(0)
-        lead = at.lead_of(reads, wanted)
-        if lead is not None:
-            plain = torch.minimum(plain, ball.grid.radius[:, None, None] * lead + rest)
-        return plain.mean(0) + drift
+        return ball.with_lead(plain, rest, at.lead_of(reads, wanted)).mean(0) + drift
 
     @cached_property
     def rows(self) -> Float[Tensor, "pieces n"]:

@@ -166,7 +166,7 @@ def _growth_said(line: Line) -> str:
     """How sigma of this line grows, or why that is not said."""
     fit = line.growth
     if fit is None:
-        return "How it grows takes three lengths to say, none above the one of training."
+        return "How it grows takes three lengths to say, none beyond the length of training."
     span = f"From {fit.lengths[0]} to {fit.lengths[-1]} tokens"
     if fit.fits is False:
         return f"{span} its growth is {fit.verdict}, the slopes from length to length."

@@ -308,7 +308,8 @@ def _on_growth(lines: Sequence[Line]) -> str:
     fits = [line.growth for line in lines if line.growth is not None]
     if not fits:
         return (
-            "growth: needs three lengths, none above the trained one, with finite, positive sigma."
+            "growth: needs three lengths with a finite, positive sigma, none beyond the length of "
+            "training."
         )
     low, high = min(f.lengths[0] for f in fits), max(f.lengths[-1] for f in fits)
     text = f"growth: exponent s of sigma ~ n^s for n from {low} to {high}"
