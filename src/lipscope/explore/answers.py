@@ -9,20 +9,14 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from lipscope.charts import as_svg
+from lipscope.charts import as_svg, spaced
 from lipscope.display import rounded_down
 from lipscope.engine import DecisionCertificate, OpenModel, directions, push
 from lipscope.errors import InputError
 from lipscope.explore.question import MOST_TOKENS, Question, as_command, as_python
 from lipscope.linalg import Watch
 from lipscope.models import whole_text
-from lipscope.pages import (
-    Rows,
-    directions_in_words,
-    pushes_in,
-    token_shares,
-    token_words,
-)
+from lipscope.pages import Rows, directions_in_words, pushes_in, window_shares
 
 Event = dict[str, Any]
 Tell = Callable[[Event], None]
@@ -84,9 +78,9 @@ def _measured(model: OpenModel, asked: Question, check: Check, tell: Tell) -> It
         yield {
             "event": "rows",
             "layer": layer,
-            "words": token_words(tokens[rows[0].id]),
+            "words": spaced(tokens[rows[0].id]),
             "rows": [
-                {name: getattr(row, name) for name in _ROW} | token_shares(tokens[row.id])
+                {name: getattr(row, name) for name in _ROW} | window_shares(tokens[row.id])
                 for row in rows
             ],
         }

@@ -25,7 +25,7 @@ from lipscope.errors import InputError
 from lipscope.explore.answers import Event
 from lipscope.explore.question import MOST_LETTERS, Question, question_of
 from lipscope.explore.solver import Place, Solver, by_itself, twin
-from lipscope.pages import live_data, live_script, live_section, live_style
+from lipscope.pages import asset, live_data, live_script
 
 HOST = "127.0.0.1"
 _BEGINS = (
@@ -107,7 +107,7 @@ class Server:
         files = {
             "": ("text/html", self._page()),
             "page.js": ("text/javascript", f"{live_script()}\n{_asset('explore.js')}"),
-            "page.css": ("text/css", f"{live_style()}\n{_asset('explore.css')}"),
+            "page.css": ("text/css", f"{asset('page.css')}\n{_asset('explore.css')}"),
         }
         routes = [
             Route(f"/{name}", _constant(kind, text.encode()), methods=["GET"])
@@ -118,7 +118,7 @@ class Server:
     def _page(self) -> str:
         about = [{"name": one.model.name, "encoder": _is_encoder(one.model)} for one in self.quick]
         data = live_data(models=about, asked=vars(self._asked))
-        return _asset("explore.html").format(data=data, push=live_section("push"))
+        return _asset("explore.html").format(data=data, push=asset("push.html"))
 
     def _policy(self) -> str:
         return _POLICY.format(frames=_NOTEBOOKS if self._framed else "'none'")

@@ -247,7 +247,7 @@ def contrast_of(runs: Sequence[Run]) -> Contrast:
     both = {place: [k for k in cells[0][place] if k in cells[1][place]] for place in shared}
     if not any(both.values()):
         raise InputError(_nothing(names, items))
-    spread = [run.manifest["spec"].get("windows", "spread") == "spread" for run in runs]
+    spread = [run.paired for run in runs]
     tables = [
         table
         for place, places in both.items()
@@ -334,7 +334,7 @@ def _differences(
         (name, _few({str(of(i)) for i in mine}), _few({str(of(i)) for i in other}))
         for name, of in words.items()
     ]
-    first, second = (str(run.manifest["spec"].get("windows", "spread")) for run in runs)
+    first, second = ("spread" if run.paired else "disjoint" for run in runs)
     found.append(("windows", first, second))
     return [one for one in found if one[1] != one[2]]
 

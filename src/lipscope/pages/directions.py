@@ -163,6 +163,11 @@ def _signed(value: float) -> str:
     return f"{value:+.2g}".replace("-", "−")
 
 
+def directions_in_words(parts: Iterable[Direction]) -> list[dict[str, Any]]:
+    """The directions of one row as the scripts of the page read them."""
+    return [one for ranks in by_rank(parts).values() for one in as_plain(ranks)]
+
+
 def as_plain(ranks: Mapping[int, Sequence[Direction]]) -> list[dict[str, Any]]:
     """The directions of one row as the scripts of the page read them."""
     return [

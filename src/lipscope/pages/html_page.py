@@ -1,4 +1,7 @@
-"""The content of a report as one HTML page that opens from the disk and asks no network."""
+"""The content of a report as one HTML page that opens from the disk and asks no network.
+
+A page about an open model is made of parts of it as well.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ import vl_convert
 
 from lipscope.charts import in_the_page, palette
 from lipscope.display import printable
-from lipscope.pages.content import Content, headlines
+from lipscope.pages.content import SCALE, Content, headlines
 from lipscope.pages.figures import blank_charts
 from lipscope.pages.points import REAL, Item, items_by_setting, text_of
 from lipscope.pages.sentences import intervals_of
@@ -41,9 +44,9 @@ _PARTS = {
 }
 _SECTIONS = ("compare", "decided", "depth", "edits", "gains", "push")
 """Sections with files of their own: ``NAME.html``, which `page.html` names, and ``NAME.js``."""
-SHARED = ("elements", "drawing", "words", "tables", "keys")
+_SHARED = ("elements", "drawing", "words", "tables", "keys")
 """Scripts of every page, whatever it is about."""
-_SCRIPTS = (*SHARED, "state", "charts", "sections", "link", *_SECTIONS, "signals", "start")
+_SCRIPTS = (*_SHARED, "state", "charts", "sections", "link", *_SECTIONS, "signals", "start")
 
 
 def page(content: Content) -> str:
@@ -54,7 +57,6 @@ def page(content: Content) -> str:
     """
     specs, inks = charts_of(tuple(content.layers), content.training.turn)
     data = printable(content.as_plain()) | {"specs": specs, "inks": inks}
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     said = methods(content.items)
     words = {
         "title": html.escape(content.title),
@@ -68,8 +70,8 @@ def page(content: Content) -> str:
     return asset("page.html").format(
         **printable(words),
         css=asset("page.css") + _layer_colours(len(content.layers)),
-        data=text.replace("<", "\\u003c"),
-        vega=vega(),
+        data=_inside_html(data),
+        vega=_vega(),
         scripts="\n".join(asset(f"{name}.js") for name in _SCRIPTS),
     )
 
@@ -81,11 +83,29 @@ def charts_of(layers: tuple[str, ...], turn: float | None) -> tuple[dict[str, An
 
 
 @functools.cache
-def vega() -> str:
+def _vega() -> str:
     """Vega, as vl-convert brings it along: inside vega-embed."""
     script = vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]
     # In a function: its short names would otherwise be those of the whole page.
     return "(() => {" + script.replace("</script", "<\\/script") + "\n})();"
+
+
+def live_script() -> str:
+    """Vega, the scripts of every page, and those of the sections that a live page has as well."""
+    names = (*_SHARED, "push")
+    return "\n".join([_vega(), '"use strict";', *(asset(f"{name}.js") for name in names)])
+
+
+def live_data(**more: Any) -> str:
+    """What the scripts of a live page start from, as JSON: blank charts, and ``more``."""
+    specs, inks = charts_of((), None)
+    held = {"strict": True, "specs": {"push": specs["push"]}, "inks": inks, "scale": SCALE}
+    return _inside_html(printable(held | {"pushes": []} | more))
+
+
+def _inside_html(data: Mapping[str, Any]) -> str:
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c")
 
 
 def asset(name: str) -> str:

@@ -37,11 +37,6 @@ from lipscope.records import (
 _NAMED = 40  # letters of a text that stand for it in a control
 
 
-def paired(run: Run) -> bool:
-    """Whether a sample is the same passage at every length."""
-    return run.manifest["spec"].get("windows", "spread") == "spread"
-
-
 def text_of(run: Run, name: str | None) -> str:
     """What a row was measured on, in words; "" where the folder does not say."""
     made = run.manifest["provenance"]
@@ -239,7 +234,7 @@ class Points:
 
 def points_of(items: Sequence[Item]) -> Points:
     """Everything that the charts draw."""
-    settings = grouped(items, lambda item: item.setting)
+    settings = items_by_setting(items)
     carried = _carried(items)
     curves = grouped(items, lambda item: item.curve)
     kept = layers_first(list(curves))
@@ -479,7 +474,7 @@ def _growth_kinds(items: Sequence[Item]) -> list[tuple[str, Growth]]:
     for kind, of in kinds.items():
         # One window twice in a folder, measured otherwise: no curve.
         with contextlib.suppress(InputError):
-            found.append((kind, growth(rows, paired=paired(first.run), of=of)))
+            found.append((kind, growth(rows, paired=first.run.paired, of=of)))
     return [(kind, fit) for kind, fit in found if fit is not None]
 
 

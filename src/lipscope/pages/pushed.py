@@ -219,11 +219,8 @@ def quoted(text: str) -> str:
 
 def pushes_of(runs: Sequence[records.Run]) -> list[Push]:
     """The pushes that run folders hold; what is not whole yet is left out."""
-    paths = {str(run.path): run for run in runs}
-    names, several = folder_names(runs), len(paths) > 1
-    return [
-        push for path, run in paths.items() for push in _of_run(run, names[path] if several else "")
-    ]
+    names = folder_names(runs) if len(runs) > 1 else {}
+    return [push for run in runs for push in _of_run(run, names.get(str(run.path), ""))]
 
 
 def _of_run(run: records.Run, folder: str) -> list[Push]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -30,7 +30,6 @@ from lipscope.records import (
     Measurement,
     Run,
     TokenShare,
-    Value,
     empty,
     groups,
     growth,
@@ -98,7 +97,7 @@ class Rows(Sequence[Measurement], Shown):
 
     def to_polars(self) -> polars.DataFrame:
         """One line for each measurement; types do not depend on the values."""
-        return typed_frame(Measurement, (vars(row) for row in self._rows))
+        return typed_frame(Measurement, self._rows)
 
     def to_pandas(self) -> pandas.DataFrame:
         """The same for pandas.
@@ -117,15 +116,15 @@ class Rows(Sequence[Measurement], Shown):
 
     def tokens_to_polars(self) -> polars.DataFrame:
         """One line for each token; `id` says which measurement it belongs to."""
-        return typed_frame(TokenShare, (vars(token) for token in self.tokens))
+        return typed_frame(TokenShare, self.tokens)
 
     def bounds_to_polars(self) -> polars.DataFrame:
         """One line for each theorem; `id` says which measurement it speaks of."""
-        return typed_frame(Bound, (vars(bound) for bound in self.bounds))
+        return typed_frame(Bound, self.bounds)
 
     def directions_to_polars(self) -> polars.DataFrame:
         """One line for each part of a direction; `id` says which measurement it belongs to."""
-        return typed_frame(Direction, (vars(part) for part in self.directions))
+        return typed_frame(Direction, self.directions)
 
     def plot(self, **size: int) -> Chart:
         """Sigma against the number of tokens; ``width`` and ``height`` of a panel in pixels.
@@ -276,7 +275,12 @@ class Rows(Sequence[Measurement], Shown):
     def _content(self) -> Content:
         from lipscope.pages.content import Content
 
-        held = (self._rows, self.tokens, self.bounds, self.directions)
+        held = {
+            Measurement: self._rows,
+            TokenShare: self.tokens,
+            Bound: self.bounds,
+            Direction: self.directions,
+        }
         manifest = empty({"windows": self.windows}, provenance())
         return Content([_InMemory(Path("rows in memory"), manifest, held)])
 
@@ -328,12 +332,10 @@ class Page:
 class _InMemory(Run):
     """Rows in memory, read as those of a run folder are."""
 
-    records: tuple[Sequence[Any], ...] = ()
+    records: Mapping[type, Sequence[Any]]
 
-    def _read(self, index: int) -> polars.DataFrame:
-        kinds = (Measurement, TokenShare, Bound, Direction, Value)
-        held = self.records[index] if 0 <= index < len(self.records) else ()
-        return typed_frame(kinds[index], (vars(one) for one in held))
+    def _read(self, kind: type) -> polars.DataFrame:
+        return typed_frame(kind, self.records.get(kind, ()))
 
 
 def report(
@@ -368,7 +370,8 @@ def report(
     folders = [folders] if isinstance(folders, str | Path) else folders
     if not isinstance(folders, Sequence) or not folders:
         raise InputError("`DIR` should name at least one run folder. Found none.")
-    content = Content([read_run(folder) for folder in folders], compare=compare)
+    runs = {str(run.path): run for run in map(read_run, folders)}
+    content = Content([*runs.values()], compare=compare)
     path = Path(out) if out is not None else Path(folders[0]) / "report.html"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -424,7 +427,7 @@ def _measurement(row: Measurement) -> Iterator[Piece]:
 
 @pieces.register
 def _run_pieces(run: Run) -> Iterator[Piece]:
-    windows = run.manifest["spec"].get("windows", "spread")
+    windows = "spread" if run.paired else "disjoint"
     shares, bounds = run.token_shares(), run.bound_values()
     yield from pieces(Rows(run.measurements(), shares, windows, bounds, run.direction_parts()))
 

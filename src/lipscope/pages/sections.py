@@ -273,9 +273,7 @@ def _decision_record(s: int, some: Sequence[Mapping[str, Any]]) -> dict[str, Any
                 "index": one["tokens"][0],
                 "text": readable(one["words"][0]).strip(" "),
                 "rival": one["rival_name"],
-                "words": one["words_within"],
-                "radius": short(rounded_down(one["radius"])),
-                "attack": short(one["attack"]),
+                **_certified(one),
             }
             for one in alone
         ],
@@ -283,14 +281,20 @@ def _decision_record(s: int, some: Sequence[Mapping[str, Any]]) -> dict[str, Any
             {
                 "ball": one["ball"],
                 "count": len(one["tokens"]),
-                "words": one["words_within"],
-                "radius": short(rounded_down(one["radius"])),
-                "attack": short(one["attack"]),
+                **_certified(one),
             }
             for one in some
             if one["ball"] != "token"
         ],
         "stopped": any(one["stopped"] for one in some),
+    }
+
+
+def _certified(one: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "words": one["words_within"],
+        "radius": short(rounded_down(one["radius"])),
+        "attack": short(one["attack"]),
     }
 
 
@@ -467,7 +471,7 @@ MAX_VALUES = 40_000
 def monitored_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """One record for each training that was watched."""
     names, found = folder_names(runs), []
-    for run in {str(run.path): run for run in runs}.values():
+    for run in runs:
         trainings = grouped(run.contents(READINGS).values(), lambda one: str(one.get("run")))
         alerts = [*run.contents(ALERTS).values()]
         for name, readings in trainings.items():

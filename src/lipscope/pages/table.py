@@ -183,10 +183,6 @@ def _status(line: Line) -> str:
 
 def _table_columns(lines: Sequence[Line], narrow: int) -> list[Column]:
     """The columns that these lines need; narrow ones say sigma in its interval only."""
-    has = {
-        name: any(getattr(line.row, name, None) is not None for line in lines)
-        for name in ("sigma_rest", "frobenius")
-    }
     every = (*SETTING, *IN_SWEEPS)
     varied = [n for n in every if len({getattr(line.group, n) for line in lines}) > 1]
     columns = [Column(n, lambda line, n=n: str(getattr(line.group, n)), True) for n in varied]
@@ -203,14 +199,19 @@ def _table_columns(lines: Sequence[Line], narrow: int) -> list[Column]:
         Column("top token", lambda line: _top_token_cell(line, narrow), True),
         Column("share", lambda line: percent(line.row and line.row.top_share)),
     ]
-    if has["sigma_rest"]:
+    if _some(lines, "sigma_rest"):
         columns.append(Column("without it", _of_row("sigma_rest")))
-    if has["frobenius"]:
+    if _some(lines, "frobenius"):
         columns += [
             Column("stable rank", lambda x: number(x.row and stable_rank(x.row), 3)),
             Column("Frob. norm", _of_row("frobenius", 3)),
         ]
     return [*columns, Column("growth", lambda x: _growth_cell(x, narrow), True)]
+
+
+def _some(lines: Sequence[Line], name: str) -> bool:
+    """Whether a row in the table has this value."""
+    return any(getattr(line.row, name, None) is not None for line in lines)
 
 
 def _or(value: int | None, other: str) -> str:
@@ -233,13 +234,13 @@ def _rows_table(lines: Sequence[Line], narrow: int = 0) -> Table:
     table = Table(title=_title(lines), title_justify="left", box=SIMPLE_HEAD)
     table.padding = (0, 0 if narrow else 1, 0, 0)
     table.pad_edge = False
-    for column in _table_columns(lines, narrow):
+    columns = _table_columns(lines, narrow)
+    for column in columns:
         # Headings of two words may stand in two lines; what is under them may not.
         name = column.name if column.name.startswith("[") else column.name.replace(" ", "\n")
         table.add_column(Text(name), justify="left" if column.left else "right", no_wrap=True)
     for line in lines:
-        cells = (column.cell(line) for column in _table_columns(lines, narrow))
-        table.add_row(*(Text(printable(cell)) for cell in cells))
+        table.add_row(*(Text(printable(column.cell(line))) for column in columns))
     if table.columns and (lack := 76 - _width(table)) > 0:
         # Room for the sentences under a table of few columns.
         table.columns[-1].min_width = len("growth") + lack
@@ -295,9 +296,9 @@ def _on_columns(lines: Sequence[Line]) -> Iterator[str]:
         "relative = sigma x norm of the input / norm of the output; share: of the squared norm"
         " of the most sensitive direction."
     )
-    if any(line.row and line.row.sigma_rest is not None for line in lines):
+    if _some(lines, "sigma_rest"):
         yield "without it: sigma with the top token held fixed."
-    if any(line.row and line.row.frobenius is not None for line in lines):
+    if _some(lines, "frobenius"):
         yield (
             "stable rank = (Frobenius norm / sigma)^2; the Frobenius norm is an estimate, its"
             " interval stands in the row's note."

@@ -337,7 +337,7 @@ class RunFolder:
         lines = self._lines(finished)
         for side in sides:
             records = (record for one in finished for record in getattr(one, side.name))
-            self._add(side, [to_line(record) for record in records])
+            self._add(side, [to_line(vars(record)) for record in records])
         self._add(rows, lines)
         self.done |= {one.row.id: one.row for one in finished}
 
@@ -345,18 +345,14 @@ class RunFolder:
         """Rows as lines, which say how much of each side table belongs to each."""
         again = [one.row.id for one in finished if one.row.id in self.done]
         _, *sides, _ = self._tables
-        held: list[Counter[str]] = []
-        for index, side in enumerate(sides, 1):
-            records = [*self._beside(index, side.kind, again)] if again else []
+        held: dict[str, Counter[str]] = {}
+        for side in sides:
+            records = self._beside(side.kind, again)
             records += [record for one in finished for record in getattr(one, side.name)]
             keys = {tuple(getattr(record, name) for name in side.key) for record in records}
-            held.append(Counter(key[0] for key in keys))
-        counts = (
-            {name: of[one.row.id] for name, of in zip(BESIDE, held, strict=True)}
-            for one in finished
-        )
-        both = (one.row.to_dict() | count for one, count in zip(finished, counts, strict=True))
-        return [json.dumps(line, ensure_ascii=False, allow_nan=False) for line in both]
+            held[side.name] = Counter(key[0] for key in keys)
+        counts = ({name: of[one.row.id] for name, of in held.items()} for one in finished)
+        return [to_line(vars(o.row) | count) for o, count in zip(finished, counts, strict=True)]
 
     def values(self, part: str) -> dict[str, dict[str, Any]]:
         """What was computed for a part of an experiment, by key, in the order of `add_value`."""
@@ -365,7 +361,7 @@ class RunFolder:
     def add_value(self, part: str, key: str, content: Mapping[str, Any]) -> dict[str, Any]:
         """Write what was computed, and flush it to the disk."""
         text = json.dumps(content, ensure_ascii=False)
-        self._add(self._tables[-1], [to_line(Value(part=part, key=key, content=text))])
+        self._add(self._tables[-1], [to_line({"part": part, "key": key, "content": text})])
         return json.loads(text)
 
     def _add(self, table: Stored, lines: list[str]) -> None:
@@ -388,23 +384,23 @@ class RunFolder:
 
     def tokens(self, ids: Iterable[str] | None = None) -> list[TokenShare]:
         """The tokens of finished rows, of all or of some, each once."""
-        return self._beside(1, TokenShare, ids)
+        return self._beside(TokenShare, ids)
 
     def bounds(self, ids: Iterable[str] | None = None) -> list[Bound]:
         """The bounds of finished rows, of all or of some, each once."""
-        return self._beside(2, Bound, ids)
+        return self._beside(Bound, ids)
 
     def directions(self, ids: Iterable[str] | None = None) -> list[Direction]:
         """The directions of finished rows, of all or of some, each part once."""
-        return self._beside(3, Direction, ids)
+        return self._beside(Direction, ids)
 
-    def _beside(self, index: int, kind: type[T], ids: Iterable[str] | None) -> list[T]:
+    def _beside(self, kind: type[T], ids: Iterable[str] | None) -> list[T]:
         import polars as pl
 
         wanted = [one for one in (self.done if ids is None else ids) if one in self.done]
         if not wanted:
             return []
-        table = self._tables[index]
+        (table,) = (one for one in self._tables if one.kind is kind)
         frame = table.read(self._marks.get(table.name), own=True)
         return records_of(kind, frame.filter(pl.col("id").is_in(wanted)))
 
@@ -496,25 +492,30 @@ class Run(Shown):
     # each) and ``files`` (digests)
     manifest: Mapping[str, Any]
 
+    @property
+    def paired(self) -> bool:
+        """Whether a sample is the same passage at every length (windows "spread")."""
+        return self.manifest["spec"].get("windows", "spread") == "spread"
+
     @cached_property
     def rows(self) -> polars.DataFrame:
         """One line for each finished row, in the order in which they were finished."""
-        return self._read(0)
+        return self._read(Measurement)
 
     @cached_property
     def tokens(self) -> polars.DataFrame:
         """One line for each token; ``id`` says for which row."""
-        return belonging(self._read(1), self.rows)
+        return belonging(self._read(TokenShare), self.rows)
 
     @cached_property
     def bounds(self) -> polars.DataFrame:
         """One line for each theorem that was asked about a row; ``id`` says for which one."""
-        return belonging(self._read(2), self.rows)
+        return belonging(self._read(Bound), self.rows)
 
     @cached_property
     def directions(self) -> polars.DataFrame:
         """One line for each part of a leading direction of a row; ``id`` says for which one."""
-        return belonging(self._read(3), self.rows)
+        return belonging(self._read(Direction), self.rows)
 
     def values(self, part: str) -> polars.DataFrame:
         """Values that an experiment computed for one of its parts, a line each, with their keys."""
@@ -525,11 +526,11 @@ class Run(Shown):
 
     def parts(self) -> list[str]:
         """The parts of which `values` has some."""
-        return sorted(set(self._read(-1)["part"]) - {SURVEY})
+        return sorted(set(self._read(Value)["part"]) - {SURVEY})
 
     def contents(self, part: str) -> dict[str, dict[str, Any]]:
         """The same by key."""
-        return values_of(self._read(-1), part)
+        return values_of(self._read(Value), part)
 
     def measurements(self) -> list[Measurement]:
         """The rows as records."""
@@ -547,8 +548,8 @@ class Run(Shown):
         """The directions of some rows, or of all, as records."""
         return records_of(Direction, _rows_of(self.directions, ids))
 
-    def _read(self, index: int) -> polars.DataFrame:
-        table = tables(self.path)[index]
+    def _read(self, kind: type) -> polars.DataFrame:
+        (table,) = (one for one in tables(self.path) if one.kind is kind)
         return table.read(marks_of(self.manifest["files"]).get(table.name))
 
 

@@ -192,8 +192,6 @@ class Place:
 
     def clear(self) -> None:
         """Remove the run that is replaced; what is not of a run stays."""
-        if not self._force:
-            return
         names = [f"{table.name}.{kind}" for table in tables(self.path) for kind in _KINDS]
         for name in (*names, MANIFEST):
             (self.path / name).unlink(missing_ok=True)

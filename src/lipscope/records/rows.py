@@ -156,11 +156,11 @@ class Measurement(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """The row as plain values in column order; non-finite numbers are null."""
-        return {name: _or_null(value) for name, value in vars(self).items()}
+        return _finite(vars(self))
 
     def to_json(self) -> str:
         """The row as one line of JSON."""
-        return json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False)
+        return to_line(vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,10 +315,9 @@ def grouped(things: Iterable[Thing], key: Callable[[Thing], Key]) -> dict[Key, l
     return found
 
 
-def to_line(record: TokenShare | Bound | Direction | Value) -> str:
-    """A record of a side table as one line of JSON; non-finite numbers are null."""
-    values = {name: _or_null(value) for name, value in vars(record).items()}
-    return json.dumps(values, ensure_ascii=False, allow_nan=False)
+def to_line(values: Mapping[str, Any]) -> str:
+    """The values of a record as one line of JSON; non-finite numbers are null."""
+    return json.dumps(_finite(values), ensure_ascii=False, allow_nan=False)
 
 
 def stable_id(parts: Mapping[str, Any]) -> str:
@@ -352,11 +351,11 @@ def provenance(**more: str) -> dict[str, Any]:
     }
 
 
-def typed_frame(kind: type, rows: Iterable[Mapping[str, Any]]) -> polars.DataFrame:
+def typed_frame(kind: type[Record], records: Iterable[Record]) -> polars.DataFrame:
     """A frame whose types come from the record's annotations, never from the values."""
     import polars as pl
 
-    finite = [{name: _or_null(value) for name, value in row.items()} for row in rows]
+    finite = [_finite(vars(one)) for one in records]
     return pl.DataFrame(finite, schema=schema_of(kind), orient="row")
 
 
@@ -383,5 +382,8 @@ def schema_of(kind: type) -> dict[str, Any]:
     return schema
 
 
-def _or_null(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with null for what is not finite."""
+    return {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
+    }

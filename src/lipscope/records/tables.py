@@ -305,8 +305,7 @@ class Stored:
         if copy is None:
             return 0
         lost = copy.join(self.read(None), on=self.key, how="anti", nulls_equal=True).to_dicts()
-        lines = [json.dumps(o | more(o), ensure_ascii=False, allow_nan=False) for o in lost]
-        self.append(lines)
+        self.append([rows.to_line(one | more(one)) for one in lost])
         return len(lost)
 
     def compacted(self, held: Mark | None, frame: Callable[[], polars.DataFrame]) -> Mark:
@@ -392,12 +391,12 @@ class Stored:
             return None
 
     def _checked(self, data: bytes, first: int) -> polars.DataFrame:
-        def records() -> Iterator[Mapping[str, Any]]:
+        def records() -> Iterator[Any]:
             for number, values in objects(data, first=first):
                 if self.name == "rows":
                     for name in BESIDE:
                         values.pop(name, None)
-                yield vars(restored(self.kind, values, f"`{self.lines}`, line {number}"))
+                yield restored(self.kind, values, f"`{self.lines}`, line {number}")
 
         return rows.typed_frame(self.kind, records())
 
