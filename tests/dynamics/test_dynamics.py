@@ -27,7 +27,7 @@ from lipscope import (
     variants,
 )
 from lipscope.attention import Attention
-from lipscope.charts.motion import Scene, animate
+from lipscope.charts import Scene, animate
 from lipscope.dynamics import (
     Event,
     closure,

@@ -25,7 +25,7 @@ INSIDE = {
     "attention": "blocks faults functional gradient multihead weighting",
     "certificates": "certify decision_search expansion hostile map_ball network_ball "
     "network_margin push read_out",
-    "charts": "dynamics engine_bounds figure page",
+    "charts": "engine_bounds figure page",
     "cli": "cli_habits",
     "control": "control monitor",
     "engine": "changed cli_habits directions measure model_decision monitor push ranges "

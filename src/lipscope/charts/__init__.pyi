@@ -1,7 +1,15 @@
 # The front door: what other rooms may use.
-from .bounds import bounds_chart, push_chart
 from .curves import LineKind, Panel, Point, Series, curves_chart, power_law
-from .growth import Grown, focus_chart, layers_chart, radius_chart, signals_chart, training_chart
+from .growth import (
+    Grown,
+    bounds_chart,
+    focus_chart,
+    layers_chart,
+    push_chart,
+    radius_chart,
+    signals_chart,
+    training_chart,
+)
 from .layers import (
     MAPS,
     SIDES,
@@ -29,8 +37,7 @@ from .marks import (
     tick_values,
     training_end,
 )
-from .motion import Scene, animate
-from .tokens import WAYS, gains_chart, shaded_text
+from .tokens import WAYS, Scene, animate, gains_chart, shaded_text
 
 __all__ = [
     "CERTIFIED",

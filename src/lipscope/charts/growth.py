@@ -1,4 +1,4 @@
-"""Growth of sigma with the number of tokens, and over the steps of training."""
+"""Curves: against the number of tokens, over the steps of training, by the size of a move."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from typing import Any, Literal
 
 import altair as alt
 
-from lipscope.charts import marks
 from lipscope.charts.look import (
     AXIS,
     BLUE,
+    DASHES,
     FRONT,
+    GREEN,
+    HEIGHT,
     HERE,
     ORANGE,
+    PURPLE,
+    QUIET,
     Data,
     Frame,
     across,
@@ -24,7 +28,8 @@ from lipscope.charts.look import (
     trained_length_line,
     up,
 )
-from lipscope.charts.marks import INK
+from lipscope.charts.marks import ALL, CERTIFIED, INK, PROMISE, REST
+from lipscope.records import ADVERSARIAL, CERTIFICATE, MEASURED
 
 Grown = Literal["sigma", "rest", "radius", "rank"]
 _TITLES: dict[Grown, str] = {
@@ -34,7 +39,6 @@ _TITLES: dict[Grown, str] = {
     "rank": "stable rank (Frobenius norm / sigma)²",
 }
 _REST = {"sigma": "datum.rest", "low": "datum.rest_low", "high": "datum.rest_high"}
-ALL, REST = "all tokens move", "top token fixed"
 
 
 def layers_chart(
@@ -132,7 +136,7 @@ def focus_chart(
     bars = windows.mark_rule(strokeWidth=1.2, opacity=0.55)
     dots = windows.mark_circle(size=30, opacity=0.75, cursor="pointer")
     ring = windows.transform_filter("datum.i === picked && datum.key === 'a'")
-    ring = ring.mark_point(size=150, stroke=marks.INK, strokeWidth=1.8, filled=False)
+    ring = ring.mark_point(size=150, stroke=INK, strokeWidth=1.8, filled=False)
     layers = [
         *(behind, *trained_length_line(mine, x), *guides(mine, x, y), lines),
         bars.encode(**place, y2="top:Q", color=colour),
@@ -235,3 +239,111 @@ def signals_chart(
         triangle.encode(x=x, y=y, tooltip="alert:Q"),
     ]
     return frame.around(layers, frame.ends, frame.chosen[0], height=200)
+
+
+# --- between bounds
+
+COLOURS = {
+    MEASURED: BLUE,
+    ADVERSARIAL: ORANGE,
+    CERTIFICATE: GREEN,
+    "bound": QUIET,
+}
+
+# Each curve, its colour and its dashes: what happens is solid, but for the second of two signs.
+_CURVES = {
+    PROMISE: (INK, DASHES),
+    CERTIFIED: (INK, [1, 3]),
+    "map, along +v": (BLUE, [1, 0]),
+    "map, along −v": (BLUE, [6, 3]),
+    "map, along +top token": (ORANGE, [1, 0]),
+    "map, along −top token": (ORANGE, [6, 3]),
+    "map, random (mean, range)": (QUIET, [1, 0]),
+    "block, along +v": (GREEN, [1, 0]),
+    "model, along +v": (PURPLE, [1, 0]),
+}
+
+
+def bounds_chart(
+    frame: Frame, lines: Data | None = None, names: Data | None = None
+) -> alt.LayerChart:
+    """Measured sigma and its bounds of one layer in one metric, with their names beside them.
+
+    Lines, bars up to `upper`, points; bounds on all inputs are dashed.
+    """
+    drawn, domain = base("lines", lines), [*COLOURS]
+    inks = alt.Scale(domain=domain, range=[*COLOURS.values()])
+    place: dict[str, Any] = {
+        "x": across(),
+        "y": up("value:Q", "sigma and its bounds"),
+        "color": alt.Color("group:N", legend=None, scale=inks),
+    }
+    dashes = alt.Scale(domain=domain, range=[[1, 0], [1, 0], [1, 0], DASHES])
+    dash = alt.StrokeDash("group:N", legend=None, scale=dashes)
+    dots = drawn.mark_circle(size=34, opacity=1)
+    words = base("names", names).mark_text(align="left", dx=8, fontSize=11)
+    parts = [
+        drawn.mark_line(strokeWidth=2).encode(**place, detail="name:N", strokeDash=dash),
+        drawn.mark_rule(strokeWidth=1.5).encode(**place, y2="upper:Q"),
+        dots.encode(**place, tooltip=tooltip("name", "n", "value")),
+        words.encode(**place, text="name:N"),
+    ]
+    return frame.around(parts, frame.ends)
+
+
+# --- against the size of a move
+
+
+def push_chart(
+    frame: Frame, curves: Data | None = None, sizes: Data | None = None
+) -> alt.LayerChart:
+    """Change of the output, by what sigma promises, against the size of the move; both logarithmic.
+
+    So the promise is the line at 1. The band is the range over random directions. Thin lines
+    across: sizes at which something changes, with their names. A bold line: the size that is
+    chosen. Curves have ``value`` (by ``sigma · eps``) and ``change`` (as it is).
+    """
+    axis = as_long(padding=8, ticks=6)
+    x = alt.X("eps:Q", title="size of the move, ‖E‖", **axis)
+    y = alt.Y("value:Q", title="change of the output / (sigma · size)", **axis)
+    names = list(_CURVES)
+    key = alt.Legend(
+        title=None,
+        orient="bottom",
+        columns=3,
+        symbolType="stroke",
+        symbolStrokeWidth=2,
+        labelLimit=240,
+        symbolSize=300,
+    )
+    colours, dashes = ([pair[k] for pair in _CURVES.values()] for k in (0, 1))
+    some: dict[str, Any] = {"sort": names, "legend": key if frame.legend else None}
+    colour = alt.Color("curve:N", scale=alt.Scale(domain=names, range=colours), **some)
+    dash = alt.StrokeDash("curve:N", scale=alt.Scale(domain=names, range=dashes), **some)
+    drawn = base("curves", curves).transform_filter("datum.value > 0")
+    told = [
+        alt.Tooltip("curve:N", title="curve"),
+        alt.Tooltip("eps:Q", title="size", format=".4g"),
+        alt.Tooltip("change:Q", title="change", format=".4g"),
+        alt.Tooltip("value:Q", title="by sigma · size", format=".4g"),
+    ]
+    band = drawn.transform_filter("datum.low > 0").mark_area(color=QUIET, opacity=0.18)
+    lines = drawn.mark_line(strokeWidth=1.8)
+    dots = drawn.transform_filter(f"datum.curve !== '{PROMISE}' && datum.curve !== '{CERTIFIED}'")
+    marked = base("sizes", sizes)
+    thin = marked.mark_rule(color=QUIET, strokeWidth=1, strokeDash=[2, 2])
+    place: dict[str, Any] = {"angle": 270, "align": "left", "baseline": "bottom", "dx": 4, "dy": -2}
+    named = {"x": x, "y": alt.value(frame.height or HEIGHT), "text": "name:N"}
+    behind = marked.mark_text(fontSize=11, stroke="#ffffff", strokeWidth=3, **place)
+    words = marked.mark_text(fontSize=11, color=QUIET, **place)
+    chosen = drawn.transform_filter("datum.eps === at").mark_rule(color=INK, strokeWidth=1.2)
+    layers = [
+        thin.encode(x=x),
+        band.encode(x=x, y=alt.Y("low:Q"), y2="high:Q"),
+        lines.encode(x=x, y=y, color=colour, strokeDash=dash),
+        dots.mark_circle(size=18).encode(x=x, y=y, color=colour, tooltip=told),
+        chosen.encode(x=x),
+        behind.encode(**named),
+        words.encode(**named),
+    ]
+    return frame.around(layers, alt.param(name="at", value=None))

@@ -25,13 +25,12 @@ from lipscope.charts.look import (
     inline,
     up,
 )
-from lipscope.charts.marks import INK, KINDS
+from lipscope.charts.marks import ALL, INK, KINDS, REST
 
 MAPS = {"attention": BLUE, "normed": PURPLE, "heads": QUIET, "residual": GREEN, "block": ORANGE}
 """Maps of a layer and their colours."""
 # What is said of several blocks: the product of their sigmas, sigma of all of them together.
 _TOGETHER = {"product": ORANGE, "stack": BLUE}
-_SERIES = {"real": ("all tokens move", BLUE), "rest": ("top token fixed", ORANGE)}
 SIDES = ("a", "b")
 Quantity = Literal["sigma", "relative", "share"]
 TITLES: dict[Quantity, str] = {
@@ -98,14 +97,14 @@ def exponents_chart(
     Hollow points: no power law fits (F test, and means far from the line). Dashed: 1/4 and 1/2.
     ``built`` names the kind of built inputs that the records hold.
     """
-    inks = {**dict(_SERIES.values()), built: PURPLE}
-    names, (real, rest) = [*inks], (name for name, _ in _SERIES.values())
+    inks = {ALL: BLUE, REST: ORANGE, built: PURPLE}
+    names = [*inks]
     some = (
         base("fits", fits)
         .transform_filter(HERE)
         .transform_calculate(
-            series=f"datum.kind === 'real' ? '{real}' : "
-            f"datum.kind === 'rest' ? '{rest}' : {json.dumps(built)}"
+            series=f"datum.kind === 'real' ? '{ALL}' : "
+            f"datum.kind === 'rest' ? '{REST}' : {json.dumps(built)}"
         )
     )
     axis = alt.Axis(grid=True, tickBand="extent", ticks=False, domain=False)

@@ -13,12 +13,7 @@ from typing import Any, NamedTuple
 from rich.cells import cell_len
 
 from lipscope.display import printable
-from lipscope.records import (
-    GIVEN,
-    Curve,
-    Measurement,
-    TokenShare,
-)
+from lipscope.records import GIVEN, Curve, Measurement, TokenShare
 
 OPENING, CLOSING = set("([{"), set(".,;:!?)]}%'")
 
@@ -157,6 +152,7 @@ def _visible(text: str, columns: int) -> str:
 # readable on white, which its yellow end is not.
 PLASMA = ["#0d0887", "#4c02a1", "#7e03a8", "#a92395", "#cc4778", "#e56b5d", "#f0884a", "#f59a3e"]
 INK = "#222222"
+ALL, REST = "all tokens move", "top token fixed"  # series of sigma
 PROMISE, CERTIFIED = "sigma · size", "certificate, any move"  # curves of a push
 
 CELL, LINE = 8.4, 22
