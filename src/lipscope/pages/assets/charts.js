@@ -72,7 +72,7 @@ function localSlopes(fit) {
 const group = () => D.groups[setting().group];
 const stepHere = (t) => t.g === setting().group && t.head === state.head
   && (t.source === null || t.source === state.source);
-const stepLengths = () => distinct(steps.filter(stepHere).map((t) => t.n)).sort((a, b) => a - b);
+const stepLengths = () => lengthsOf(steps.filter(stepHere));
 const trained = () => (stepLengths().includes(state.trained) ? state.trained : stepLengths().at(-1));
 const stepsHere = () => steps.filter((t) => stepHere(t) && t.n === trained());
 const stepPoints = () => points.filter((p) => group()?.settings.includes(p.s) && p.kind === "real"
@@ -80,7 +80,7 @@ const stepPoints = () => points.filter((p) => group()?.settings.includes(p.s) &&
   .map((p) => ({ ...p, step: D.settings[p.s].step }));
 
 const headMeans = () => means.filter((m) => ours(m) && m.head !== null && m.kind === "real");
-const headLengths = () => distinct(headMeans().map((m) => m.n)).sort((a, b) => a - b);
+const headLengths = () => lengthsOf(headMeans());
 const headLength = () => (headLengths().includes(state.length) ? state.length : headLengths().at(-1));
 const cells = () => headMeans().filter((m) => m.n === headLength());
 

@@ -1,10 +1,8 @@
 // Two folders side by side: one table of rows is what the charts, the words and the tables show.
 $("compare").hidden = !D.contrast;
 const contrasts = (D.contrast?.tables ?? []).map((t, k) => ({ ...t, rows: records(t.rows), k }));
-const compared = contrasts.flatMap((t) => t.rows.map((r) => ({ ...r, k: t.k })));
-compared.forEach((r, c) => { r.c = c; });
-const shifts = contrasts.flatMap((t) => records(t.exponents).map((r) => ({ ...r, k: t.k, exponent: true })));
-shifts.forEach((r, c) => { r.c = compared.length + c; });
+const marked = numbered([...contrasts.flatMap((t) => t.rows.map((r) => ({ ...r, k: t.k }))),
+  ...contrasts.flatMap((t) => records(t.exponents).map((r) => ({ ...r, k: t.k, exponent: true })))], "c");
 
 // The table of the chosen map, metric and quantity, or the nearest one.
 function contrast() {
@@ -15,21 +13,20 @@ function contrast() {
   const best = contrasts.filter((_, k) => scores[k] === Math.max(...scores));
   return best.find((t) => t.quantity === state.ratio) ?? best[0];
 }
-const comparedRows = () => compared.filter((r) => r.k === contrast()?.k);
-const lengthsCompared = () => distinct(comparedRows().map((r) => r.n)).sort((a, b) => a - b);
+const rowsCompared = () => marked.filter((r) => r.k === contrast()?.k);
+const comparedRows = () => rowsCompared().filter((r) => !r.exponent);
+const lengthsCompared = () => lengthsOf(comparedRows());
 const lengthCompared = () => (lengthsCompared().includes(state.at) ? state.at : lengthsCompared().at(-1));
-const headCompared = () => { const heads = distinct(comparedRows().map((r) => r.head));
-  return heads.includes(state.head) ? state.head : heads[0]; };
-const layerCompared = () => { const layers = distinct(comparedRows().map((r) => r.layer));
-  return layers.includes(state.layer) ? state.layer : layers[0]; };
+const chosenIn = (name) => (comparedRows().find((r) => r[name] === state[name]) ?? comparedRows()[0])?.[name];
+const headCompared = () => chosenIn("head");
+const layerCompared = () => chosenIn("layer");
 const comparedName = (r) => `${layerName(r.layer)}, ${headName(r.head)}, ${r.n} tokens`;
 const times = (v) => (v === null ? "–" : `× ${number(v, 3)}`);
 const within = (r, digits = 3) => (r.low === null ? "–" : `[${number(r.low, digits)}, ${number(r.high, digits)}]`);
 
-const shiftsShown = () => shifts.filter((r) => r.k === contrast()?.k && r.head === headCompared());
-const marked = (c) => compared[c] ?? shifts[c - compared.length];
-MARKS.c = [(c) => choose({ layer: marked(c).layer, front: state.front === null ? null : marked(c).layer,
-  head: marked(c).head, ...marked(c).exponent ? {} : { at: marked(c).n } }), (c) => explainCompared(marked(c))];
+const shiftsShown = () => rowsCompared().filter((r) => r.exponent && r.head === headCompared());
+MARKS.c = [(c) => choose({ layer: marked[c].layer, front: state.front === null ? null : marked[c].layer,
+  head: marked[c].head, ...marked[c].exponent ? {} : { at: marked[c].n } }), (c) => explainCompared(marked[c])];
 const verdict = (r) => r.why || `${r.how}: ${r.count}; p = ${number(r.p, 2)}, by Holm ${number(r.holm, 2)}: `
   + (r.changed ? "changed" : "not beyond the sampling");
 function explainCompared(r) {

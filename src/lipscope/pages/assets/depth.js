@@ -38,7 +38,7 @@ TABLES.products = ["products", "layer map sigma between count"];
 
 DRAWERS.push(() => {
   const d = depth();
-  const lengths = distinct(depthsHere().map((one) => one.n)).sort((a, b) => a - b);
+  const lengths = lengthsOf(depthsHere());
   fill("depth-controls", lengths.length > 1
     ? select("Length through depth", d.n, lengths.map((n) => [n, `${n} tokens`]), (deep) => choose({ deep })) : null);
   for (const about of document.querySelectorAll(".about-depth")) {

@@ -46,8 +46,8 @@ async function draw(id) {
 }
 
 function placed(id) {
-  const { section, title } = CHARTS[id];
-  if (!$(id)) $(section).append(make("figure", {}, make("figcaption", {}, make("b", {}, title)),
+  const { section, title, about } = CHARTS[id];
+  if (!$(id)) $(section).append(make("figure", {}, make("figcaption", {}, make("b", {}, title), make("span", {}, about ?? "")),
     make("div", { class: "chart", id, role: "img" })));
 }
 

@@ -40,6 +40,14 @@ function select(label, value, options, change) {
 }
 
 const distinct = (values) => [...new Set(values)];
+const lengthsOf = (rows) => distinct(rows.map((r) => r.n)).sort((a, b) => a - b);
+
+// Controls are made anew: the keyboard goes back to the one in use.
+function remade(scope, build) {
+  const used = document.activeElement?.closest?.("label")?.firstChild?.textContent;
+  build();
+  if (used) [...document.querySelectorAll(`${scope} label`)].find((l) => l.firstChild.textContent === used)?.querySelector("select").focus();
+}
 
 const THEMES = ["automatic", "light", "dark"];
 function nextTheme() {

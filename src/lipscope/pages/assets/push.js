@@ -49,12 +49,7 @@ DRAWERS.push(drawPush);
 
 async function drawPushed() {
   document.documentElement.dataset.drawn = "";
-  const focused = document.activeElement?.closest?.("label")?.firstChild?.textContent;
-  drawPush();
-  if (focused) {  // made anew: give the keyboard back
-    [...document.querySelectorAll("#push-controls label")]
-      .find((l) => l.firstChild.textContent === focused)?.querySelector("select").focus();
-  }
+  remade("#push-controls", drawPush);
   await draw("push");
   remember();
   document.documentElement.dataset.drawn = "yes";
@@ -107,19 +102,12 @@ function patches(pixels, eps) {
 
 const decoded = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
 function canvasOfAll({ picture, moves, scale, at, before }, eps, name) {
-  const { height, width } = picture;
   const [held, moved, channels] = [decoded(picture.bytes), decoded(moves.bytes), before.length];
-  const box = make("canvas", { width, height, role: "img", "aria-label": name });
-  const image = new ImageData(width, height);
-  for (let i = 0; i < height * width; i += 1) {
-    for (let c = 0; c < 3; c += 1) {
-      const k = i * channels + Math.min(c, channels - 1);
-      image.data[4 * i + c] = held[k] + 255 * eps * scale * (moved[k] - 128) / 127;
-    }
-    image.data[4 * i + 3] = 255;
-  }
+  const box = painted(picture.width, picture.height, name, channels, (i, c) => {
+    const k = i * channels + c;
+    return held[k] + 255 * eps * scale * (moved[k] - 128) / 127;
+  });
   const pen = box.getContext("2d");
-  pen.putImageData(image, 0, 0);
   pen.strokeStyle = "#ff7a1a";
   pen.strokeRect(at[1] - 0.5, at[0] - 0.5, before[0].length + 1, before[0].length + 1);
   return box;
@@ -127,14 +115,18 @@ function canvasOfAll({ picture, moves, scale, at, before }, eps, name) {
 
 function canvas({ before, move }, eps, name) {
   const side = before[0].length;
-  const box = make("canvas", { width: side, height: side, role: "img", "aria-label": name });
-  const image = new ImageData(side, side);
-  for (let i = 0; i < side * side; i += 1) {
-    for (let c = 0; c < 3; c += 1) {
-      const k = Math.min(c, before.length - 1);
-      const [row, column] = [Math.floor(i / side), i % side];
-      image.data[4 * i + c] = 255 * (before[k][row][column] + eps * move[k][row][column]);
-    }
+  return painted(side, side, name, before.length, (i, c) => {
+    const [row, column] = [Math.floor(i / side), i % side];
+    return 255 * (before[c][row][column] + eps * move[c][row][column]);
+  });
+}
+
+// A canvas, and of each pixel and channel its value up to 255; one channel is grey.
+function painted(width, height, name, channels, valueOf) {
+  const box = make("canvas", { width, height, role: "img", "aria-label": name });
+  const image = new ImageData(width, height);
+  for (let i = 0; i < height * width; i += 1) {
+    for (let c = 0; c < 3; c += 1) image.data[4 * i + c] = valueOf(i, Math.min(c, channels - 1));
     image.data[4 * i + 3] = 255;
   }
   box.getContext("2d").putImageData(image, 0, 0);

@@ -80,18 +80,19 @@ function drawWords() {
 // --- growth --------------------------------------------------------------------------------
 
 function drawLegend() {
-  const button = (layer, text) => make("button", { type: "button",
-    "aria-pressed": String(state.front === layer),
-    onclick: () => { choose(layer === null ? { front: null } : { layer, front: layer }); focusOn(text); },
-  }, layer === null ? null : swatch(layer), text);
-  const focusOn = (text) => [...$("legend").children].find((b) => b.textContent === text)?.focus();
-  const layers = setting().layers;
+  const { layers } = setting();
   for (const key of document.querySelectorAll(".layers")) {
     key.replaceChildren(...layers.length < 2 ? [] : ["layer",
       ...layers.map((l) => make("span", {}, swatch(l), l))]);
   }
-  if (layers.length < 2) return fill("legend");
-  return fill("legend", button(null, "all layers"), ...layers.map((l) => button(l, l)));
+  layerButtons("legend", layers, state.front, (layer) => choose(layer === null ? { front: null } : { layer, front: layer }));
+}
+// Buttons that bring a layer to the front, or all; the one in use keeps the keyboard.
+function layerButtons(id, layers, front, choice) {
+  const button = (layer, text) => make("button", { type: "button", "aria-pressed": String(front === layer),
+    onclick: () => { choice(layer); [...$(id).children].find((b) => b.textContent === text)?.focus(); },
+  }, layer === null ? null : swatch(layer), text);
+  fill(id, ...layers.length < 2 ? [] : [button(null, "all layers"), ...layers.map((l) => button(l, l))]);
 }
 function swatch(layer) {
   const mark = make("i");

@@ -1,5 +1,5 @@
 // What a monitor read during training: the page opens on it.
-const watched = D.monitored.map((one) => ({ ...one }));
+const watched = D.monitored;
 const readings = watched.flatMap((one) => one.rows);
 readings.forEach((r, k) => { r.reading = k; });
 const alerts = watched.flatMap((one) => one.alerts);
@@ -23,9 +23,7 @@ COLUMNS.reading = column("value", (r) => r.value, (r) => number(r.value));
 for (const signal of distinct(watched.flatMap((one) => Object.keys(one.scales)))) {
   const id = `signal-${signal}`;
   const of = (rows) => (rows ?? []).filter((r) => r.signal === signal);
-  $("signals").append(make("figure", {}, make("figcaption", {}, make("b", {}, signalName(signal)),
-    make("span", {}, ABOUT[signal] ?? "")), make("div", { class: "chart", id, role: "img" })));
-  CHARTS[id] = { spec: () => `signal-${watch().scales[signal] ?? "linear"}`,
+  CHARTS[id] = { section: "signals", title: signalName(signal), about: ABOUT[signal], spec: () => `signal-${watch().scales[signal] ?? "linear"}`,
     say: () => `${signalName(signal)} against training step, layer by layer`,
     data: () => ({ rows: of(watch()?.rows), alerts: of(watch()?.alerts) }), signals: () => ({ axes: watch()?.axes[signal], layer: state.seen }),
     empty: "Not read in this training." };
@@ -37,10 +35,7 @@ DRAWERS.push(() => {
   fill("watched-controls", watched.length < 2 ? null : select("Training", watched.indexOf(one),
     watched.map((w, k) => [k, w.name]), (k) => choose({ watched: k })));
   const layers = D.layers.filter((l) => one.rows.some((r) => r.layer === l));
-  const button = (layer, text) => make("button", { type: "button", "aria-pressed": String(state.seen === layer),
-    onclick: () => { choose({ seen: layer }); [...$("watched-layers").children].find((b) => b.textContent === text)?.focus(); },
-  }, layer === null ? null : swatch(layer), text);
-  fill("watched-layers", ...layers.length < 2 ? [] : [button(null, "all layers"), ...layers.map((l) => button(l, l))]);
+  layerButtons("watched-layers", layers, state.seen, (layer) => choose({ seen: layer }));
   $("watched-about").textContent = "What the monitor read, layer by layer. " + (one.alerts.length
     ? "Triangles are alerts, dashed lines layers that could not be measured, in float32 or at all; in words below."
     : "There were no alerts.");

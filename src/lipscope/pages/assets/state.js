@@ -6,10 +6,12 @@ const records = (columns) => {
     ? columns[names[0]].map((_, k) => Object.fromEntries(names.map((n) => [n, columns[n][k]])))
     : [];
 };
-const points = records(D.points).map((p, i) => ({ ...p, i }));
-const means = records(D.means).map((m, k) => ({ ...m, m: k }));
-const steps = records(D.steps).map((t, k) => ({ ...t, t: k }));
-const fits = D.fits.map((f, k) => ({ ...f, f: k }));
+// By the name of its place a mark says what it stands for, see `MARKS`.
+const numbered = (rows, name) => rows.map((r, k) => ({ ...r, [name]: k }));
+const points = numbered(records(D.points), "i");
+const means = numbered(records(D.means), "m");
+const steps = numbered(records(D.steps), "t");
+const fits = numbered(D.fits, "f");
 
 // s: setting, layer and head: chosen; front: the layer in front of charts of all (null: none).
 const state = { s: 0, source: null, built: null, layer: null, head: null, front: null, picked: -1,
@@ -98,7 +100,6 @@ function nearest(index, value) {
 }
 
 function controls() {
-  const focused = document.activeElement?.closest?.("label")?.firstChild?.textContent;
   const s = setting();
   const parts = FIELDS.map(([name, of], k) => {
     const open = D.settings.filter((t) => FIELDS.slice(0, k).every(([, f]) => f(t) === f(s)));
@@ -121,13 +122,8 @@ function controls() {
       `${p.n} tokens, ${inputName(p)}: sigma ${number(p.sigma, 3)}`]),
     (picked) => choose({ picked })) : null,
   );
-  fill("controls", ...parts);
+  remade("form", () => fill("controls", ...parts));
   $("chosen").textContent = `Shown: ${s.model}, map ${s.map}, metric ${s.metric}, ${tokensOf(s)}`
     + `${s.text ? `, text ${s.text}` : ""}${state.source ? `, folder ${state.source}` : ""}; `
     + `${layerName(state.layer)}, ${headName(state.head)}.`;
-  if (focused) {  // the controls were made anew: give the keyboard back to the one in use
-    const label = [...document.querySelectorAll("form label")]
-      .find((l) => l.firstChild.textContent === focused);
-    label?.querySelector("select").focus();
-  }
 }
