@@ -7,9 +7,8 @@ import torch
 
 import lipscope as ls
 from lipscope import Operator, attacks
-from lipscope.attacks import ascent
+from lipscope.attacks import DRAWN, KNOWN, ascent
 from lipscope.attacks.ascent import clamp, sigma_gradient
-from lipscope.attacks.worst_known import DRAWN, KNOWN
 from lipscope.attention import Rotary
 from lipscope.linalg import singular
 from small import drawn, sigma

@@ -19,8 +19,19 @@ from lipscope.attacks.ball_attack import (
     random_move as random_move,
     sign_move as sign_move,
 )
-from lipscope.attacks.constructions import (
+from lipscope.attacks.edits import (
+    RECIPES as RECIPES,
+    Draft as Draft,
+    EditSearch as EditSearch,
+    Scores as Scores,
+)
+from lipscope.attacks.inputs import (
+    DRAWN as DRAWN,
+    KNOWN as KNOWN,
+    PER_HEAD as PER_HEAD,
+    PER_LAYER as PER_LAYER,
     Construction as Construction,
+    WorstInput as WorstInput,
     constant as constant,
     dominant_token as dominant_token,
     gamma_star as gamma_star,
@@ -31,19 +42,6 @@ from lipscope.attacks.constructions import (
     two_cluster as two_cluster,
     unbalanced as unbalanced,
     weighted_two_atoms as weighted_two_atoms,
-)
-from lipscope.attacks.edits import (
-    RECIPES as RECIPES,
-    Draft as Draft,
-    EditSearch as EditSearch,
-    Scores as Scores,
-)
-from lipscope.attacks.worst_known import (
-    DRAWN as DRAWN,
-    KNOWN as KNOWN,
-    PER_HEAD as PER_HEAD,
-    PER_LAYER as PER_LAYER,
-    WorstInput as WorstInput,
     worst as worst,
 )
 from lipscope.measures import Repeated as Repeated

@@ -258,14 +258,9 @@ def _start_inputs(
         raise InputError("`restarts` should be positive where no `start` is given. Found 0.")
     drawn = _randn((restarts, *shape), generator)
     drawn = drawn / torch.linalg.vector_norm(drawn, dim=-1, keepdim=True)
-    share = torch.linspace(0, 1, restarts + 1)[1:] if restarts else torch.ones(0)
+    share = torch.linspace(0, 1, restarts + 1)[1:]
     drawn = drawn * radius * _shape(_SMALLEST_SCALE ** (1 - share)).to(drawn)
-    return torch.cat(
-        [
-            torch.stack(given).to(layer.query) if given else drawn[:0].to(layer.query),
-            drawn.to(layer.query),
-        ]
-    )
+    return torch.stack([one.to(layer.query) for one in (*given, *drawn)])
 
 
 def _randn(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:

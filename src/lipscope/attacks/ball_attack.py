@@ -177,13 +177,16 @@ class _Search:
 
     def to_edge(self, e: Tensor) -> Tensor:
         """A direction scaled to the boundary."""
-        norm = e.norm() if self.ball == "frobenius" else e.norm(dim=-1, keepdim=True)
-        return self.radii * (e / norm.clamp_min(torch.finfo(e.dtype).tiny))
+        return self.radii * (e / self._size(e))
 
     def inside(self, e: Tensor) -> Tensor:
         """A move put back into the ball."""
+        return e * (self.radii / self._size(e)).clamp_max(1.0)
+
+    def _size(self, e: Tensor) -> Tensor:
+        """Of a move, or of each token's; never 0."""
         norm = e.norm() if self.ball == "frobenius" else e.norm(dim=-1, keepdim=True)
-        return e * (self.radii / norm.clamp_min(torch.finfo(e.dtype).tiny)).clamp_max(1.0)
+        return norm.clamp_min(torch.finfo(e.dtype).tiny)
 
     def see(self, e: Tensor) -> None:
         """Note the finite difference along a move."""

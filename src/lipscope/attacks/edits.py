@@ -154,7 +154,7 @@ class EditSearch:
         for step in range(budget):
             count = (queries - self._queries) // (budget - step)
             some = list(itertools.islice(self._carried(recipe, draft), count))
-            found = [self._judged(part) for part in _batches(some)]
+            found = [self._judged(some[i : i + _BATCH]) for i in range(0, len(some), _BATCH)]
             if not found:
                 break
             if first is None:
@@ -339,8 +339,3 @@ def _descending(gains: Tensor) -> Iterator[tuple[int, int]]:
                 return
             yield divmod(at, width)
         done = len(top.values)
-
-
-def _batches(some: list[Draft]) -> Iterator[list[Draft]]:
-    for i in range(0, len(some), _BATCH):
-        yield some[i : i + _BATCH]

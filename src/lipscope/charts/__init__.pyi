@@ -27,7 +27,6 @@ from .look import Chart, Frame, as_svg, in_lines, in_the_page, save_each
 from .marks import (
     CERTIFIED,
     PROMISE,
-    curve_points,
     kind_of,
     layer_labels,
     palette,
@@ -57,7 +56,6 @@ __all__ = [
     "animate",
     "as_svg",
     "bounds_chart",
-    "curve_points",
     "curves_chart",
     "depth_chart",
     "exponents_chart",

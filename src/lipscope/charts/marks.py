@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rich.cells import cell_len
 
 from lipscope.display import printable
-from lipscope.records import GIVEN, Curve, Measurement, TokenShare
+from lipscope.records import GIVEN, Measurement, TokenShare
 
 OPENING, CLOSING = set("([{"), set(".,;:!?)]}%'")
 
@@ -190,15 +190,6 @@ def training_end(rows: Iterable[Measurement]) -> int | None:
     if len(trained) != 1 or (most := trained.pop()) is None:
         return None
     return most if any(row.num_tokens > most for row in rows) else None
-
-
-def curve_points(lines: Iterable[Curve]) -> list[dict[str, Any]]:
-    """Every point of some lines, with the line's name and group."""
-    return [
-        {"name": line.name, "group": line.group, "n": n, "value": value, "upper": upper}
-        for line in lines
-        for n, value, upper in line.points
-    ]
 
 
 def tick_values(low: float, high: float, *, most: int = 25) -> list[float]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
-from lipscope.charts import MAPS, curve_points, readable, spread
+from lipscope.charts import MAPS, readable, spread
 from lipscope.display import rounded_down
 from lipscope.pages.points import (
     REAL,
@@ -372,7 +372,11 @@ def bounds_of(of: Comparison) -> dict[str, Any]:
     rows = [*of.rows, *(row for row, _ in of.bounds)]
     last = max(row.num_tokens for row in rows)
     sample = next(row.sample for row in rows if row.num_tokens == last)
-    points = curve_points(lines)
+    points = [
+        {"name": line.name, "group": line.group, "n": n, "value": value, "upper": upper}
+        for line in lines
+        for n, value, upper in line.points
+    ]
 
     def shown(row: Measurement) -> bool:
         return (row.num_tokens, row.sample) == (last, sample)
