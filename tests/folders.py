@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lipscope import Bound, Direction, Measurement, TokenShare
-from lipscope.records.effects import (
+from lipscope.records import (
     DIRECTIONS,
     EDITS,
     GAINS,

@@ -16,7 +16,7 @@ from folders import decided, edited, gained, grown, stacked, valued, written
 from lipscope import Measurement, read_run, report
 from lipscope.pages.content import Content
 from lipscope.pages.contrast import contrast_of
-from lipscope.records.effects import TextEdit
+from lipscope.records import TextEdit
 from lipscope.records.sampling import holm, paired_shift
 from rows import row
 

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from rich.console import Console
 from rich.table import Table
 
+from lipscope import charts
 from lipscope.certificates import BallCertificate
 from lipscope.display import Drawing, Piece, Sheet, Shown, card, pieces, printable
 from lipscope.errors import InputError
 from lipscope.linalg import TopSingular
+from lipscope.pages.directions import directions_shown, top_direction
 from lipscope.pages.sentences import intervals_of, place, remarkable, sentences
 from lipscope.pages.table import Line, best_table, blocks, bounds_shown, draw, number
 from lipscope.records import (
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
     import pandas
     import polars
 
-    from lipscope.charts import Chart
     from lipscope.pages.content import Content
 
 
@@ -126,7 +127,7 @@ class Rows(Sequence[Measurement], Shown):
         """One line for each part of a direction; `id` says which measurement it belongs to."""
         return typed_frame(Direction, self.directions)
 
-    def plot(self, **size: int) -> Chart:
+    def plot(self, **size: int) -> charts.Chart:
         """Sigma against the number of tokens; ``width`` and ``height`` of a panel in pixels.
 
         Raises:
@@ -141,7 +142,7 @@ class Rows(Sequence[Measurement], Shown):
             )
         return growth_figure(self._content(), **size)
 
-    def plot_layers(self) -> Chart:
+    def plot_layers(self) -> charts.Chart:
         """Sigma layer by layer, all heads together, see `lipscope.charts.depth_chart`.
 
         Raises:
@@ -153,7 +154,7 @@ class Rows(Sequence[Measurement], Shown):
             return chart
         raise InputError("A figure of layers should have several of them. Found one at most.")
 
-    def plot_bounds(self) -> Chart:
+    def plot_bounds(self) -> charts.Chart:
         """Sigma between its bounds, a chart for each layer.
 
         Raises:
@@ -169,11 +170,9 @@ class Rows(Sequence[Measurement], Shown):
 
     def directions_table(self) -> Sheet:
         """The leading directions of every row: tokens, what they read as, and heads."""
-        from lipscope.pages.directions import directions_shown
-
         return directions_shown(self._rows, self.directions)
 
-    def shade(self, row_id: str | None = None) -> Chart:
+    def shade(self, row_id: str | None = None) -> charts.Chart:
         """A window of text, shaded by how much each token can move the output.
 
         Args:
@@ -182,8 +181,6 @@ class Rows(Sequence[Measurement], Shown):
         Raises:
             InputError: If the row is not here, or its tokens were not kept.
         """
-        from lipscope.charts import shaded_text
-
         row = next((r for r in self._rows if r.id == row_id), None)
         if row_id is None and self._rows:
             row = remarkable(self._blocks()[0]).row
@@ -194,7 +191,7 @@ class Rows(Sequence[Measurement], Shown):
             )
         sigma = "" if row.sigma is None else f": sigma {number(row.sigma, 3)}"
         title = f"{row.model}, {place(row)}, {row.num_tokens} tokens{sigma}"
-        return shaded_text([t for t in self.tokens if t.id == row.id], title=title)
+        return charts.shaded_text([t for t in self.tokens if t.id == row.id], title=title)
 
     def growth(self) -> dict[Group, Growth | None]:
         """Growth of sigma with the number of tokens; see `lipscope.records.power_law.growth`."""
@@ -257,15 +254,13 @@ class Rows(Sequence[Measurement], Shown):
         Raises:
             InputError: If they cannot be written.
         """
-        from lipscope.charts import save_each
-
         if not any(usable(row.sigma) for row in self._rows):
             return []
         folder = Path(folder)
         chart, name = (self.plot_bounds(), "sandwich") if self.bounds else (self.plot(), "growth")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            return save_each(chart, [folder / f"{name}.{k}" for k in ("svg", "png", "html")])
+            return charts.save_each(chart, [folder / f"{name}.{k}" for k in ("svg", "png", "html")])
         except OSError as problem:
             raise InputError(
                 f"`out` should be a folder that can be written. Found `{folder}`: "
@@ -393,8 +388,6 @@ def report(
 @pieces.register
 def _rows_pieces(rows: Rows) -> Iterator[Piece]:
     """The table and the sentences, or what the directions read as; the figure that says most."""
-    from lipscope.pages.directions import top_direction
-
     if rows.directions:
         yield from top_direction(rows, rows.directions)
     else:
@@ -408,14 +401,12 @@ def _rows_pieces(rows: Rows) -> Iterator[Piece]:
 
 def _figure(rows: Rows) -> str:
     """The bounds, or the growth, or the tokens of the one length; "" where there is none."""
-    from lipscope.charts import as_svg
-
     try:
         if rows.bounds:
-            return as_svg(rows.plot_bounds())
+            return charts.as_svg(rows.plot_bounds())
         if len({row.num_tokens for row in rows}) > 1:
-            return as_svg(rows.plot())
-        return as_svg(rows.shade()) if rows.tokens else ""
+            return charts.as_svg(rows.plot())
+        return charts.as_svg(rows.shade()) if rows.tokens else ""
     except InputError:  # no sigma to draw
         return ""
 
@@ -465,11 +456,9 @@ def _curves(title: str, curves: Sequence[tuple[str, Iterable[Any], Any]], **axes
     series = [(name, tuple(points), kind) for name, points, kind in curves]
 
     def drawn() -> str:
-        from lipscope.charts import Panel, Series, as_svg, curves_chart
-
-        panel = Panel("", tuple(Series(*one) for one in series), log_x=False, **axes)
+        panel = charts.Panel("", tuple(charts.Series(*one) for one in series), log_x=False, **axes)
         try:
-            return as_svg(curves_chart(title, [panel], width=420))
+            return charts.as_svg(charts.curves_chart(title, [panel], width=420))
         except InputError:  # nothing finite to draw
             return ""
 

@@ -243,10 +243,11 @@ def _growth(rows: Sequence[Measurement], *, paired: bool, seed: int, of: Of) -> 
     ordered, x = sorted(kept.items()), np.log(lengths)  # at each length ordered by sample
     columns = [np.array([y for (m, _), y in ordered if m == n]) for n in lengths]
     means = np.array([column.mean() for column in columns])
-    weights = _slope_weights(columns, lengths)
     sizes = np.array([len(column) for column in columns])
+    centred = x - sizes @ x / sizes.sum()
+    weights = sizes * centred / (sizes @ centred**2)  # weights @ means: the slope over all rows
     slope = float(weights @ means)
-    line = sizes @ means / sizes.sum() + slope * (x - sizes @ x / sizes.sum())
+    line = sizes @ means / sizes.sum() + slope * centred
     low = high = level = p = None
     dropped = len(logs) - len(kept)
     if complete and not shared:
@@ -331,14 +332,6 @@ def _complete(
 ) -> dict[tuple[int, int], float]:
     whole = {s for _, s in logs if all((n, s) in logs for n in lengths)}
     return {key: value for key, value in logs.items() if key[1] in whole}
-
-
-def _slope_weights(columns: Sequence[np.ndarray], lengths: Sequence[int]) -> np.ndarray:
-    """Weights ``c`` with which the least-squares slope over all rows is ``c . means``."""
-    sizes = np.array([len(column) for column in columns], dtype=float)
-    x = np.log(lengths)
-    x = x - sizes @ x / sizes.sum()
-    return sizes * x / (sizes @ x**2)
 
 
 def share_text(rows: Sequence[Measurement], *, paired: bool) -> bool:
