@@ -319,9 +319,9 @@ def test_l2_prediction_is_below_sigma(causal: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"radius": -1.0}, "`radius` should be positive and finite. Found `radius = -1.0`."),
-        ({"radius": math.nan}, "`radius` should be positive and finite. Found `radius = nan`."),
-        ({"num_tokens": 0}, "`num_tokens` should be at least"),
+        ({"radius": -1.0}, "`radius` should be positive. Found `radius = -1.0`."),
+        ({"radius": math.nan}, "`radius` should be positive. Found `radius = nan`."),
+        ({"num_tokens": 0}, "`num_tokens` should be a"),
     ],
 )
 @pytest.mark.parametrize("build", [*attacks.PER_HEAD.values(), attacks.ascend, attacks.worst])

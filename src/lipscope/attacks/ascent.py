@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention
-from lipscope.errors import InputError
+from lipscope.errors import InputError, check_count, check_positive
 from lipscope.linalg import (
     Operator,
     Tape,
@@ -81,11 +81,8 @@ def ascend(
     Source: derived here (``docs/theory/inputs.md``).
     """
     check_size(num_tokens, radius)
-    if restarts < 0 or steps < 0:
-        raise InputError(
-            "`restarts` and `steps` should not be negative. "
-            f"Found `restarts = {restarts}`, `steps = {steps}`."
-        )
+    for name, count in (("restarts", restarts), ("steps", steps)):
+        check_count(name, count, least=0)
     given = _start_inputs(layer, num_tokens, radius, restarts, start, generator)
     search = copy.deepcopy(layer).float()  # twice as fast; the winner is measured as the layer is
     x = clamp(given.float(), radius)
@@ -167,12 +164,8 @@ def clamp(x: Float[Tensor, "*b n d"], radius: float) -> Float[Tensor, "*b n d"]:
 
 def check_size(num_tokens: int, radius: float, *, least: int = 1) -> None:
     """Raise for a number of tokens or a radius that no input can have."""
-    if num_tokens < least:
-        raise InputError(
-            f"`num_tokens` should be at least {least}. Found `num_tokens = {num_tokens}`."
-        )
-    if not (radius > 0 and math.isfinite(radius)):
-        raise InputError(f"`radius` should be positive and finite. Found `radius = {radius}`.")
+    check_count("num_tokens", num_tokens, least)
+    check_positive("radius", radius)
 
 
 def _ascend_batch(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import altair as alt
 
 from lipscope.charts import marks
-from lipscope.charts.look import DASHES, QUIET, between, dressed, end_of_training, inline
+from lipscope.charts.look import DASHES, QUIET, dressed, end_of_training, inline
 from lipscope.errors import InputError
 
 LineKind = Literal["points", "line", "dashes"]
@@ -176,5 +176,9 @@ def _axis(values: list[float | int], log: bool) -> dict[str, Any]:
         return {"scale": alt.Scale(zero=False), "axis": axis}
     pad = max(1.06, (high / low) ** 0.04)
     form = ",~g" if high < 1e6 and low >= 1e-3 else ".0e"
-    ends = low / pad, high * pad
-    return between(*ends, marks.tick_values(*ends, most=_TICKS), format=form, labelOverlap=True)
+    low, high = low / pad, high * pad
+    ticks = marks.tick_values(low, high, most=_TICKS)
+    return {
+        "scale": alt.Scale(type="log", domain=[low, high], nice=False),
+        "axis": alt.Axis(values=ticks, format=form, labelOverlap=True),
+    }

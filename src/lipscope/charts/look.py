@@ -307,14 +307,6 @@ def as_long(*, padding: int = 12, ticks: int = 5) -> dict[str, Any]:
     }
 
 
-def between(low: float, high: float, values: Sequence[float | int], **axis: Any) -> dict[str, Any]:
-    """Scale and ticks of a logarithmic axis with these ends."""
-    return {
-        "scale": alt.Scale(type="log", domain=[low, high], nice=False),
-        "axis": alt.Axis(values=list(values), **axis),
-    }
-
-
 def trained_length_line(means: alt.Chart, x: alt.X) -> list[alt.Chart]:
     """A line at the longest inputs that the model was trained on, with its name.
 

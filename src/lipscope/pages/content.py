@@ -22,7 +22,6 @@ from lipscope.pages.points import (
     as_columns,
     compared,
     folder_names,
-    items_by_setting,
     items_of,
     label,
     points_of,
@@ -60,7 +59,6 @@ def _cards_of(points: Points, tops: Mapping[str, str]) -> list[dict[str, Any]]:
     ``said`` is None where there are too many curves, ``first`` whether it is the most remarkable
     of those it is compared with.
     """
-    index = {item.setting: p["s"] for item, p in zip(points.items, points.points, strict=True)}
     named = [
         (item, replace(line, token=None if line.row is None else tops.get(line.row.id)))
         for item, line in points.lines
@@ -74,7 +72,7 @@ def _cards_of(points: Points, tops: Mapping[str, str]) -> list[dict[str, Any]]:
         first, said = best[key] is line, None
         if k < _SAID or first:
             said = _curve_prefix(points.settings, item) + sentences(lines[key], line)
-        card = {"s": index[item.setting], "source": item.source, "layer": label(item.row.layer)}
+        card = {"s": item.s, "source": item.source, "layer": label(item.row.layer)}
         card |= {"head": item.row.head, "n": line.num_tokens, "word": line.token}
         if row is not None:
             numbers = {name: short(getattr(row, of)) for name, of in _NUMBERS.items()}
@@ -102,7 +100,7 @@ def headlines(cards: Iterable[Mapping[str, Any]]) -> list[str]:
     return list(found.values())[:4]
 
 
-_CURVE = ("source", "layer", "head", "n")  # of a mean, besides its setting
+_CURVE = ("s", "source", "layer", "head", "n")  # of a mean
 
 
 @dataclass(frozen=True)
@@ -161,12 +159,11 @@ class Content:
     def means(self) -> list[dict[str, Any]]:
         """The means of the curves, with the kind of token that most often is on top."""
         kinds = kinds_of(self.items, self.tops)
-        names = list(items_by_setting(self.items))
-        keys = ((names[m["s"]], *(m[k] for k in _CURVE)) for m in self.points.means)
-        return [
-            mean | dict(zip(("top", "often"), kinds.get(key, (None, None)), strict=True))
-            for mean, key in zip(self.points.means, keys, strict=True)
-        ]
+        found = []
+        for mean in self.points.means:
+            top, often = kinds.get(tuple(mean[k] for k in _CURVE), (None, None))
+            found.append(mean | {"top": top, "often": often})
+        return found
 
     @cached_property
     def contrast(self) -> Contrast:
@@ -186,8 +183,7 @@ class Content:
     @cached_property
     def _places(self) -> dict[str, tuple[int, str]]:
         """Place of the setting, and layer, of every row."""
-        index = {setting: s for s, setting in enumerate(items_by_setting(self.items))}
-        return {i.row.id: (index[i.setting], label(i.row.layer)) for i in self.items}
+        return {i.row.id: (i.s, label(i.row.layer)) for i in self.items}
 
     @cached_property
     def directions(self) -> dict[int, list[dict[str, Any]]]:
@@ -411,7 +407,7 @@ def kinds_of(
             tokens = item.run.tokens["text"].head(_ENOUGH)
             named[place] = not all(text.isdigit() for text in tokens)
         if named[place]:
-            key = (item.setting, item.source, label(row.layer), row.head, row.num_tokens)
+            key = (item.s, item.source, label(row.layer), row.head, row.num_tokens)
             found.setdefault(key, Counter())[kind_of(tops[row.id].text)] += 1
     return {
         key: (kind, f"{count} of {some.total()} windows")

@@ -108,6 +108,7 @@ class Item:
     row: Measurement  # the measurement
     # Model (with what tells it from others of its name), map, metric, move, read, text
     setting: tuple[str, ...]
+    s: int  # place of the setting, in order of appearance
     kind: str  # `REAL`, or what built the input
     run: Run  # the folder that holds it
     source: str | None = None  # name of the folder, where several have rows of one curve; else None
@@ -126,19 +127,13 @@ def items_of(runs: Sequence[Run]) -> list[Item]:
             found.setdefault(row.id, (run, row))
     names = _model_names(row for _, row in found.values())
     texts = labels((str(run.path), text_of(run, row.text)) for run, row in found.values())
-    items = [
-        Item(
-            row,
-            (
-                names[_version(row)],
-                *(row.map, row.metric, row.move, row.read),
-                texts[str(run.path), text_of(run, row.text)],
-            ),
-            REAL if given(row) else row.input,
-            run,
-        )
-        for run, row in found.values()
-    ]
+    places: dict[tuple[str, ...], int] = {}
+    items = []
+    for run, row in found.values():
+        text = texts[str(run.path), text_of(run, row.text)]
+        setting = (names[_version(row)], row.map, row.metric, row.move, row.read, text)
+        s = places.setdefault(setting, len(places))
+        items.append(Item(row, setting, s, REAL if given(row) else row.input, run))
     return _by_folder(_by_radius(items))
 
 
@@ -249,21 +244,15 @@ def points_of(items: Sequence[Item]) -> Points:
             f"Lines and exponents show {len(kept):,} of {len(curves):,} curves: layers first, "
             "single heads evenly chosen."
         )
-    index = {s: k for k, s in enumerate(settings)}
     samples = sorted({item.row.sample for item in items})
     order = {s: round((k + 0.5) / len(samples) - 0.5, 4) for k, s in enumerate(samples)}
     grown = {key: _growth_kinds(curves[key]) for key in kept}
     return Points(
         settings=[_setting_record(s, some) for s, some in settings.items()],
         items=carried,
-        points=[
-            {"s": index[i.setting], **_point_record(i), "order": order[i.row.sample]}
-            for i in carried
-        ],
-        means=[{"s": index[key[0]], **m} for key in kept for m in _mean_records(curves[key])],
-        fits=[
-            {"s": index[key[0]], **_fit(curves[key][0], *one)} for key in kept for one in grown[key]
-        ],
+        points=[_point_record(i) | {"order": order[i.row.sample]} for i in carried],
+        means=[mean for key in kept for mean in _mean_records(curves[key])],
+        fits=[_fit(curves[key][0], *one) for key in kept for one in grown[key]],
         lines=_lines_of(curves, grown),
         remarks=remarks,
     )
@@ -386,10 +375,9 @@ def layers_first(curves: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 def _curve_fields(item: Item) -> dict[str, Any]:
-    """The curve of an item, besides its setting."""
-    row = item.row
-    place = {"layer": label(row.layer), "head": row.head}
-    return {"kind": item.kind, "source": item.source, **place}
+    """The curve of an item."""
+    place = {"layer": label(item.row.layer), "head": item.row.head}
+    return {"s": item.s, "kind": item.kind, "source": item.source, **place}
 
 
 def _point_record(item: Item) -> dict[str, Any]:
@@ -552,10 +540,9 @@ def training_of(items: Sequence[Item], settings: Sequence[dict[str, Any]]) -> Tr
     if not groups:
         return Training()
     place = {s: (g, settings[s]["step"]) for g, one in enumerate(groups) for s in one["settings"]}
-    index = {tuple(one[name] for name in SETTING): s for s, one in enumerate(settings)}
     curves: dict[tuple[Any, ...], dict[int, list[Measurement]]] = {}
     for item in items:
-        row, at = item.row, place.get(index[item.setting])
+        row, at = item.row, place.get(item.s)
         if at is not None and item.kind == REAL and usable(row.sigma):
             key = (at[0], item.source, row.num_tokens, label(row.layer), row.head)
             curves.setdefault(key, {}).setdefault(at[1], []).append(row)

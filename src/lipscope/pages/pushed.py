@@ -16,6 +16,14 @@ from lipscope.pages.table import number
 Records = list[dict[str, Any]]
 _OF = {"+v": "+v", "-v": "−v", "+top": "+top token", "-top": "−top token"}
 _SPOKEN = _OF | {"+patches": "+v, patches alone", "-patches": "−v, patches alone"}
+# Each curve of the chart: along which direction, and which value of its steps.
+_CURVES = {
+    PROMISE: ("+v", "promise"),
+    CERTIFIED: ("+v", "certificate"),
+    "block, along +v": ("+v", "block"),
+    "model, along +v": ("+v", "model"),
+    **{f"map, along {of}": (direction, "layer") for direction, of in _OF.items()},
+}
 _LONGEST = 60  # letters of a name of a text or a class
 
 
@@ -45,23 +53,12 @@ class Push:
     @property
     def curves(self) -> Records:
         """What the chart draws: each curve's points."""
-        found: Records = []
         promise = {one.eps: one.promise for one in self.along("+v")}
-        for one in self.along("+v"):
-            values = {
-                PROMISE: one.promise,
-                CERTIFIED: one.certificate,
-                "block, along +v": one.block,
-                "model, along +v": one.model,
-            }
-            found += [
-                {"curve": curve, "eps": one.eps, "value": value} for curve, value in values.items()
-            ]
-        for direction, of in _OF.items():
-            found += [
-                {"curve": f"map, along {of}", "eps": one.eps, "value": one.layer}
-                for one in self.along(direction)
-            ]
+        found: Records = [
+            {"curve": curve, "eps": one.eps, "value": getattr(one, value)}
+            for curve, (direction, value) in _CURVES.items()
+            for one in self.along(direction)
+        ]
         for eps, drawn in self.random.items():
             ends = {"low": min(drawn), "high": max(drawn)}
             curve = "map, random (mean, range)"
