@@ -44,4 +44,3 @@ from lipscope.attacks.inputs import (
     weighted_two_atoms as weighted_two_atoms,
     worst as worst,
 )
-from lipscope.measures import Repeated as Repeated
