@@ -33,10 +33,15 @@ from lipscope.engine.runs import AnyFolder, LocalRun, folder_of
 from lipscope.engine.session import ModelKey, Session
 from lipscope.engine.spec import Model, Options, Verb
 from lipscope.errors import InputError, remark, shown
-from lipscope.records import Measurement, RunFolder, provenance, stable_id
+from lipscope.records import (
+    ALERTS,
+    READINGS,
+    Measurement,
+    RunFolder,
+    provenance,
+    stable_id,
+)
 
-PART, ALERTS = "monitor", "alerts"
-"""The parts of the values of a run folder that hold the signals, and the alerts."""
 _MONITOR = Verb("Monitor")
 _TOL = 1e-2  # of the intervals: a curve over training needs no more
 
@@ -134,7 +139,7 @@ class Monitor:
         self._folder = self._lent or (None if out is None else self._opened(out))
         self._written: set[str] = set()
         if self._folder is not None:
-            self._written = {*self._folder.values(PART), *self._folder.values(ALERTS)}
+            self._written = {*self._folder.values(READINGS), *self._folder.values(ALERTS)}
 
     @property
     def alerts(self) -> list[Alert]:
@@ -380,7 +385,7 @@ class Monitor:
                 for name, value in one.signals().items()
                 if value is not None
             }
-            self._keep(PART, asdict(one) | {"loss": self._loss, "loss_z": self._alarm.z_score})
+            self._keep(READINGS, asdict(one) | {"loss": self._loss, "loss_z": self._alarm.z_score})
         if self.log is not None:
             self.log(flat)
         self._tell(self._alarm.signals(new))

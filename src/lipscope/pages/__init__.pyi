@@ -1,9 +1,12 @@
 # The front door: what other rooms may use.
 from .content import window_shares as window_shares
-from .directions import directions_in_words as directions_in_words
 from .figures import push_charts as push_charts
 from .html_page import asset as asset, live_data as live_data, live_script as live_script
-from .pushed import Push as Push, pushes_in as pushes_in
+from .moves import (
+    Push as Push,
+    directions_in_words as directions_in_words,
+    pushes_in as pushes_in,
+)
 from .reference import (
     SCOPES as SCOPES,
     catalogue_page as catalogue_page,

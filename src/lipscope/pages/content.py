@@ -13,7 +13,7 @@ from lipscope.charts import kind_of, spaced
 from lipscope.errors import InputError
 from lipscope.pages import sections
 from lipscope.pages.contrast import Contrast, contrast_of
-from lipscope.pages.directions import as_plain, by_rank
+from lipscope.pages.moves import Push, as_plain, by_rank, pushes_of
 from lipscope.pages.points import (
     REAL,
     Item,
@@ -29,7 +29,6 @@ from lipscope.pages.points import (
     training_of,
     windows_of,
 )
-from lipscope.pages.pushed import Push, pushes_of
 from lipscope.pages.sentences import remarkable, sentences
 from lipscope.pages.table import stable_rank
 from lipscope.records import (

@@ -15,8 +15,8 @@ from typing import Any
 from lipscope import charts
 from lipscope.errors import InputError
 from lipscope.pages.content import Content
+from lipscope.pages.moves import Push
 from lipscope.pages.points import REAL, SETTING, axes, axis, windows_of
-from lipscope.pages.pushed import Push
 from lipscope.pages.sections import bounds_of
 from lipscope.records import Bound, Measurement, TokenShare, comparisons, usable
 

@@ -21,7 +21,7 @@ from lipscope.certificates import BallCertificate
 from lipscope.display import Drawing, Piece, Sheet, Shown, card, pieces, printable
 from lipscope.errors import InputError
 from lipscope.linalg import TopSingular
-from lipscope.pages.directions import directions_shown, top_direction
+from lipscope.pages.moves import directions_shown, top_direction
 from lipscope.pages.sentences import intervals_of, place, remarkable, sentences
 from lipscope.pages.table import Line, best_table, blocks, bounds_shown, draw, number
 from lipscope.records import (

@@ -26,10 +26,12 @@ from lipscope.pages.points import (
 )
 from lipscope.records import (
     ADVERSARIAL,
+    ALERTS,
     EDITS,
     GAINS,
     MEASURED,
     RADII,
+    READINGS,
     Bound,
     Comparison,
     Measurement,
@@ -453,8 +455,6 @@ def _bound_line(row: Measurement, bound: Bound) -> dict[str, Any]:
 
 # --- monitors -------------------------------------------------------------------------------------
 
-READINGS, ALERTS = "monitor", "alerts"
-"""The parts of the values of a run folder that a monitor writes."""
 SIGNALS = {
     "loss": "linear",
     "sigma": "log",

@@ -40,6 +40,7 @@ from .power_law import (
 )
 from .rows import (
     AGAIN as AGAIN,
+    ALERTS as ALERTS,
     DIRECTIONS as DIRECTIONS,
     EDITS as EDITS,
     FAILED as FAILED,
@@ -52,6 +53,7 @@ from .rows import (
     PATCHES as PATCHES,
     PLACES as PLACES,
     RADII as RADII,
+    READINGS as READINGS,
     SKIPPED as SKIPPED,
     STEPS as STEPS,
     SUCCEEDED as SUCCEEDED,

@@ -276,8 +276,8 @@ class RunFolder:
         """
         grown = self._manifest["spec"] != self.spec
         wanted, rows = set(ids), self._tables[0]
-        frame = rows.read(self._marks.get(rows.name), own=True)
-        unknown = {one.id: one for one in records_of(Measurement, frame) if one.id not in wanted}
+        held = records_of(Measurement, self._read(Measurement))
+        unknown = {one.id: one for one in held if one.id not in wanted}
         if grown and unknown:
             with self._writing():
                 count = rows.set_aside(
@@ -356,7 +356,7 @@ class RunFolder:
 
     def values(self, part: str) -> dict[str, dict[str, Any]]:
         """What was computed for a part of an experiment, by key, in the order of `add_value`."""
-        return values_of(self._tables[-1].read(self._marks.get("values"), own=True), part)
+        return values_of(self._read(Value), part)
 
     def add_value(self, part: str, key: str, content: Mapping[str, Any]) -> dict[str, Any]:
         """Write what was computed, and flush it to the disk."""
@@ -400,9 +400,12 @@ class RunFolder:
         wanted = [one for one in (self.done if ids is None else ids) if one in self.done]
         if not wanted:
             return []
+        return records_of(kind, self._read(kind).filter(pl.col("id").is_in(wanted)))
+
+    def _read(self, kind: type) -> polars.DataFrame:
+        """A table of which this process wrote or checked every line."""
         (table,) = (one for one in self._tables if one.kind is kind)
-        frame = table.read(self._marks.get(table.name), own=True)
-        return records_of(kind, frame.filter(pl.col("id").is_in(wanted)))
+        return table.read(self._marks.get(table.name), own=True)
 
     def compact(self, *, own: bool = True) -> polars.DataFrame:
         """Bring the Parquet copies up to their lines, and the manifest up to the copies; the rows.

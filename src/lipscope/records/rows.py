@@ -432,6 +432,9 @@ class TokenGain:
         return self.split > self.moved_upper
 
 
+READINGS, ALERTS = "monitor", "alerts"
+"""The parts of the values of a run folder that a monitor writes."""
+
 RADII = "radii"
 """The part of the values of a run folder that holds certified radii of a model's decision."""
 
