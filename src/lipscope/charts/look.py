@@ -279,11 +279,11 @@ def in_front(strong: float, faint: float, front: str = FRONT) -> Any:
     return alt.when(front).then(alt.value(strong)).otherwise(alt.value(faint))
 
 
-def across(field: str = "n:Q", title: str = "number of tokens n") -> alt.X:
+def across(field: str = "n:Q") -> alt.X:
     """The logarithmic axis of lengths."""
     return alt.X(
         field,
-        title=title,
+        title="number of tokens n",
         scale=alt.Scale(type="log", domain=alt.ExprRef("axes.x"), nice=False),
         axis=alt.Axis(values=alt.ExprRef("axes.xticks"), format="d", labelOverlap=True, grid=False),
     )

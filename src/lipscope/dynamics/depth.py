@@ -106,8 +106,7 @@ def sigma_through(
     given = [layer.in_double() for layer in given]
     jacobians = []
     for i, state in enumerate(path.states[:-1]):
-        inner = given[i % len(given)].linearise(state)
-        jacobians.append(linalg.plus_identity(_scaled_operator(step, inner)))
+        jacobians.append(_residual_operator(step, given[i % len(given)].linearise(state)))
     at = range(1, len(jacobians) + 1)
     found = _along_depth(jacobians, path.times, at, tol, "residual")
     return replace(found, events=path.events)
@@ -174,7 +173,8 @@ def _solve_named(op: linalg.Operator, name: str, tol: float) -> linalg.TopSingul
     return linalg.top_singular(op, tol=tol, generator=linalg.start_named(name))
 
 
-def _scaled_operator(factor: float, op: linalg.Operator) -> linalg.Operator:
+def _residual_operator(step: float, op: linalg.Operator) -> linalg.Operator:
+    """The Jacobian of ``x + step f(x)``."""
     return replace(
-        op, matvec=lambda e: factor * op.matvec(e), rmatvec=lambda g: factor * op.rmatvec(g)
+        op, matvec=lambda e: e + step * op.matvec(e), rmatvec=lambda g: g + step * op.rmatvec(g)
     )

@@ -20,7 +20,6 @@ from lipscope.dynamics.integrate import (
     Event,
     Happened,
     Solution,
-    Status,
     events_of,
     integrate,
 )
@@ -353,22 +352,21 @@ def residual(
         raise InputError(f"`layers` should be {len(given)}, one for every layer. Found `{layers}`.")
     check_positive("step", step)
     of = [Field(one, x, renormalise=renormalise, norm=norm) for one in given]
-    states, times, why = [of[0].start], [0.0], None
-    happened: tuple[Happened, ...] = ()
-    status: Status = "done"
+    states, times, ended = [of[0].start], [0.0], None
     for layer in range(layers):
         field, state = of[layer % len(of)], states[-1]
         if renormalise and not field.certain(times[-1], state) > 0:
-            happened, status, why = (Happened("rounding", times[-1]),), "event", "rounding"
+            ended = Happened("rounding", times[-1])
             break
         new = field.onto(state + step * field(times[-1], state))
         if not float(new.abs().max()) <= LIMIT:
-            happened, status, why = (Happened("overflow", (layer + 1) * step),), "event", "overflow"
+            ended = Happened("overflow", (layer + 1) * step)
             break
         states.append(new)
         times.append((layer + 1) * step)
     at, taken = torch.tensor(times, dtype=torch.float64), len(times) - 1
-    return Trajectory(at, torch.stack(states), happened, status, why, taken, taken, of[0])
+    told: tuple[Any, ...] = ((ended,), "event", ended.name) if ended else ((), "done", None)
+    return Trajectory(at, torch.stack(states), *told, taken, taken, of[0])
 
 
 # --- clusters

@@ -305,12 +305,8 @@ def _setting_record(key: tuple[str, ...], items: Sequence[Item]) -> dict[str, An
 
 def _axes_by_kind(items: Sequence[Item]) -> dict[str, Any]:
     """The axes of all rows, and those of rows on real inputs."""
-    real = [item.row for item in items if item.kind == REAL]
-    found = axes(real)
-    return {
-        REAL: found,
-        "every": found if len(real) == len(items) else axes([item.row for item in items]),
-    }
+    real = axes([item.row for item in items if item.kind == REAL])
+    return {REAL: real, "every": axes([item.row for item in items])}
 
 
 def axes(rows: Sequence[Measurement]) -> dict[str, Any] | None:
