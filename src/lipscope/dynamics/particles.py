@@ -20,6 +20,7 @@ from lipscope.dynamics.integrate import (
     Event,
     Happened,
     Solution,
+    Status,
     events_of,
     integrate,
 )
@@ -365,8 +366,10 @@ def residual(
         states.append(new)
         times.append((layer + 1) * step)
     at, taken = torch.tensor(times, dtype=torch.float64), len(times) - 1
-    told: tuple[Any, ...] = ((ended,), "event", ended.name) if ended else ((), "done", None)
-    return Trajectory(at, torch.stack(states), *told, taken, taken, of[0])
+    happened = () if ended is None else (ended,)
+    status: Status = "done" if ended is None else "event"
+    why = ended and ended.name
+    return Trajectory(at, torch.stack(states), happened, status, why, taken, taken, of[0])
 
 
 # --- clusters
