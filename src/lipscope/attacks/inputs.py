@@ -518,19 +518,19 @@ def _built(
     size = {"num_tokens": num_tokens, "radius": radius}
     for name, build in PER_LAYER.items():
         if names is None or name in names:
-            yield _tried(name, None, partial(build, layer, **size))
+            yield _attempted(name, None, partial(build, layer, **size))
     for name, build in PER_HEAD.items():
         if names is not None and name not in names:
             continue
         heads = range(layer.num_heads)
-        made = [_tried(name, h, partial(build, layer, head=h, **size)) for h in heads]
+        made = [_attempted(name, h, partial(build, layer, head=h, **size)) for h in heads]
         # What fails for the layer as such is said once.
         if len(made) > 1 and made[0].reason and len({one.reason for one in made}) == 1:
             made = [replace(made[0], head=None)]
         yield from made
 
 
-def _tried(name: str, head: int | None, build: Callable[[], Construction]) -> WorstInput:
+def _attempted(name: str, head: int | None, build: Callable[[], Construction]) -> WorstInput:
     try:
         one = build()
     except InputError as why:

@@ -166,7 +166,7 @@ def turning(parts: Iterable[Direction]) -> str:
     if not some:
         return "along v, the model's output turns towards or away from no text by more than chance"
     said = [
-        f"{way} {', '.join(f'“{one.text}” ({_signed(one.share)})' for one in found[:_WORDS])}"
+        f"{way} {', '.join(f'“{one.text}” ({_with_sign(one.share)})' for one in found[:_WORDS])}"
         for way, found in (
             ("towards", [one for one in some if one.share > 0]),
             ("away from", [one for one in some[::-1] if one.share < 0]),
@@ -176,7 +176,7 @@ def turning(parts: Iterable[Direction]) -> str:
     return f"along v, the model's output turns {', '.join(said)}: cosine for each unit of size"
 
 
-def _signed(value: float) -> str:
+def _with_sign(value: float) -> str:
     return f"{value:+.2g}".replace("-", "−")
 
 

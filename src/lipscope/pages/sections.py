@@ -275,7 +275,7 @@ def _decision_record(s: int, some: Sequence[Mapping[str, Any]]) -> dict[str, Any
                 "index": one["tokens"][0],
                 "text": readable(one["words"][0]).strip(" "),
                 "rival": one["rival_name"],
-                **_certified(one),
+                **_ball_record(one),
             }
             for one in alone
         ],
@@ -283,7 +283,7 @@ def _decision_record(s: int, some: Sequence[Mapping[str, Any]]) -> dict[str, Any
             {
                 "ball": one["ball"],
                 "count": len(one["tokens"]),
-                **_certified(one),
+                **_ball_record(one),
             }
             for one in some
             if one["ball"] != "token"
@@ -292,7 +292,7 @@ def _decision_record(s: int, some: Sequence[Mapping[str, Any]]) -> dict[str, Any
     }
 
 
-def _certified(one: Mapping[str, Any]) -> dict[str, Any]:
+def _ball_record(one: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "words": one["words_within"],
         "radius": short(rounded_down(one["radius"])),

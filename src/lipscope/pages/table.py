@@ -199,9 +199,9 @@ def _table_columns(lines: Sequence[Line], narrow: int) -> list[Column]:
         Column("top token", lambda line: _top_token_cell(line, narrow), True),
         Column("share", lambda line: percent(line.row and line.row.top_share)),
     ]
-    if _some(lines, "sigma_rest"):
+    if _any_has(lines, "sigma_rest"):
         columns.append(Column("without it", _of_row("sigma_rest")))
-    if _some(lines, "frobenius"):
+    if _any_has(lines, "frobenius"):
         columns += [
             Column("stable rank", lambda x: number(x.row and stable_rank(x.row), 3)),
             Column("Frob. norm", _of_row("frobenius", 3)),
@@ -209,7 +209,7 @@ def _table_columns(lines: Sequence[Line], narrow: int) -> list[Column]:
     return [*columns, Column("growth", lambda x: _growth_cell(x, narrow), True)]
 
 
-def _some(lines: Sequence[Line], name: str) -> bool:
+def _any_has(lines: Sequence[Line], name: str) -> bool:
     """Whether a row in the table has this value."""
     return any(getattr(line.row, name, None) is not None for line in lines)
 
@@ -296,9 +296,9 @@ def _on_columns(lines: Sequence[Line]) -> Iterator[str]:
         "relative = sigma x norm of the input / norm of the output; share: of the squared norm"
         " of the most sensitive direction."
     )
-    if _some(lines, "sigma_rest"):
+    if _any_has(lines, "sigma_rest"):
         yield "without it: sigma with the top token held fixed."
-    if _some(lines, "frobenius"):
+    if _any_has(lines, "frobenius"):
         yield (
             "stable rank = (Frobenius norm / sigma)^2; the Frobenius norm is an estimate, its"
             " interval stands in the row's note."

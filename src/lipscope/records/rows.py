@@ -157,7 +157,7 @@ class Measurement(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """The row as plain values in column order; non-finite numbers are null."""
-        return _finite(vars(self))
+        return _plain_values(vars(self))
 
     def to_json(self) -> str:
         """The row as one line of JSON."""
@@ -533,7 +533,7 @@ def grouped(things: Iterable[Thing], key: Callable[[Thing], Key]) -> dict[Key, l
 
 def to_line(values: Mapping[str, Any]) -> str:
     """The values of a record as one line of JSON; non-finite numbers are null."""
-    return json.dumps(_finite(values), ensure_ascii=False, allow_nan=False)
+    return json.dumps(_plain_values(values), ensure_ascii=False, allow_nan=False)
 
 
 def stable_id(parts: Mapping[str, Any]) -> str:
@@ -571,7 +571,7 @@ def typed_frame(kind: type[Record], records: Iterable[Record]) -> polars.DataFra
     """A frame whose types come from the record's annotations, never from the values."""
     import polars as pl
 
-    finite = [_finite(vars(one)) for one in records]
+    finite = [_plain_values(vars(one)) for one in records]
     return pl.DataFrame(finite, schema=schema_of(kind), orient="row")
 
 
@@ -598,7 +598,7 @@ def schema_of(kind: type) -> dict[str, Any]:
     return schema
 
 
-def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """The same with null for what is not finite."""
     return {
         k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
