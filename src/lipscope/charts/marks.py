@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich.cells import cell_len
 
 from lipscope.display import printable
@@ -268,22 +269,13 @@ def spread(values: Sequence[float], gap: float) -> list[float]:
     >>> [round(v, 2) for v in spread([1.0, 1.1, 8.0], 2.0)]
     [0.74, 1.48, 8.0]
     """
-    order = sorted(range(len(values)), key=lambda k: values[k])
-    clusters: list[list[int]] = []
-    step = math.log(gap)
+    from scipy.optimize import isotonic_regression  # a tenth of a second
 
-    def ends(cluster: list[int]) -> tuple[float, float]:
-        middle = math.fsum(math.log(values[k]) for k in cluster) / len(cluster)
-        half = (len(cluster) - 1) / 2 * step
-        return middle - half, middle + half
-
-    for k in order:
-        clusters.append([k])
-        while len(clusters) > 1 and ends(clusters[-2])[1] + step > ends(clusters[-1])[0]:
-            last = clusters.pop()
-            clusters[-1] += last
-    places = [0.0] * len(values)
-    for cluster in clusters:
-        for i, k in enumerate(cluster):
-            places[k] = math.exp(ends(cluster)[0] + i * step)
-    return places
+    if not len(values):
+        return []
+    order = np.argsort(values, kind="stable")
+    apart = math.log(gap) * np.arange(len(values))
+    places = np.empty(len(values))
+    # Without the gaps: the nearest places in their order, in the mean square.
+    places[order] = isotonic_regression(np.log(values)[order] - apart).x + apart
+    return np.exp(places).tolist()

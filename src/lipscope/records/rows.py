@@ -599,7 +599,7 @@ def schema_of(kind: type) -> dict[str, Any]:
 
 
 def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with null for what is not finite."""
+    """With null for numbers that are not finite."""
     return {
         k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
     }
