@@ -19,8 +19,7 @@ from typing import Any, Literal, TypeAlias
 import altair as alt
 import vl_convert
 
-from lipscope.charts import marks
-from lipscope.charts.marks import INK, palette
+from lipscope.charts.marks import HINT, INK, palette
 from lipscope.display import picture, printable
 from lipscope.errors import InputError
 from lipscope.records import replaced
@@ -74,7 +73,7 @@ def save_each(chart: Chart, paths: Sequence[Path]) -> list[Path]:
     spec, version = _as_vega_lite(chart)
     for path in paths:
         if path.suffix == ".html":
-            remark = marks.HINT if "params" in spec else ""
+            remark = HINT if "params" in spec else ""
             replaced(path, _page(spec, remark, version).encode())
         elif path.suffix == ".svg":
             replaced(path, _svg(spec, version).encode())

@@ -13,7 +13,6 @@ import altair as alt
 import numpy as np
 
 from lipscope.charts import look, marks
-from lipscope.charts.marks import lay_out
 from lipscope.errors import InputError, install
 from lipscope.records import TokenShare, replaced
 
@@ -43,7 +42,7 @@ def shaded_text(
             "`tokens` should hold the tokens of one row, with `share_in`. Found "
             f"{len(ordered)} tokens without a share."
         )
-    placed = lay_out(ordered, columns=columns, max_lines=max_lines)
+    placed = marks.lay_out(ordered, columns=columns, max_lines=max_lines)
     subtitle = []
     if len(placed) < len(ordered):
         held = sum(marks.share_of(p.token) for p in placed) / sum(shares)

@@ -358,22 +358,20 @@ def report(
         InputError: If a folder cannot be read, nothing can be drawn or written, or two folders
             share nothing to compare.
     """
-    from lipscope.pages.content import Content
-    from lipscope.pages.figures import write_figures
-    from lipscope.pages.html_page import page
+    from lipscope.pages import content, figures, html_page
 
     folders = [folders] if isinstance(folders, str | Path) else folders
     if not isinstance(folders, Sequence) or not folders:
         raise InputError("`DIR` should name at least one run folder. Found none.")
     runs = {str(run.path): run for run in map(read_run, folders)}
-    content = Content([*runs.values()], compare=compare)
+    shown = content.Content([*runs.values()], compare=compare)
     path = Path(out) if out is not None else Path(folders[0]) / "report.html"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replaced(path, page(content).encode())
+        replaced(path, html_page.page(shown).encode())
         places = {"png": png, "svg": svg}
         asked = {kind: Path(at) for kind, at in places.items() if at is not None}
-        written = [path, *(write_figures(content, asked) if asked else ())]
+        written = [path, *(figures.write_figures(shown, asked) if asked else ())]
     except OSError as problem:
         raise InputError(
             "`-o`, `--png` and `--svg` should be places that can be written. Found "
