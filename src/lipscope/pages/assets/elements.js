@@ -26,7 +26,13 @@ function make(tag, attributes = {}, ...children) {
   element.append(...children.filter((c) => c !== null && c !== undefined));
   return element;
 }
-const fill = (id, ...children) => $(id).replaceChildren(...children.filter((c) => c !== null));
+// What is in it is made anew; the keyboard goes back to the control in use.
+function fill(id, ...children) {
+  const box = $(id);
+  const used = box.contains(document.activeElement) ? document.activeElement.closest("label")?.firstChild.textContent : undefined;
+  box.replaceChildren(...children.filter((c) => c !== null));
+  if (used) [...box.querySelectorAll("label")].find((l) => l.firstChild.textContent === used)?.querySelector("select")?.focus();
+}
 
 function select(label, value, options, change) {
   const list = make("select", { "aria-label": label, onchange: (e) => change(options[e.target.selectedIndex][0]) });
@@ -41,13 +47,6 @@ function select(label, value, options, change) {
 
 const distinct = (values) => [...new Set(values)];
 const lengthsOf = (rows) => distinct(rows.map((r) => r.n)).sort((a, b) => a - b);
-
-// Controls are made anew: the keyboard goes back to the one in use.
-function remade(scope, build) {
-  const used = document.activeElement?.closest?.("label")?.firstChild?.textContent;
-  build();
-  if (used) [...document.querySelectorAll(`${scope} label`)].find((l) => l.firstChild.textContent === used)?.querySelector("select").focus();
-}
 
 const THEMES = ["automatic", "light", "dark"];
 function nextTheme() {

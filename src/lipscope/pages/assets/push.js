@@ -49,7 +49,7 @@ DRAWERS.push(drawPush);
 
 async function drawPushed() {
   document.documentElement.dataset.drawn = "";
-  remade("#push-controls", drawPush);
+  drawPush();
   await draw("push");
   remember();
   document.documentElement.dataset.drawn = "yes";

@@ -122,7 +122,7 @@ function controls() {
       `${p.n} tokens, ${inputName(p)}: sigma ${number(p.sigma, 3)}`]),
     (picked) => choose({ picked })) : null,
   );
-  remade("form", () => fill("controls", ...parts));
+  fill("controls", ...parts);
   $("chosen").textContent = `Shown: ${s.model}, map ${s.map}, metric ${s.metric}, ${tokensOf(s)}`
     + `${s.text ? `, text ${s.text}` : ""}${state.source ? `, folder ${state.source}` : ""}; `
     + `${layerName(state.layer)}, ${headName(state.head)}.`;
