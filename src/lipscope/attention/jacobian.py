@@ -325,8 +325,7 @@ def _of_weights(
     Where tokens are ``several``, ``(b, n, d)``, the core's heads are those of all of them, one
     after the other; matrices are those of one layer, or ``(b, ·, ·)`` of layers that are alike.
     """
-    counts = _head_counts(layer)
-    grouped = layer.num_groups != layer.num_heads
+    counts, grouped = layer.head_counts, layer.num_groups != layer.num_heads
 
     def enter(e: Tensor) -> Parts:
         q, k, v = (
@@ -376,7 +375,7 @@ def _per_head(layer: Layer, map: Map, x: Tensor) -> Projections:
     """The same maps with each head on its own copy of the input."""
     query, key, value = layer.projections()
     weights = (query * layer.scale, key, value)
-    heads, counts = layer.num_heads, _head_counts(layer)
+    heads, counts = layer.num_heads, layer.head_counts
     by_head = [_rows_by_head(w, c, heads) for w, c in zip(weights, counts, strict=True)]
     weight = torch.cat(by_head, dim=1)  # (h, 2k + d_v, d)
     sizes = [w.shape[1] for w in by_head]
@@ -496,10 +495,6 @@ def _coupled(frame: Projections, layer: Layer, x: Tensor, context: Tensor | None
         return frame.enter_t(*(g - s * change for g, s in zip(own, slopes, strict=True)))
 
     return replace(frame, enter=enter, enter_t=enter_t, weights=None)
-
-
-def _head_counts(layer: Layer) -> tuple[int, int, int]:
-    return layer.num_heads, layer.num_groups, layer.num_groups
 
 
 def _norms_at(layer: Layer, x: Tensor) -> list[NormAt | None]:

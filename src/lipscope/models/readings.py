@@ -13,13 +13,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
-from lipscope.models.data.windows import WindowDecoder
 from lipscope.models.pretrained import quiet
 from lipscope.models.tracing.calls import Trace
 from lipscope.models.tracing.map_endpoints import LayerMap, ends_of_attention
 from lipscope.models.tracing.maps import build_map, norm_before
 from lipscope.models.tracing.prepare import ExactNorm
 from lipscope.models.tracing.recorder import NormCall, Recorder, as_tokens, close, first_tensor
+from lipscope.models.windows import WindowDecoder
 
 Space = Literal["vocabulary", "read-out", "window"]
 ANY = "(any other)"

@@ -8,8 +8,7 @@ from jaxtyping import Bool, Float
 from scipy.special import lambertw
 from torch import Tensor
 
-from lipscope.attention.core import Distance, variant
-from lipscope.attention.spectral import of_heads, spectral_norm
+from lipscope.attention.core import Distance, of_heads, spectral_norm, variant
 from lipscope.errors import InputError
 
 

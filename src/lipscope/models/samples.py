@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
-from lipscope.models.data.images import image_samples
-from lipscope.models.data.windows import (
+from lipscope.models.images import image_samples
+from lipscope.models.loading import LoadedModel, digest
+from lipscope.models.pretrained import Bytes
+from lipscope.models.tracing.prepare import eval_mode
+from lipscope.models.tracing.recorder import Recorder, is_tokens, to_device, token_arguments
+from lipscope.models.windows import (
     Sample,
     Window,
     WindowKind,
     windows_of_text,
 )
-from lipscope.models.loading import LoadedModel, digest
-from lipscope.models.pretrained import Bytes
-from lipscope.models.tracing.prepare import eval_mode
-from lipscope.models.tracing.recorder import Recorder, is_tokens, to_device, token_arguments
 from lipscope.sources import default_text, read_texts
 
 

@@ -15,11 +15,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.errors import InputError, install
-from lipscope.models.data.windows import Sample
 from lipscope.models.loading import LoadedModel, digest
 from lipscope.models.pretrained import quiet
 from lipscope.models.tracing.map_endpoints import MapEndpoints
 from lipscope.models.tracing.recorder import Inputs, Recorder, each_tensor
+from lipscope.models.windows import Sample
 
 RANDOM = "random"
 _SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
