@@ -579,7 +579,6 @@ class Linearised:
         return torch.cat(found)
 
     def _copied(self, count: int) -> Linearised | None:
-        """So many of this layer as one."""
         if count < 2:
             return None
         if count not in self.copies:

@@ -45,14 +45,14 @@ from lipscope.models.network import (
     Norm as Norm,
     with_plain_sums as with_plain_sums,
 )
-from lipscope.models.network_reader.reader import (
+from lipscope.models.network_reader import (
     check_network as check_network,
     layer_network as layer_network,
     read_map as read_map,
     read_network as read_network,
     read_parts as read_parts,
 )
-from lipscope.models.network_reader.search import Pooled as Pooled, read_norm as read_norm
+from lipscope.models.network_search import Pooled as Pooled, read_norm as read_norm
 from lipscope.models.pretrained import quiet as quiet
 from lipscope.models.readings import (
     Embedded as Embedded,
@@ -110,7 +110,6 @@ from lipscope.models.tracing.recorder import (
 from lipscope.models.tracing.resident_weights import (
     ModuleWeights as ModuleWeights,
     ResidentWeights as ResidentWeights,
-    WeightSource as WeightSource,
     without_weights as without_weights,
 )
 from lipscope.models.tracing.sites import (

@@ -223,19 +223,23 @@ def adopt_model(model: nn.Module) -> LoadedModel:
 
 def digest(tensor: Tensor) -> str:
     """SHA-256 of a tensor's shape, type and bytes."""
-    content = tensor.detach().cpu().contiguous()
-    head = f"{tuple(content.shape)}{content.dtype}".encode()
-    return hashlib.sha256(head + content.view(torch.uint8).numpy().tobytes()).hexdigest()
+    state = hashlib.sha256()
+    _add(state, "", tensor)
+    return state.hexdigest()
 
 
 def fingerprint(model: nn.Module) -> str:
     """A short digest of all parameters and buffers: two models never share their rows."""
     state = hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        content = tensor.detach().cpu().contiguous().flatten()
-        state.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        state.update(content.view(torch.uint8).numpy().tobytes())
+        _add(state, name, tensor)
     return state.hexdigest()[:12]
+
+
+def _add(state: Any, name: str, tensor: Tensor) -> None:
+    content = tensor.detach().cpu().contiguous().flatten()
+    state.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+    state.update(content.view(torch.uint8).numpy().tobytes())
 
 
 def check_finite(model: nn.Module) -> None:
@@ -252,16 +256,19 @@ def check_finite(model: nn.Module) -> None:
                     f"Weights in float8 should have no scales of their own. Found `{name}` with "
                     "them; dequantise the model."
                 )
-        # There is no sum of eight bits.
-        values = tensor.float() if tensor.dtype.itemsize == 1 else tensor
-        if bool(values.sum().isfinite()):
-            continue  # one fast pass; an overflowing sum is looked at again
-        if not bool(torch.isfinite(values).all()):
-            bad = int((~torch.isfinite(values)).sum())
-            raise InputError(
-                f"The weights should be finite. Found {bad} NaN or Inf in `{name}`; the "
-                "checkpoint is damaged or training diverged."
-            )
+        check_weight(name, tensor)
+
+
+def check_weight(name: str, weight: Tensor) -> None:
+    """Refuse a weight with NaN or Inf."""
+    # There is no sum of eight bits.
+    values = weight.float() if weight.dtype.itemsize == 1 else weight
+    # One fast pass; an overflowing sum is looked at again.
+    if not bool(values.sum().isfinite()) and (bad := int((~values.isfinite()).sum())):
+        raise InputError(
+            f"The weights should be finite. Found {bad} NaN or Inf in `{name}`; the checkpoint is "
+            "damaged or training diverged."
+        )
 
 
 def _package_model(name: str, package: _Package) -> LoadedModel:

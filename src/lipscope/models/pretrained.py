@@ -287,13 +287,10 @@ def tokenizer_at(source: str | None, **options: Any) -> Any:
             continue
         found = getattr(found, "tokenizer", found)
         # A folder without tokenizer files gives an empty one, which reads every text as unknown.
-        if callable(getattr(found, "get_vocab", None)) and _knows_words(found):
+        words = getattr(found, "get_vocab", dict)()
+        if not set(words) <= set(getattr(found, "all_special_tokens", ())):
             return found
     return None
-
-
-def _knows_words(tokenizer: Any) -> bool:
-    return not set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens)
 
 
 def trained_length(config: Any, tokenizer: Any) -> int | None:

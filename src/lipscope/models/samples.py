@@ -48,16 +48,14 @@ def checked_data(data: Any) -> Any:
             _check_tensor(value)
     elif isinstance(data, Tensor):
         _check_tensor(data)
-    elif not (data is None or _are_samples(data)):
+    elif data is not None and not (
+        isinstance(data, list) and data and all(isinstance(one, Sample) for one in data)
+    ):
         raise InputError(
             "`data` should be text, a `Path`, a tensor or a mapping of tensors. "
             f"Found `{type(data).__name__}`."
         )
     return data
-
-
-def _are_samples(data: Any) -> bool:
-    return isinstance(data, list) and bool(data) and all(isinstance(one, Sample) for one in data)
 
 
 def _check_tensor(value: Any) -> None:
@@ -83,7 +81,6 @@ def _text_samples(
     windows: WindowKind,
     special_tokens: bool,
 ) -> list[Sample]:
-    """One sample per window of a text."""
     if not text.strip():
         raise InputError("The text should not be empty. Found no words in it.")
     limit = loaded.max_tokens
@@ -127,7 +124,6 @@ def _decoder_start(loaded: LoadedModel) -> int | None:
 
 
 def _batch_samples(loaded: LoadedModel, data: Any) -> list[Sample]:
-    """One sample per entry of a batch."""
     if isinstance(data, Mapping):
         arguments: dict[str, Any] = dict(data)
     else:

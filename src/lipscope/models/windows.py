@@ -223,7 +223,6 @@ def repeated_token(
 
 
 def _ordinary(loaded: LoadedModel) -> Tensor:
-    """The vocabulary without special tokens."""
     size = getattr(loaded.config, "vocab_size", None)
     if size is None:
         raise InputError(f"`{loaded.name}` should read token ids. Found no vocabulary.")
@@ -232,7 +231,6 @@ def _ordinary(loaded: LoadedModel) -> Tensor:
 
 
 def _with_special_tokens(loaded: LoadedModel, ids: Tensor) -> Tensor:
-    """Special tokens in place of the first and last ones."""
     if loaded.tokenizer is None:
         return ids
     before, after = special_tokens_of(loaded.tokenizer)

@@ -37,7 +37,7 @@ from lipscope.models.tracing.recorder import (
     unmarked,
 )
 from lipscope.models.tracing.resident_weights import ResidentWeights
-from lipscope.models.tracing.sites import Applied, AttentionCall, Side, is_plain, with_weights
+from lipscope.models.tracing.sites import Applied, AttentionCall, Side, has_weights, is_plain
 
 # Names under which models hand the queries' tokens, and the keys' source, to an
 # attention module.
@@ -153,10 +153,13 @@ def hook_site(recorder: Recorder, record: Trace, name: str, module: nn.Module) -
         for first in tensors_in(out)[:1]:
             call.behind.append(Applied(leaf, args[0].detach(), record.kept.keep(first)))
 
-    recorder.around(module, start, finish)
-    inside = [leaf for leaf in module.modules() if leaf is not module]
-    recorder.after_each(with_weights(inside), remember)
-    recorder.after_each(_modules_beside(record.model, name, module), behind)
+    recorder.before(module, start)
+    recorder.after(module, finish)
+    for leaf in module.modules():
+        if leaf is not module and has_weights(leaf):
+            recorder.after(leaf, remember)
+    for leaf in _modules_beside(record.model, name, module):
+        recorder.after(leaf, behind)
 
 
 def _modules_beside(model: nn.Module, name: str, module: nn.Module) -> list[nn.Module]:
@@ -168,8 +171,8 @@ def _modules_beside(model: nn.Module, name: str, module: nn.Module) -> list[nn.M
     for depth in (1, 2):
         if len(parts) > depth and not found:
             scope = model.get_submodule(".".join(parts[:-depth]))
-            rest = [m for m in scope.modules() if m not in inside and module not in m.modules()]
-            found = with_weights(rest)
+            rest = (m for m in scope.modules() if m not in inside and module not in m.modules())
+            found = [m for m in rest if has_weights(m)]
     return found
 
 
@@ -307,7 +310,8 @@ def hook_norm(recorder: Recorder, record: Trace, name: str, module: nn.Module) -
         if total is not None and total.norm is None:
             total.norm = call
 
-    recorder.around(module, start, finish)
+    recorder.before(module, start)
+    recorder.after(module, finish)
 
 
 def streams_of(record: Trace, arguments: Mapping[str, Any]) -> list[Stream]:
@@ -346,7 +350,8 @@ def hook_block(recorder: Recorder, record: Trace, name: str, module: nn.Module) 
             call.output, call.output_address = record.kept.keep(result), data_address(result)
             record.blocks.append(call)
 
-    recorder.around(module, start, finish)
+    recorder.before(module, start)
+    recorder.after(module, finish)
 
 
 def hook_start(recorder: Recorder, record: Trace, name: str, module: nn.Module) -> None:

@@ -40,6 +40,7 @@ from lipscope.models.tracing.recorder import (
     each_tensor,
     first_tensor,
     named_arguments,
+    names_of,
     run_of_blocks,
     signature_of,
     standing_in,
@@ -243,7 +244,8 @@ class MapEndpoints:
         """
 
         def inner(path: str) -> str | None:
-            return path.removeprefix(block).removeprefix(".") if _is_inside(path, block) else None
+            inside = f"{path}.".startswith(f"{block}.")
+            return path.removeprefix(block).removeprefix(".") if inside else None
 
         enters, leaves, until = map(inner, (self.enters, self.leaves, self.until))
         if enters is None or leaves is None or until is None or self.turn:
@@ -255,10 +257,6 @@ class MapEndpoints:
         """The same beginning, but all that a module returns is read; "" for the model."""
         whole = MapEndpoints(self.enters, self.arguments, self.turn, path, path, self.token_axis)
         return replace(whole, moved=self.moved)
-
-
-def _is_inside(path: str, block: str) -> bool:
-    return f"{path}.".startswith(f"{block}.")
 
 
 @dataclass(frozen=True)
@@ -338,13 +336,6 @@ def from_norm(record: Trace, norm: NormCall, ends: MapEndpoints) -> MapEndpoints
     return replace(ends, enters=norm.name, arguments=(first,), turn=turn)
 
 
-def ends_of_block(record: Trace, block: BlockCall, moved: Streams, token_axis: int) -> MapEndpoints:
-    """Ends of the map ``block``."""
-    calls = [other for other in record.blocks if other.name == block.name]
-    turn = next(i for i, other in enumerate(calls) if other is block)
-    return MapEndpoints(block.name, moved.firsts, turn, block.name, block.name, token_axis)
-
-
 def ends_of_model(record: Trace, first: str, moved: Streams, last: str) -> MapEndpoints:
     """From a first block to the output of a module, "" for the model's own."""
     return MapEndpoints(first, moved.firsts, 0, last, last, record.calls[0].token_axis)
@@ -395,8 +386,10 @@ def block_map(record: Trace, call: AttentionCall) -> LayerMap:
     else:
         moved = Streams(_moving(record, block), axis)
     function = replay_block(block, axis, moved)
-    output, ends = as_tokens(block.output, axis), ends_of_block(record, block, moved, axis)
-    return _rerun_map(moved.x, output, function, moved, ends)
+    calls = [other for other in record.blocks if other.name == block.name]
+    turn = next(i for i, other in enumerate(calls) if other is block)
+    ends = MapEndpoints(block.name, moved.firsts, turn, block.name, block.name, axis)
+    return _rerun_map(moved.x, as_tokens(block.output, axis), function, moved, ends)
 
 
 def stack_map(record: Trace, call: AttentionCall) -> LayerMap:
@@ -524,14 +517,7 @@ def _first_block(record: Trace) -> tuple[str, nn.Module, Stream]:
 
 def _names_of_states(block: BlockCall, call: AttentionCall) -> tuple[str, ...]:
     """Under which names a block is given the tokens of the keys."""
-    states = call.kept[0]
-    names = tuple(
-        name
-        for name, value in block.arguments.items()
-        if isinstance(value, Tensor)
-        and data_address(value) == data_address(states)
-        and value.shape == states.shape
-    )
+    names = names_of(block.arguments, call.kept[0])
     if not names:
         raise InputError(
             f"The maps `block` and `model` through the key side need a block that is given the "

@@ -118,7 +118,13 @@ def converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.
     _check_hooks(model)
     if all(t.dtype == dtype and t.device.type == device.type for t in floating(model)):
         return model
-    return _converted(copied(model), dtype, device)
+
+    def convert(t: Tensor) -> Tensor:
+        if t.is_complex():  # in the complex type of the same precision
+            return t.to(device, dtype.to_complex())
+        return t.to(device, dtype) if t.is_floating_point() else t.to(device)
+
+    return copied(model)._apply(convert)
 
 
 @contextlib.contextmanager
@@ -185,17 +191,6 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             p.requires_grad_(True)
 
 
-def _converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A model in a floating type; complex tensors in the complex type of the same precision."""
-
-    def convert(t: Tensor) -> Tensor:
-        if t.is_complex():
-            return t.to(device, dtype.to_complex())
-        return t.to(device, dtype) if t.is_floating_point() else t.to(device)
-
-    return model._apply(convert)
-
-
 @functools.cache
 def device_of(name: str) -> torch.device:
     """The device of this name; ``auto`` takes a GPU where there is one."""
@@ -212,7 +207,6 @@ def device_of(name: str) -> torch.device:
 
 
 def _lacking(name: str, problem: Exception) -> str:
-    """What a device lacks, and what to do about it."""
     if name.partition(":")[0] != "cuda" or torch.cuda.is_available():
         return f": {str(problem).split(chr(10))[0][:100]}"
     if torch.version.cuda is None and torch.version.hip is None:

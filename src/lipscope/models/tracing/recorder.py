@@ -64,18 +64,6 @@ class Recorder(contextlib.ExitStack):
         """Call ``hook(module, args, out)`` after every call; what it returns takes its place."""
         self.callback(module.register_forward_hook(_unseen()(self._seeing(hook))).remove)
 
-    def around(
-        self, module: nn.Module, start: Callable[..., Any], finish: Callable[..., Any]
-    ) -> None:
-        """Call ``start`` before and ``finish`` after every call, as these two do."""
-        self.before(module, start)
-        self.after(module, finish)
-
-    def after_each(self, modules: Iterable[nn.Module], hook: Callable[..., Any]) -> None:
-        """The same of several modules."""
-        for module in modules:
-            self.after(module, hook)
-
     def arguments(self, module: nn.Module, note: Callable[[dict[str, Any]], Any]) -> list[Any]:
         """What is noted of the arguments by name of every call, before it."""
         found: list[Any] = []
@@ -214,9 +202,12 @@ def each_tensor(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def to_device(inputs: Any, device: torch.device | None, dtype: torch.dtype) -> Any:
     """A model's inputs on a device (None: where they are), floating ones in a dtype."""
-    return each_tensor(
-        inputs, lambda x: x.to(device, dtype) if x.is_floating_point() else x.to(device)
-    )
+    return each_tensor(inputs, lambda x: cast_to(x, device, dtype))
+
+
+def cast_to(x: Tensor, device: torch.device | None, dtype: torch.dtype) -> Tensor:
+    """A tensor on a device, a floating one in a dtype."""
+    return x.to(device, dtype) if x.is_floating_point() else x.to(device)
 
 
 def tensors_in(output: Any) -> list[Tensor]:
@@ -324,13 +315,13 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp_min(torch.finfo(b.dtype).tiny))
 
 
-def close(seen: Tensor, expected: Tensor) -> bool:
+def close(seen: Tensor, expected: Tensor, limit: float = 1e-5) -> bool:
     """Whether two tensors agree up to rounding."""
     if seen.shape != expected.shape:
         return False
     if bool(expected.isfinite().all()):
-        return distance(seen, expected) <= 1e-5
-    return torch.allclose(seen, expected, rtol=1e-5, equal_nan=True)
+        return distance(seen, expected) <= limit
+    return torch.allclose(seen, expected, rtol=limit, equal_nan=True)
 
 
 # --- what is made of what
@@ -596,7 +587,7 @@ def watched_blocks(model: nn.Module) -> Iterator[Callable[[], BlockRun]]:
         return BlockRun({path: _copy(out) for path, out in outputs.items()}, began)
 
     with Recorder() as recorder:
-        for path, block in _outer_blocks(model).items():
+        for path, block in outer_blocks(model).items():
             recorder.before(block, lambda *_, path=path: start(path))
             recorder.after(block, lambda _, __, out, path=path: finish(path, out))
         yield found
@@ -624,14 +615,14 @@ class _KnownBlock(nn.Module):
         self.__dict__ |= {"block": block, "output": output}
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """The same again."""
         return _copy(self.output)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["block"], name)
 
 
-def _outer_blocks(model: nn.Module) -> dict[str, nn.Module]:
+def outer_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The elements of the outermost module lists, by their paths."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{one}.") for one in found)

@@ -117,7 +117,6 @@ def trace(
 
 
 def _complain(record: Trace, sites: list[str]) -> NoReturn:
-    """Say that no module was called as the layers are."""
     names, own = ", ".join(sites[:3]), record.side == "self"
     kind = "self-attention" if own else "cross-attention"
     elsewhere = "with keys from elsewhere" if own else "with keys of their own tokens"
@@ -136,7 +135,6 @@ def _fill(
     marks: bool,
     by_block: BlockPass | None,
 ) -> None:
-    """Run the model and keep what the hooks see."""
     model, inputs, resident = record.model, record.inputs, record.resident
 
     def called_once(model: nn.Module, inputs: Inputs) -> Any:

@@ -16,6 +16,12 @@ from lipscope.attention import Attention, DotProduct
 from lipscope.errors import InputError
 from lipscope.linalg import start_named
 from lipscope.models.families.affine import Affine, affine
+from lipscope.models.forward_pass import (
+    ForwardPass,
+    ModuleCall,
+    StreamFunction,
+    same,
+)
 from lipscope.models.network import (
     ACTIVATIONS,
     ActivationName,
@@ -25,12 +31,6 @@ from lipscope.models.network import (
     Network,
     Norm,
     scaled,
-)
-from lipscope.models.network_reader.forward_pass import (
-    ForwardPass,
-    ModuleCall,
-    StreamFunction,
-    same,
 )
 from lipscope.models.tracing.prepare import ExactNorm
 from lipscope.models.tracing.recorder import Inputs
@@ -72,7 +72,6 @@ class _State:
     tail: tuple[Branch, ...] = ()
 
     def then(self, branch: Branch, v: Tensor, time: int) -> _State:
-        """With one more branch."""
         if self.share is not None:
             return replace(self, v=v, time=time, tail=(*self.tail, branch))
         here = (len(self.branches),) if isinstance(branch.part, Attention) else ()
@@ -390,6 +389,15 @@ class Search:
         network = Network(state.branches, share, weight, bias, state.tail)
         return Found(network, state.starts, self.function.x, scores)
 
+    def _whole(self, state: _State, branches: tuple[Branch, ...]) -> Found:
+        """Without a pool; or a pooled row as it is."""
+        v, share, rows = state.v, state.share, 0 if state.share is None else state.v.shape[1]
+        share = v.new_zeros(len(self.function.x)) if share is None else share
+        eye = torch.eye(rows, v.shape[1], dtype=v.dtype)
+        network = Network(branches, share, eye, eye.new_zeros(rows), state.tail)
+        function = self.function if rows == 0 else lambda x: self.function(x)[0]
+        return Found(network, state.starts, self.function.x, function)
+
     def _stuck(self) -> InputError:
         """What takes the furthest stream that could be followed, and is not known."""
         at, v = self.furthest, self.furthest.v
@@ -422,12 +430,7 @@ class MapSearch(Search):
         return iter(())
 
     def _ended(self, state: _State) -> Found | None:
-        if not same(state.v, self.view.output):
-            return None
-        eye = torch.eye(0, state.v.shape[1], dtype=torch.float64)
-        share = state.v.new_zeros(len(state.v))
-        network = Network(state.branches, share, eye, eye.new_zeros(0))
-        return Found(network, state.starts, self.function.x, self.function)
+        return self._whole(state, state.branches) if same(state.v, self.view.output) else None
 
 
 class PartsSearch(Search):
@@ -471,15 +474,6 @@ class PartsSearch(Search):
             head = Feed(weight, bias, eye, torch.zeros_like(bias), "identity")
             return self._whole(state, (*state.branches, Branch(head, skip=False)))
         return None
-
-    def _whole(self, state: _State, branches: tuple[Branch, ...]) -> Found:
-        """Without a pool; or a pooled row as it is."""
-        v, share, rows = state.v, state.share, 0 if state.share is None else state.v.shape[1]
-        share = v.new_zeros(len(self.function.x)) if share is None else share
-        eye = torch.eye(rows, v.shape[1], dtype=v.dtype)
-        network = Network(branches, share, eye, eye.new_zeros(rows), state.tail)
-        function = self.function if rows == 0 else lambda x: self.function(x)[0]
-        return Found(network, state.starts, self.function.x, function)
 
 
 def layer_of(call: AttentionCall) -> DotProduct:

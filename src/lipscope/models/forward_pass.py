@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import regex
@@ -58,40 +59,30 @@ def function_of(record: Trace) -> StreamFunction:
 
 def _from_part(record: Trace, part: nn.Module, stream: Stream) -> StreamFunction:
     moved = Streams([stream], record.calls[0].token_axis)
-    return StreamFunction(
-        record, moved.x, rerun(record, {part: moved}, "", once=True), record.calls
-    )
+    function = rerun(record, {part: moved}, "", once=True)
+    return StreamFunction(record, moved.x.detach().clone(), function, record.calls)
 
 
 def function_of_map(record: Trace, layer: int, name: str) -> StreamFunction:
     """The maps ``block``, ``stack`` and ``model``, which run modules again."""
     built = build_map(record, None if name in WHOLE else layer, name)
     calls = record.calls if name in WHOLE else record.calls[: layer + 1]
-    return StreamFunction(record, built.x, built, calls[-1:] if name == "block" else calls)
+    calls = calls[-1:] if name == "block" else calls
+    return StreamFunction(record, built.x.detach().clone(), built, calls)
 
 
+@dataclass(frozen=True, eq=False)
 class StreamFunction:
-    """A module as a function of the stream that one of its parts takes.
+    """A module as a function of the stream that one of its parts takes."""
 
-    Attributes:
-        record: The pass that it was found in.
-        x: The stream.
-        calls: Its attention layers, in the order in which they are called.
-    """
-
-    def __init__(
-        self,
-        record: Trace,
-        x: Tensor,
-        function: Callable[[Tensor], Tensor],
-        calls: Sequence[AttentionCall],
-    ) -> None:
-        self.record, self.x, self.calls = record, x.detach().clone(), calls
-        self._function = function
+    record: Trace  # the pass that it was found in
+    x: Tensor  # the stream
+    function: Callable[[Tensor], Tensor]
+    calls: Sequence[AttentionCall]  # its attention layers, in the order in which they are called
 
     def __call__(self, x: Float[Tensor, "n d"]) -> Tensor:
         """What it returns: a row, or one for every token."""
-        return _rows(self._function(x))
+        return _rows(self.function(x))
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -1,4 +1,9 @@
-"""From a module to its `Network`, held against the module itself."""
+"""From a module to its `Network`: which parts follow which, found by values and proved.
+
+A module runs once from the stream that enters its first block. What its norms, linear maps and
+attention layers take and return there tells in what order they make its scores; sums are found
+among the tensors that it forms. What is found is then held against the module itself.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +20,9 @@ from torch import Tensor, nn
 from lipscope.attention import Attention, DotProduct
 from lipscope.errors import InputError
 from lipscope.linalg import start_named
-from lipscope.models.network import Branch, Chain, Network, Norm, with_plain_sums
-from lipscope.models.network_reader.forward_pass import function_of, function_of_map
-from lipscope.models.network_reader.search import (
+from lipscope.models.forward_pass import function_of, function_of_map
+from lipscope.models.network import Branch, Chain, Network, Norm, scaled, with_plain_sums
+from lipscope.models.network_search import (
     MapSearch,
     PartsSearch,
     Pooled,
@@ -118,20 +123,8 @@ def read_map(
     """The branches that a map is at an input, and the stream that enters them, in float64.
 
     Holds as `read_network` does, for the maps ``attention``, ``residual``, ``block``, ``stack`` and
-    ``model``; held against the map itself in random combinations of its outputs.
-
-    Args:
-        model: A module.
-        inputs: Its arguments, of one sample: by name, or a tuple.
-        layer: The attention layer, of no account for ``model``.
-        map: The map.
-        modules: Which modules are attention, as for `attention_sites`.
-
-    Returns:
-        The branches, and their input ``(n, d)``.
-
-    Raises:
-        InputError: If the map holds anything else, by name, or disagrees with what was found.
+    ``model``, of which ``layer`` is of no account; held against the map itself in random
+    combinations of its outputs. Arguments and errors are those of `read_network`.
 
     >>> pair = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 3)
     >>> found, x = read_map(nn.Sequential(*pair), (torch.randn(1, 5, 8),), map="residual")
@@ -146,16 +139,7 @@ def read_map(
             function = function_of_map(record, layer, map)
             branches, x = MapSearch(function).found().network.branches, function.x
         chain = Chain(branches)
-        with torch.no_grad():
-            shape = function(x).shape
-        mixed = torch.randn(
-            _MIXED, shape.numel(), generator=start_named("map"), dtype=torch.float64
-        )
-        check_network(
-            lambda x: mixed @ chain(x).flatten(),
-            lambda x: mixed @ function(x).flatten(),
-            x,
-        )
+        _check_outputs(chain, function, x, "map")
     return chain, x
 
 
@@ -166,18 +150,8 @@ def read_parts(
 
     As `read_network`, but attention may be of any kind that is read in closed form, residual sums
     may have weights, the module may give something of every token (then it is a `Chain`), and
-    gradients with respect to what is found lead to the module's own weights.
-
-    Args:
-        model: A module.
-        inputs: Its arguments, of one sample: by name, or a tuple.
-        modules: Which modules are attention, as for `attention_sites`.
-
-    Returns:
-        The parts, and the stream that enters them.
-
-    Raises:
-        InputError: If the module holds anything else, by name, or disagrees with what was found.
+    gradients with respect to what is found lead to the module's own weights. Arguments and errors
+    are those of `read_network`.
 
     >>> pair = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 3)
     >>> parts, x = read_parts(nn.Sequential(*pair), (torch.randn(1, 5, 8),))
@@ -192,16 +166,7 @@ def read_parts(
         network: Network | Chain = found.network
         if not len(network.bias):
             network = Chain(network.branches)
-        with torch.no_grad():
-            shape = found.scores(found.x).shape
-        mixed = torch.randn(
-            _MIXED, shape.numel(), generator=start_named("parts"), dtype=torch.float64
-        )
-        check_network(
-            lambda x: mixed @ network(x).flatten(),
-            lambda x: mixed @ found.scores(x).flatten(),
-            found.x,
-        )
+        _check_outputs(network, found.scores, found.x, "parts")
     return network, found.x
 
 
@@ -237,13 +202,8 @@ def _around(built: LayerMap, call: AttentionCall) -> tuple[Branch, ...]:
             "The map `residual` should add what attention gives as it is. Found a norm of it "
             f"before the sum, `{type(norms.second).__name__}`; certify the map `attention`."
         )
-    if norms.scale is not None:
-        scale, wide = norms.scale.detach().double(), layer.output
-        if wide is None:
-            wide = torch.eye(built.output.shape[1], dtype=torch.float64)
-        bias = None if layer.output_bias is None else scale * layer.output_bias
-        layer = layer.replace(output=scale.view(-1, 1) * wide, output_bias=bias)
-    found = (Branch(layer, None if norms.before is None else _norm(norms.before, built)),)
+    part = layer if norms.scale is None else scaled(layer, norms.scale.detach().double())
+    found = (Branch(part, None if norms.before is None else _norm(norms.before, built)),)
     if norms.outer is not None:
         found = (*found, Branch(None, _norm(norms.outer, built), skip=False))
     return found
@@ -370,6 +330,14 @@ def check_network(network: Scores, scores: Scores, x: Float[Tensor, "n d"]) -> N
             # Beside the rounding of the gradients themselves.
             floor = 1e-4 * length
             _compare("curvature", where, mine - slopes, change, float(change.norm()) + floor)
+
+
+def _check_outputs(found: Scores, function: Scores, x: Tensor, name: str) -> None:
+    """`check_network` of outputs of any shape, in random combinations drawn by name."""
+    with torch.no_grad():
+        count = function(x).numel()
+    mixed = torch.randn(_MIXED, count, generator=start_named(name), dtype=torch.float64)
+    check_network(lambda x: mixed @ found(x).flatten(), lambda x: mixed @ function(x).flatten(), x)
 
 
 def _compare(what: str, where: str, mine: Tensor, own: Tensor, size: float) -> None:
