@@ -36,7 +36,6 @@ from lipscope.attention.kinds.sinkhorn import SinkhornAttention as SinkhornAtten
 from lipscope.attention.layer import (
     Clip as Clip,
     Map as Map,
-    MovingSide as MovingSide,
     Rotary as Rotary,
     TokenNorm as TokenNorm,
     arguments as arguments,

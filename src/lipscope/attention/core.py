@@ -22,6 +22,7 @@ from lipscope.attention.jacobian import (
     SURE,
     ChunkedCore,
     Linearised,
+    rows_by_head,
     several_layers,
     stretch_in_chunks,
 )
@@ -159,8 +160,8 @@ class Attention(Layer):
         """
         check_log_weights(log_weights, x if context is None else context)
         options: dict[str, Any] = {"map": map, "per_head": per_head, "side": side}
+        others = {"context": context, "log_weights": log_weights}
         if wide(x).dtype != x.dtype:
-            others = {"context": context, "log_weights": log_weights}
             options |= {name: None if t is None else wide(t) for name, t in others.items()}
             single = self.in_double().to(x.device, torch.float32)
             op = single.linearise(wide(x), memory=memory, **options)
@@ -170,7 +171,7 @@ class Attention(Layer):
                 rmatvec=lambda g: op.rmatvec(wide(g)).to(x.dtype),
                 dtype=x.dtype,
             )
-        at = Linearised(self, x, memory, context=context, log_weights=log_weights, **options)
+        at = Linearised(self, x, memory, **others, **options)
         at.shares = _known_scores(type(self))
         doubt = at.doubt
         op = Operator(
@@ -188,13 +189,9 @@ class Attention(Layer):
             )
         if doubt > SURE:
             double = {"device": "cpu", "dtype": torch.float64}
-            exact = self.in_double().linearise(
-                x.detach().to(**double),
-                memory=memory // 2,
-                context=None if context is None else context.to(**double),
-                log_weights=None if log_weights is None else log_weights.to(**double),
-                **options,
-            )
+            options |= {name: None if t is None else t.to(**double) for name, t in others.items()}
+            alone = x.detach().to(**double)
+            exact = self.in_double().linearise(alone, memory=memory // 2, **options)
             _agree(op, exact, self.num_heads if per_head else None)
         return op
 
@@ -421,8 +418,8 @@ def on_ball(layer: Layer, by: BallBound, *, num_tokens: int, radius: float) -> F
     check_positive("radius", radius)
     scale = abs(layer.scale)
     query, key, value = (
-        wide(w).unflatten(0, (heads, -1)).repeat_interleave(layer.num_heads // heads, 0)
-        for w, heads in zip((layer.query, layer.key, layer.value), layer.head_counts, strict=True)
+        rows_by_head(wide(w), count, layer.num_heads)
+        for w, count in zip((layer.query, layer.key, layer.value), layer.head_counts, strict=True)
     )
     alpha = scale * product_norm(key, query) * radius**2
     beta = alpha

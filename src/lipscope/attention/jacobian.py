@@ -376,7 +376,7 @@ def _per_head(layer: Layer, map: Map, x: Tensor) -> Projections:
     query, key, value = layer.projections()
     weights = (query * layer.scale, key, value)
     heads, counts = layer.num_heads, layer.head_counts
-    by_head = [_rows_by_head(w, c, heads) for w, c in zip(weights, counts, strict=True)]
+    by_head = [rows_by_head(w, c, heads) for w, c in zip(weights, counts, strict=True)]
     weight = torch.cat(by_head, dim=1)  # (h, 2k + d_v, d)
     sizes = [w.shape[1] for w in by_head]
     norms = [
@@ -423,7 +423,7 @@ class _HeadNormAt:
     def __init__(self, norm: NormAt, weight: Tensor, count: int, heads: int) -> None:
         parts = norm.unit.shape[-2]
         self.gain, self.unit = (
-            _rows_by_head(t.flatten(-2).mT, count, heads).mT for t in (norm.gain, norm.unit)
+            rows_by_head(t.flatten(-2).mT, count, heads).mT for t in (norm.gain, norm.unit)
         )
         pulled = norm.unit.transpose(0, 1) @ weight.unflatten(0, (parts, -1))  # (parts, n, d)
         self.pulled = pulled.repeat_interleave(heads // parts, dim=0)
@@ -505,7 +505,7 @@ def _norms_at(layer: Layer, x: Tensor) -> list[NormAt | None]:
     return [None if norm is None else norm.at(part) for norm, part in zip(norms, z, strict=True)]
 
 
-def _rows_by_head(w: Tensor, count: int, heads: int) -> Tensor:
+def rows_by_head(w: Tensor, count: int, heads: int) -> Tensor:
     """Rows of a weight by query head, ``(h, k, ·)``; those of a group are repeated."""
     return w.unflatten(0, (count, -1)).repeat_interleave(heads // count, dim=0)
 

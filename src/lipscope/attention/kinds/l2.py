@@ -56,11 +56,6 @@ class L2Attention(Distance):
         causal: bool = False,
         mask: Bool[Tensor, "*h n n"] | None = None,
     ) -> None:
-        if query.shape[0] % heads or value.shape[0] % heads:
-            raise InputError(
-                f"`query` and `value` should have a multiple of {heads} rows. "
-                f"Found {query.shape[0]} and {value.shape[0]}."
-            )
         super().__init__(
             query, query, value, output, heads=heads, scale=1.0, causal=causal, mask=mask
         )
