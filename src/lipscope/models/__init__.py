@@ -136,7 +136,6 @@ from lipscope.models.tracing.trace import (
 )
 from lipscope.models.windows import (
     Sample as Sample,
-    Window as Window,
     WindowDecoder as WindowDecoder,
     WindowKind as WindowKind,
     random_tokens as random_tokens,

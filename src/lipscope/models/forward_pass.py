@@ -23,6 +23,7 @@ from lipscope.models.tracing.recorder import (
     as_tokens,
     has_storage,
     named_arguments,
+    origins,
     tensors_in,
 )
 from lipscope.models.tracing.sites import AttentionCall, block_of, first_block_of, is_norm
@@ -165,20 +166,8 @@ class ForwardPass:
 
     def _functions(self, out: Tensor) -> set[str]:
         """Names of the functions that lead from the stream to the output."""
-        seen: set[Node] = set()
-        names: set[str] = set()
-        waiting = [out.grad_fn]
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if node in self._jumps:
-                waiting += self._jumps[node]
-                continue
-            names.add(regex.sub(r"(Backward)?\d*$", "", type(node).__name__))
-            waiting += [before for before, _ in node.next_functions]
-        return names
+        made = (node for node in origins(out.grad_fn, self._jumps) if node not in self._jumps)
+        return {regex.sub(r"(Backward)?\d*$", "", type(node).__name__) for node in made}
 
 
 def _is_matrix(x: Any) -> bool:

@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -333,9 +333,7 @@ def _hub_model(name: str, revision: str | None, allow_pickle: bool) -> LoadedMod
             tokenizer = tokenizer_at(name, **options)
             loaded = _stored(name, stored.skeleton, tokenizer, commit or revision)
             return replace(loaded, stored=stored)
-    model, tokenizer = from_pretrained(
-        name, revision=revision, allow_pickle=allow_pickle, known=list(PACKAGES)
-    )
+    model, tokenizer = from_pretrained(name, revision=revision, allow_pickle=allow_pickle)
     commit = _commit_of(name, model.config, **options)
     return _stored(name, model, tokenizer, commit or revision)
 
@@ -361,44 +359,40 @@ def _stored(name: str, model: nn.Module, tokenizer: Any, revision: str | None) -
 
 
 def _timm_model(name: str, seed: int) -> LoadedModel:
+    """A model without its head and its pooling: its output is all tokens, as other models' is."""
     pretrained = not name.startswith("random:")
     kind, _, text = name.partition("timm:")[2].partition(",")
     entries = entries_in(f"timm:{kind}", text)
-    model, pixels = _from_timm(kind, entries, pretrained=pretrained, seed=seed)
-    revision = f"sha256:{fingerprint(model)}" if pretrained else None
-    weights = "float32" if pretrained else f"random, seed {seed}"
-    return LoadedModel(name, model, None, revision, weights, pixels)
-
-
-def _from_timm(
-    name: str, entries: Mapping[str, Any], *, pretrained: bool, seed: int = 0
-) -> tuple[nn.Module, Pixels]:
-    """A model of timm without its head and its pooling, and how it takes pictures.
-
-    Its output is that of all tokens, so that the map ``model`` is one of it, too.
-    """
     try:
-        timm, data = (importlib.import_module(name) for name in ("timm", "timm.data"))
+        timm, data = (importlib.import_module(module) for module in ("timm", "timm.data"))
     except ImportError as problem:
         raise InputError(
             f"Models of timm need timm and torchvision. Found: {problem}; run `{install('timm')}`."
         ) from None
-    if not timm.is_model(name):
-        others = _nearest(name, timm.list_models(pretrained=pretrained))
-        raise InputError(f"`timm:{name}` should name a model of timm. Found none{others}")
-    with quiet(), draws_from(seed):
-        try:
-            model: Any = timm.create_model(name, pretrained=pretrained, **entries)
-            _without_head(model)
-        except Exception as problem:  # every library has its own; the user gets one line
-            raise InputError(f"`timm:{name}` could not be built: {str(problem)[:300]}") from problem
+    if not timm.is_model(kind):
+        others = _nearest(kind, timm.list_models(pretrained=pretrained))
+        raise InputError(f"`timm:{kind}` should name a model of timm. Found none{others}")
+    with quiet(), draws_from(seed), _building(f"timm:{kind}"):
+        model: Any = timm.create_model(kind, pretrained=pretrained, **entries)
+        _without_head(model)
     own = data.resolve_model_data_config(model, args={"img_size": entries.get("img_size")})
 
     def read(picture: Any, side: int) -> Tensor:
-        transform = data.create_transform(**{**own, "input_size": (3, side, side)})
-        return transform(picture)
+        return data.create_transform(**{**own, "input_size": (3, side, side)})(picture)
 
-    return model.eval(), Pixels(own["input_size"][-1], own["mean"], own["std"], read)
+    pixels = Pixels(own["input_size"][-1], own["mean"], own["std"], read)
+    revision = f"sha256:{fingerprint(model)}" if pretrained else None
+    weights = "float32" if pretrained else f"random, seed {seed}"
+    return LoadedModel(name, model.eval(), None, revision, weights, pixels)
+
+
+@contextlib.contextmanager
+def _building(name: str) -> Iterator[None]:
+    """Every library has errors of its own; the user gets one line."""
+    try:
+        yield
+    except Exception as problem:
+        raise InputError(f"`{name}` could not be built: {str(problem)[:300]}") from problem
 
 
 def _without_head(model: Any) -> None:
@@ -417,11 +411,8 @@ def _random_model(name: str, seed: int) -> LoadedModel:
     with quiet():
         config = _random_config(family, rest[0] if rest else "")
         _check_size(name, config)
-        with draws_from(seed):
-            try:
-                model = AutoModel.from_config(config)
-            except Exception as problem:
-                raise InputError(f"`{name}` could not be built: {problem}") from None
+        with draws_from(seed), _building(name):
+            model = AutoModel.from_config(config)
     size = getattr(config, "vocab_size", None)
     tokenizer = None if size is None else Bytes(size)
     return LoadedModel(name, model.eval(), tokenizer, None, f"random, seed {seed}")
@@ -462,11 +453,8 @@ def _check_size(name: str, config: Any) -> None:
     """Count the parameters on the meta device before any of them is drawn."""
     from transformers import AutoModel
 
-    try:
-        with torch.device("meta"):
-            model = AutoModel.from_config(config)
-    except Exception as problem:
-        raise InputError(f"`{name}` could not be built: {str(problem)[:300]}") from problem
+    with _building(name), torch.device("meta"):
+        model = AutoModel.from_config(config)
     count = sum(math.prod(p.shape) for p in model.parameters())
     free = free_memory()
     if 4 * count > 0.8 * free:

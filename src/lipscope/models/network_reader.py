@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from lipscope.models.network_search import (
 from lipscope.models.tracing.calls import Trace
 from lipscope.models.tracing.map_endpoints import LayerMap
 from lipscope.models.tracing.maps import build_map
-from lipscope.models.tracing.prepare import implementation_for, prepared
+from lipscope.models.tracing.prepare import implementation_for, prepared, replaced
 from lipscope.models.tracing.recorder import Inputs, to_device
 from lipscope.models.tracing.sites import AttentionCall, attention_sites
 from lipscope.models.tracing.trace import trace
@@ -174,22 +174,16 @@ def _weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(model.named_parameters(remove_duplicate=False))
 
 
-@contextmanager
-def _linked(own: nn.Module, trained: Mapping[str, nn.Parameter]) -> Iterator[None]:
+def _linked(own: nn.Module, trained: Mapping[str, nn.Parameter]) -> AbstractContextManager[None]:
     """The weights of a copy as functions of those that are trained, for a while."""
-    held: list[tuple[nn.Module, str, nn.Parameter]] = []
+    found: list[tuple[dict[str, Any], str, Any]] = []
     for path, p in _weights(own):
         if path in trained:
             holder, _, name = path.rpartition(".")
-            held.append((own.get_submodule(holder), name, p))
             trained[path].requires_grad_()  # which it is not while the copy is the model itself
-            linked: Any = trained[path].to(p) * 1.0
-            held[-1][0]._parameters[name] = linked
-    try:
-        yield
-    finally:
-        for holder, name, p in held:
-            holder._parameters[name] = p
+            weights: Any = own.get_submodule(holder)._parameters
+            found.append((weights, name, trained[path].to(p) * 1.0))
+    return replaced(found)
 
 
 def _around(built: LayerMap, call: AttentionCall) -> tuple[Branch, ...]:

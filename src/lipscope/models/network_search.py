@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -112,6 +111,7 @@ class Search:
         "with a norm before or after, then a fixed pool and a linear head.",
         "certify one layer, or describe the model as a `Network`",
     )
+    linked = False  # whether weights are the module's own, not copies
 
     def __init__(
         self,
@@ -129,12 +129,8 @@ class Search:
             )
         self.norms = [c for c in view.calls if is_norm(c.module) and c.module not in view.sites]
         self.linears = [c for c in view.calls if is_linear(c.module)]
-        times = {name: [c.time for c in view.calls if c.name == name] for name in view.paths}
-        turns = Counter[str]()
-        self.times: list[int] = []
-        for call in function.calls:
-            self.times.append(times[call.name][turns[call.name]])
-            turns[call.name] += 1
+        times = {n: iter([c.time for c in view.calls if c.name == n]) for n in view.paths}
+        self.times = [next(times[call.name]) for call in function.calls]
         self.own: tuple[Branch, ...] = ()
         self.layers: dict[int, Attention] = {}
         self.read_norms: dict[nn.Module, Norm | None] = {}
@@ -154,17 +150,15 @@ class Search:
                 f"tanh. Found `{unknown}` (as autograd calls it) between the stream and "
                 "the output; certify one layer."
             )
-        self.own = self._own_branches()
+        own = self._as_network()
+        self.own = own if self.linked else copy.deepcopy(own)
         found = self._follow(_State(self.function.x))
         if found is None:
             raise self._stuck()
         return found
 
-    def _own_branches(self) -> tuple[Branch, ...]:
-        """Copies of what the module's own `as_network` has, from the first layer here on."""
-        return copy.deepcopy(self._as_network())
-
     def _as_network(self) -> tuple[Branch, ...]:
+        """What the module's own `as_network` has, from the first layer here on."""
         give: Any = getattr(self.record.model, "as_network", None)
         own: Any = give() if callable(give) else Chain(())
         branches: tuple[Branch, ...] = own.branches
@@ -248,11 +242,10 @@ class Search:
 
     def _layer(self, index: int) -> Attention:
         if index not in self.layers:
-            self.layers[index] = self._read_layer(self.function.calls[index])
+            call = self.function.calls[index]
+            own = _agreeing(call, _as_layer(call), Attention) if self.linked else layer_of(call)
+            self.layers[index] = own
         return self.layers[index]
-
-    def _read_layer(self, call: AttentionCall) -> Attention:
-        return layer_of(call)
 
     def _taking(self, x: Tensor, time: int) -> list[ModuleCall]:
         """Calls of linear maps that take a matrix."""
@@ -445,11 +438,7 @@ class PartsSearch(Search):
         "give the module a method `as_network`, or describe it as a `Network`",
     )
 
-    def _own_branches(self) -> tuple[Branch, ...]:
-        return self._as_network()
-
-    def _read_layer(self, call: AttentionCall) -> Attention:
-        return _agreeing(call, _as_layer(call), Attention)
+    linked = True
 
     def _weighted_sum(self, v: Tensor, p: Tensor) -> tuple[bool | float, Tensor, Tensor] | None:
         found = super()._weighted_sum(v, p)

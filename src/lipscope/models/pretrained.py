@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
-from lipscope.sources import entries_of, uncollected
+from lipscope.sources import BUNDLED, entries_of, uncollected
 
 # What wrappers put before the names of weights: `torch.compile`, and training on several devices.
 WRAPPER_PREFIXES = {r"^(?:(?:_orig_mod|module)\.)+": "", r"\._orig_mod\.": "."}
@@ -37,12 +37,10 @@ def from_pretrained(
     revision: str | None = None,
     gguf_file: str | None = None,
     allow_pickle: bool = False,
-    known: Collection[str] = (),
 ) -> tuple[nn.Module, Any]:
     """A model of a folder or hub id with all its weights, and its tokenizer or None.
 
-    Prefixes that wrappers leave (``_orig_mod.``, ``module.``) are taken off. ``known`` are names
-    that the source could have been meant to be.
+    Prefixes that wrappers leave (``_orig_mod.``, ``module.``) are taken off.
 
     Raises:
         InputError: If there is no such model, its weights cannot be used, or a layer would keep
@@ -50,11 +48,8 @@ def from_pretrained(
     """
     from transformers import AutoModel
 
-    options: dict[str, Any] = {}
-    if revision is not None:
-        options["revision"] = revision
-    if gguf_file is not None:
-        options["gguf_file"] = gguf_file
+    given = {"revision": revision, "gguf_file": gguf_file}
+    options: dict[str, Any] = {name: one for name, one in given.items() if one is not None}
     weights: dict[str, Any] = {}
     if gguf_file is None:
         weights = {"use_safetensors": None if allow_pickle else True, "weights_only": True}
@@ -65,7 +60,7 @@ def from_pretrained(
                 source, trust_remote_code=False, output_loading_info=True, **options, **weights
             )
         except Exception as problem:  # every library has its own; the user gets one line
-            raise explained_loading(source, problem, known) from problem
+            raise explained_loading(source, problem) from problem
     check_checkpoint(source, model, found)
     return model, tokenizer_at(source, **options)
 
@@ -120,7 +115,7 @@ def _check_keys(source: str, model: nn.Module, found: Mapping[str, Any]) -> None
             )
 
 
-def explained_loading(source: str, problem: Exception, known: Collection[str] = ()) -> InputError:
+def explained_loading(source: str, problem: Exception) -> InputError:
     """One line for the many ways in which loading fails."""
     text = _COLOURS.sub("", " ".join(str(problem).split()))
     folder = os.path.exists(os.path.expanduser(source))
@@ -141,10 +136,10 @@ def explained_loading(source: str, problem: Exception, known: Collection[str] = 
         )
     if folder:
         return InputError(f"`{source}` could not be loaded: {text[:300]}")
-    close = difflib.get_close_matches(source, list(known), n=1)
+    close = difflib.get_close_matches(source, list(BUNDLED), n=1)
     hint = f" Did you mean `{close[0]}`?" if close else ""
     return InputError(
-        f"`{source}` is none of {', '.join([*known, 'random:FAMILY'])}, not a local folder, and "
+        f"`{source}` is none of {', '.join([*BUNDLED, 'random:FAMILY'])}, not a local folder, and "
         f"could not be loaded from the hub ({type(problem).__name__}).{hint} Without a network, "
         "pass the path of a local folder in Hugging Face format."
     )

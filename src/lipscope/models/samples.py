@@ -21,12 +21,7 @@ from lipscope.models.loading import LoadedModel, digest
 from lipscope.models.pretrained import Bytes
 from lipscope.models.tracing.prepare import eval_mode
 from lipscope.models.tracing.recorder import Recorder, is_tokens, to_device, token_arguments
-from lipscope.models.windows import (
-    Sample,
-    Window,
-    WindowKind,
-    windows_of_text,
-)
+from lipscope.models.windows import Sample, WindowKind, windows_of_text
 from lipscope.sources import default_text, read_texts
 
 
@@ -97,30 +92,23 @@ def _text_samples(
         kind=windows,
         special_tokens=special_tokens,
     )
-    start = _decoder_start(loaded)
-    named = "input_ids" in inspect.signature(loaded.model.forward).parameters
-    return [_window_input(w, start, named=named) for w in cut]
+    takes = inspect.signature(loaded.model.forward).parameters
+    return [_window_input(w, takes, loaded.config) for w in cut]
 
 
-def _window_input(w: Window, decoder_start: int | None, *, named: bool) -> Sample:
+# What the input of a decoder starts with: the first that its configuration says.
+_STARTS = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+
+
+def _window_input(w: Sample, takes: Collection[str], config: Any) -> Sample:
     """A window; an encoder-decoder reads it twice, its decoder one token later."""
-    arguments: Any = {"input_ids": w.ids} if named else (w.ids,)
-    if decoder_start is not None:
-        first = torch.full_like(w.ids[:, :1], decoder_start)
+    arguments: Any = {"input_ids": w.ids} if "input_ids" in takes else (w.ids,)
+    if "decoder_input_ids" in takes:
+        starts = (getattr(config, name, None) for name in _STARTS)
+        start = next((one for one in starts if isinstance(one, int)), 0)
+        first = torch.full_like(w.ids[:, :1], start)
         arguments["decoder_input_ids"] = torch.cat([first, w.ids[:, :-1]], dim=1)
-    return Sample("text", arguments, w.sample, w.start, w.num_tokens, w.sha256, w.tokens)
-
-
-def _decoder_start(loaded: LoadedModel) -> int | None:
-    """What a decoder's input starts with; None where there is no decoder to feed."""
-    if "decoder_input_ids" not in inspect.signature(loaded.model.forward).parameters:
-        return None
-    config = loaded.config
-    for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
-        token = getattr(config, name, None)
-        if isinstance(token, int):
-            return token
-    return 0
+    return replace(w, arguments=arguments)
 
 
 def _batch_samples(loaded: LoadedModel, data: Any) -> list[Sample]:

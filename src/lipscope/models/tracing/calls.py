@@ -143,14 +143,9 @@ def hook_site(recorder: Recorder, record: Trace, name: str, module: nn.Module) -
 
     def behind(leaf: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         call = next((c for c in reversed(record.calls) if c.name == name), None)
-        if (
-            call is None
-            or len(call.kept) < 2
-            or not args
-            or not same_or_copy(args[0], call.kept[1])
-        ):
+        if call is None or len(call.kept) < 2 or not args:
             return
-        for first in tensors_in(out)[:1]:
+        for first in tensors_in(out)[:1] if same_or_copy(args[0], call.kept[1]) else ():
             call.behind.append(Applied(leaf, args[0].detach(), record.kept.keep(first)))
 
     recorder.before(module, start)
@@ -319,14 +314,10 @@ def streams_of(record: Trace, arguments: Mapping[str, Any]) -> list[Stream]:
     given = {k: v for k, v in arguments.items() if isinstance(v, Tensor) and v.ndim > 1}
     given = {k: v for k, v in given.items() if v.is_floating_point()}
     moving = {k: v for k, v in given.items() if v.requires_grad} or dict([*given.items()][:1])
-    found: list[tuple[Tensor, list[str]]] = []
-    for name, value in moving.items():
-        same = next((names for x, names in found if same_tensor(value, x)), None)
-        if same is None:
-            found.append((value, [name]))
-        else:
-            same.append(name)
-    return [Stream(tuple(names), record.kept.keep(x), x.grad_fn) for x, names in found]
+    found: dict[tuple[str, ...], Tensor] = {}
+    for x in moving.values():
+        found.setdefault(names_of(moving, x), x)
+    return [Stream(names, record.kept.keep(x), x.grad_fn) for names, x in found.items()]
 
 
 def hook_block(recorder: Recorder, record: Trace, name: str, module: nn.Module) -> None:

@@ -192,20 +192,15 @@ class MapEndpoints:
             leave(k, value)
             end(k)
 
-        def left(k: int, _: nn.Module, __: Any, out: Any) -> None:
-            leave(k, out)
-            if ends[k].until == ends[k].leaves:
-                end(k)
-
         with Recorder() as recorder, torch.no_grad():
             recorder.before(model.get_submodule(self.enters), enter)
             for k, one in enumerate(ends):
                 if one.total is not None:
                     recorder.enter_context(AtSum(one.total, functools.partial(at_sum, k)))
                     continue
-                recorder.after(model.get_submodule(one.leaves), functools.partial(left, k))
-                if one.until != one.leaves:
-                    recorder.after(model.get_submodule(one.until), lambda *_, k=k: end(k))
+                leaves, until = map(model.get_submodule, (one.leaves, one.until))
+                recorder.after(leaves, lambda _, __, out, k=k: leave(k, out))
+                recorder.after(until, lambda *_, k=k: end(k))
             try:
                 copies = each_tensor(inputs, torch.clone)
                 recorder.run(model, copies, x.dtype, differentiable=False)
@@ -364,13 +359,12 @@ def _rerun_map(
     function: Callable[[Tensor], Tensor],
     moved: Streams,
     ends: MapEndpoints,
-    note: str | None = None,
 ) -> LayerMap:
     """A map of whole blocks, which are always run again; of which layer is said elsewhere."""
     build = by_differentiation(function)
     said = ", ".join(moved.names)
     return LayerMap(
-        None, "", x, output, function, build, None, None, _no_heads, ends, note, ends.enters, said
+        None, "", x, output, function, build, None, None, _no_heads, ends, None, ends.enters, said
     )
 
 
@@ -463,15 +457,14 @@ def model_map(record: Trace, *, scores: bool = False) -> LayerMap:
     axis = record.calls[0].token_axis
     output = as_tokens(output, axis)
     if record.side == "key":
-        return _model_of_states(record, output, last)
-    moved = Streams([start], axis)
-    function = rerun(record, {first: moved}, last, once=True)
-    ends = ends_of_model(record, name, moved, last)
-    return _rerun_map(moved.x, output, function, moved, ends, _where_read(last))
-
-
-def _where_read(last: str) -> str | None:
-    return f"read after `{last}`: the model returns something else" if last else None
+        built = _model_of_states(record, output, last)
+    else:
+        moved = Streams([start], axis)
+        function = rerun(record, {first: moved}, last, once=True)
+        ends = ends_of_model(record, name, moved, last)
+        built = _rerun_map(moved.x, output, function, moved, ends)
+    note = f"read after `{last}`: the model returns something else" if last else None
+    return replace(built, note=note)
 
 
 def _last_hidden(record: Trace, first: str, start: Stream) -> tuple[str, Tensor]:
@@ -546,7 +539,7 @@ def _model_of_states(record: Trace, output: Tensor, last: str) -> LayerMap:
     block = blocks[0][0]
     function, moved = rerun(record, places, last, once=False), places[block.module]
     ends = ends_of_model(record, block.name, moved, last)
-    return _rerun_map(record.calls[0].x, output, function, moved, ends, _where_read(last))
+    return _rerun_map(record.calls[0].x, output, function, moved, ends)
 
 
 def rerun(

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lipscope.errors import InputError
 from lipscope.linalg import draws_from
-from lipscope.models.tracing.prepare import exact_maths, undisturbed
+from lipscope.models.tracing.prepare import exact_maths, replaced, undisturbed
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 Node = Any  # of autograd's graph
@@ -361,20 +361,22 @@ def mark_embeddings(recorder: Recorder, model: nn.Module, inputs: Inputs) -> Non
             recorder.after(module, mark)
 
 
-def depends(node: Node | None, on: Node | None) -> bool:
-    """Whether what a node made depends on what another one made."""
-    if node is None or on is None:
-        return False
-    seen, waiting = {node}, [node]
+def origins(node: Node | None, jumps: Mapping[Node, Sequence[Node]]) -> Iterator[Node]:
+    """The nodes of which a node is made, it first; of one in ``jumps`` those that are there."""
+    seen, waiting = set[Node](), [node]
     while waiting:
         here = waiting.pop()
-        if here is on:
-            return True
-        for before, _ in here.next_functions:
-            if before is not None and before not in seen:
-                seen.add(before)
-                waiting.append(before)
-    return False
+        if here is None or here in seen:
+            continue
+        seen.add(here)
+        yield here
+        made_of = jumps[here] if here in jumps else [one for one, _ in here.next_functions]
+        waiting.extend(made_of)
+
+
+def depends(node: Node | None, on: Node | None) -> bool:
+    """Whether what a node made depends on what another one made."""
+    return on is not None and any(one is on for one in origins(node, {}))
 
 
 @dataclass
@@ -593,18 +595,14 @@ def watched_blocks(model: nn.Module) -> Iterator[Callable[[], BlockRun]]:
         yield found
 
 
-@contextlib.contextmanager
-def standing_in(model: nn.Module, outputs: BlockOutputs) -> Iterator[None]:
+def standing_in(model: nn.Module, outputs: BlockOutputs) -> contextlib.AbstractContextManager[None]:
     """A model some of whose blocks do not run: what they gave before stands in for them."""
-    lists = {path: model.get_submodule(path.rpartition(".")[0]) for path in outputs}
-    blocks = {path: model.get_submodule(path) for path in outputs}
-    try:
-        for path, block in blocks.items():
-            lists[path]._modules[path.rpartition(".")[2]] = _KnownBlock(block, outputs[path])
-        yield
-    finally:
-        for path, block in blocks.items():
-            lists[path]._modules[path.rpartition(".")[2]] = block
+    found: list[tuple[dict[str, Any], str, Any]] = []
+    for path, output in outputs.items():
+        around, _, name = path.rpartition(".")
+        blocks: Any = model.get_submodule(around)._modules
+        found.append((blocks, name, _KnownBlock(blocks[name], output)))
+    return replaced(found)
 
 
 class _KnownBlock(nn.Module):

@@ -84,10 +84,6 @@ class _Weight:
         for module, name in self.places:
             module._parameters[name] = parameter
 
-    def is_inside(self, path: str) -> bool:
-        """Whether it belongs to the module of a path."""
-        return self.name.startswith(f"{path}.")
-
 
 class ResidentWeights:
     """A model without weights, and those that are in it at the moment.
@@ -135,31 +131,17 @@ class ResidentWeights:
                 self._weights[block].append(one)
         self._worker, self._ahead = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._hooks = Recorder(all_threads=True)
+        before, partial = self._hooks.before, functools.partial
         for block in self.blocks:
-            self._hooks.before(
-                model.get_submodule(block), lambda *_, block=block: self._enter(block)
-            )
-            for one in (one for one in self._weights[block] if one.empty.numel() > _SMALL):
-                for module, _ in one.places:
-                    self._hooks.before(
-                        module, lambda *_, one=one, block=block: self._enter_part(one, block)
-                    )
+            before(model.get_submodule(block), partial(self._enter, block))
+            for one in self._weights[block]:
+                for module, _ in one.places if one.empty.numel() > _SMALL else ():
+                    before(module, partial(self._enter_part, one, block))
             for one in self._experts[block]:
-                (module, _), name = one.places[0], str(_chosen_by(one))
-                self._hooks.before(
-                    module,
-                    lambda m, args, kwargs, one=one, block=block, name=name: self._choose(
-                        one, block, named_arguments(m, args, kwargs)[name]
-                    ),
-                )
+                before(one.places[0][0], partial(self._choose, one, block))
         for one in tables:
             for module, _ in one.places:
-                self._hooks.before(
-                    module,
-                    lambda _, args, kwargs, one=one: self._in_order(
-                        lambda: self._look_up(one, (*args, *kwargs.values())[0])
-                    ),
-                )
+                before(module, partial(self._embed, one))
                 self._hooks.after(module, lambda *_, one=one: _empty_again(one))
         self._in_order(lambda: self._read(""))
         self._in_order(self._read_buffers)
@@ -230,35 +212,39 @@ class ResidentWeights:
         if self._ends.get(threading.get_ident(), (_never, _never))[which]():
             raise Reached
 
-    def _enter(self, block: str) -> None:
+    def _enter(self, block: str, *_: Any) -> None:
         self._ends_here(0)
         self.turns.wait_at(block)
         self._fill(block)
 
-    def _enter_part(self, one: _Weight, block: str) -> None:
+    def _enter_part(self, one: _Weight, block: str, *_: Any) -> None:
         if one.value.is_meta and block in self._resident:
             self._ends_here(1)
             self._in_order(lambda: self._read(block, whole=True))
 
-    def _choose(self, one: _Weight, block: str, index: Tensor) -> None:
+    def _choose(self, one: _Weight, block: str, module: nn.Module, *called: Any) -> None:
         """Read the experts of the tokens that a block is given; they stay as long as it does."""
+        index = named_arguments(module, *called)[str(_chosen_by(one))]
         if one.value.is_meta:
             self._ends_here(1)
         before = len(one.rows)
         self._in_order(lambda: self._look_up(one, index))
         if block in self._resident:
-            self._resident[block] += (
-                (len(one.rows) - before) * one.empty[0].numel() * self.dtype.itemsize
-            )
+            read = (len(one.rows) - before) * one.empty[0].numel()
+            self._resident[block] += read * self.dtype.itemsize
+
+    def _embed(self, one: _Weight, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self._in_order(lambda: self._look_up(one, (*args, *kwargs.values())[0]))
 
     def _wanted(self, block: str, *, whole: bool = False) -> list[_Weight]:
         """Weights of a block that are to be read."""
         of, part = self.part or ("none", "")
+        whole = whole or block != of
         return [
             one
             for one in self._weights[block]
             if one.value.is_meta
-            and (whole or block != of or one.empty.numel() <= _SMALL or one.is_inside(part))
+            and (whole or one.empty.numel() <= _SMALL or one.name.startswith(f"{part}."))
         ]
 
     def _read(self, block: str, *, whole: bool = False) -> None:
