@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lipscope.models import (
     LayerMap,
+    Sample,
     Trace,
-    Window,
     attention_sites,
     build_map,
     load_model,
@@ -48,7 +48,7 @@ class Case:
 
     model: str
     layer: int
-    window: Window
+    window: Sample
     map: LayerMap
     eager: Callable[[Tensor], Tensor]
     exact: Callable[[Tensor], Tensor]
@@ -76,7 +76,7 @@ class Source:
         # The plain `to` of modules: models from quantised files refuse their own.
         self.models = {t: nn.Module.to(copy.deepcopy(model), t) for t in _DTYPES}
 
-    def windows(self, lengths: Sequence[int], samples: int) -> list[Window]:
+    def windows(self, lengths: Sequence[int], samples: int) -> list[Sample]:
         """Windows of the default text, as `lipscope measure` cuts them."""
         return windows_of_text(
             default_text(),
@@ -85,17 +85,17 @@ class Source:
             samples=samples,
         )
 
-    def cases(self, window: Window, layers: Sequence[int]) -> list[Case]:
+    def cases(self, window: Sample, layers: Sequence[int]) -> list[Case]:
         """The cases of some layers at one window."""
         single, double = (self._trace(window, dtype) for dtype in self.models)
         return [self._case(single, double, window, layer) for layer in layers]
 
-    def _trace(self, window: Window, dtype: torch.dtype) -> Trace:
+    def _trace(self, window: Sample, dtype: torch.dtype) -> Trace:
         model = self.models[dtype]
         inputs = {"input_ids": window.ids}
         return trace(model, inputs, attention_sites(model), dtype=dtype)
 
-    def _case(self, single: Trace, double: Trace, window: Window, layer: int) -> Case:
+    def _case(self, single: Trace, double: Trace, window: Sample, layer: int) -> Case:
         case = Case(
             self.name,
             layer,

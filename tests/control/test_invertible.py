@@ -368,7 +368,7 @@ def test_what_cannot_be_inverted_is_refused() -> None:
             ContractiveAttention(kind(*weights()), 0.9)
     with pytest.raises(InputError, match=r"output should be as wide as the input, 4. Found 6"):
         ContractiveAttention(L2Attention(gaussian(6, D), gaussian(6, D)), 0.9)
-    with pytest.raises(InputError, match="multiple of 4 rows"):
+    with pytest.raises(InputError, match=r"`query` should have shape \(4 \* head width"):
         L2Attention(*weights(tied=True), heads=4)
     plain: list = [nn.Linear(D, D), layer]
     for g in plain:

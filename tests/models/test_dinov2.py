@@ -15,8 +15,8 @@ from transformers import Dinov2Config, Dinov2Model
 import lipscope as ls
 from lipscope.errors import InputError
 from lipscope.models import load_model
-from lipscope.models.data.images import normalisation
-from lipscope.models.dinov2 import dinov2_from_onnx
+from lipscope.models.images import normalisation
+from lipscope.models.pretrained import dinov2_from_onnx
 
 onnx = pytest.importorskip("onnx")
 WIDTH, SIDE = 128, 28

@@ -12,6 +12,11 @@ from lipscope.attention.core import (
     Distance as Distance,
     InnerProduct as InnerProduct,
     joined as joined,
+    of_heads as of_heads,
+    on_ball as on_ball,
+    product_norm as product_norm,
+    row_gain as row_gain,
+    spectral_norm as spectral_norm,
     transformed as transformed,
     variant as variant,
     variants as variants,
@@ -31,7 +36,6 @@ from lipscope.attention.kinds.sinkhorn import SinkhornAttention as SinkhornAtten
 from lipscope.attention.layer import (
     Clip as Clip,
     Map as Map,
-    MovingSide as MovingSide,
     Rotary as Rotary,
     TokenNorm as TokenNorm,
     arguments as arguments,
@@ -39,13 +43,6 @@ from lipscope.attention.layer import (
     uncast as uncast,
 )
 from lipscope.attention.multihead import MultiheadAttention as MultiheadAttention
-from lipscope.attention.spectral import (
-    of_heads as of_heads,
-    on_ball as on_ball,
-    product_norm as product_norm,
-    row_gain as row_gain,
-    spectral_norm as spectral_norm,
-)
 from lipscope.attention.weighting import Softmax as Softmax, Weighting as Weighting
 
 # Every variant stands here by being registered; names above are for type checkers too.

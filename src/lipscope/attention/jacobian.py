@@ -325,8 +325,7 @@ def _of_weights(
     Where tokens are ``several``, ``(b, n, d)``, the core's heads are those of all of them, one
     after the other; matrices are those of one layer, or ``(b, ·, ·)`` of layers that are alike.
     """
-    counts = _head_counts(layer)
-    grouped = layer.num_groups != layer.num_heads
+    counts, grouped = layer.head_counts, layer.num_groups != layer.num_heads
 
     def enter(e: Tensor) -> Parts:
         q, k, v = (
@@ -376,8 +375,8 @@ def _per_head(layer: Layer, map: Map, x: Tensor) -> Projections:
     """The same maps with each head on its own copy of the input."""
     query, key, value = layer.projections()
     weights = (query * layer.scale, key, value)
-    heads, counts = layer.num_heads, _head_counts(layer)
-    by_head = [_rows_by_head(w, c, heads) for w, c in zip(weights, counts, strict=True)]
+    heads, counts = layer.num_heads, layer.head_counts
+    by_head = [rows_by_head(w, c, heads) for w, c in zip(weights, counts, strict=True)]
     weight = torch.cat(by_head, dim=1)  # (h, 2k + d_v, d)
     sizes = [w.shape[1] for w in by_head]
     norms = [
@@ -424,7 +423,7 @@ class _HeadNormAt:
     def __init__(self, norm: NormAt, weight: Tensor, count: int, heads: int) -> None:
         parts = norm.unit.shape[-2]
         self.gain, self.unit = (
-            _rows_by_head(t.flatten(-2).mT, count, heads).mT for t in (norm.gain, norm.unit)
+            rows_by_head(t.flatten(-2).mT, count, heads).mT for t in (norm.gain, norm.unit)
         )
         pulled = norm.unit.transpose(0, 1) @ weight.unflatten(0, (parts, -1))  # (parts, n, d)
         self.pulled = pulled.repeat_interleave(heads // parts, dim=0)
@@ -498,10 +497,6 @@ def _coupled(frame: Projections, layer: Layer, x: Tensor, context: Tensor | None
     return replace(frame, enter=enter, enter_t=enter_t, weights=None)
 
 
-def _head_counts(layer: Layer) -> tuple[int, int, int]:
-    return layer.num_heads, layer.num_groups, layer.num_groups
-
-
 def _norms_at(layer: Layer, x: Tensor) -> list[NormAt | None]:
     norms = layer.norms()
     if all(norm is None for norm in norms):
@@ -510,7 +505,7 @@ def _norms_at(layer: Layer, x: Tensor) -> list[NormAt | None]:
     return [None if norm is None else norm.at(part) for norm, part in zip(norms, z, strict=True)]
 
 
-def _rows_by_head(w: Tensor, count: int, heads: int) -> Tensor:
+def rows_by_head(w: Tensor, count: int, heads: int) -> Tensor:
     """Rows of a weight by query head, ``(h, k, ·)``; those of a group are repeated."""
     return w.unflatten(0, (count, -1)).repeat_interleave(heads // count, dim=0)
 
@@ -584,7 +579,6 @@ class Linearised:
         return torch.cat(found)
 
     def _copied(self, count: int) -> Linearised | None:
-        """So many of this layer as one."""
         if count < 2:
             return None
         if count not in self.copies:

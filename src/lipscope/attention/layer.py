@@ -388,6 +388,11 @@ class Layer(nn.Module, ABC):
         optional |= {"soft cap": self.softcap, "norms": self.query_norm, "biases": self.query_bias}
         return ", ".join([*parts, *(name for name, held in optional.items() if held is not None)])
 
+    @property
+    def head_counts(self) -> tuple[int, int, int]:
+        """Numbers of heads of queries, keys and values."""
+        return self.num_heads, self.num_groups, self.num_groups
+
     # --- copies
 
     def fields(self) -> dict[str, Any]:
@@ -541,11 +546,10 @@ class Layer(nn.Module, ABC):
         self, x: Tensor, context: Tensor | None = None, *, biased: bool = True
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `project`, before queries are divided by what all tokens decide on."""
-        groups = (self.num_heads, self.num_groups, self.num_groups)
         parts = map(wide, self.project_in(x, context, biased=biased))
         q, k, v = (
             (z if norm is None else norm(z)).unflatten(-1, (heads, -1)).transpose(-3, -2)
-            for z, norm, heads in zip(parts, self.norms(), groups, strict=True)
+            for z, norm, heads in zip(parts, self.norms(), self.head_counts, strict=True)
         )
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)

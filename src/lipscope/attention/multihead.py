@@ -135,7 +135,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         x, c, w = (t.movedim(axis, 0) for t in (x, c, w))
         mask = self._mask(x, c, key_padding_mask, attn_mask)
         if key_padding_mask is not None:  # padding may hold anything, NaN too
-            unread = self._unread(key_padding_mask, c)
+            padding = key_padding_mask
+            hidden = padding if padding.dtype == torch.bool else padding == -torch.inf
+            unread = hidden.reshape(*c.shape[:2], 1)
             c, w = c.masked_fill(unread, 0.0), w.masked_fill(unread, 0.0)
         q, k, v = layer.project(x, None if key is query and key_padding_mask is None else c)
         if value is not key:
@@ -209,21 +211,15 @@ class MultiheadAttention(nn.MultiheadAttention):
                 )
             if mask.dtype != torch.bool and not mask.is_floating_point():
                 raise InputError(f"`{name}` should hold booleans or floats. Found {mask.dtype}.")
-            shown = mask if mask.dtype == torch.bool else mask.to(x.dtype)
+            shown = mask.to(x.dtype)
             if mask.dtype == torch.bool:
-                shown = torch.zeros_like(mask, dtype=x.dtype).masked_fill(mask, -torch.inf)
+                shown = torch.zeros_like(shown).masked_fill(mask, -torch.inf)
             if name == "key_padding_mask":
                 shown = shown.reshape(batch, 1, 1, m)
             elif mask.ndim == 3:
                 shown = shown.unflatten(0, (batch, self.num_heads))
             found = shown if found is None else found + shown
         return found
-
-    @staticmethod
-    def _unread(padding: Tensor, c: Tensor) -> Tensor:
-        """Which tokens of keys and values padding hides, ``(batch, m, 1)``."""
-        hidden = padding if padding.dtype == torch.bool else padding == -torch.inf
-        return hidden.reshape(*c.shape[:2], 1)
 
     def _check(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool

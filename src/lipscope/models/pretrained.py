@@ -1,24 +1,26 @@
-"""Pretrained models from a folder or hub id of transformers, every weight from there."""
+"""Pretrained models: of a folder or hub id of transformers, every weight from there, or a graph."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
 import functools
+import importlib
 import io
 import logging as stdlib_logging
 import os
 import re
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lipscope.errors import InputError
-from lipscope.sources import entries_of, uncollected
+from lipscope.sources import BUNDLED, entries_of, uncollected
 
 # What wrappers put before the names of weights: `torch.compile`, and training on several devices.
 WRAPPER_PREFIXES = {r"^(?:(?:_orig_mod|module)\.)+": "", r"\._orig_mod\.": "."}
@@ -35,12 +37,10 @@ def from_pretrained(
     revision: str | None = None,
     gguf_file: str | None = None,
     allow_pickle: bool = False,
-    known: Collection[str] = (),
 ) -> tuple[nn.Module, Any]:
     """A model of a folder or hub id with all its weights, and its tokenizer or None.
 
-    Prefixes that wrappers leave (``_orig_mod.``, ``module.``) are taken off. ``known`` are names
-    that the source could have been meant to be.
+    Prefixes that wrappers leave (``_orig_mod.``, ``module.``) are taken off.
 
     Raises:
         InputError: If there is no such model, its weights cannot be used, or a layer would keep
@@ -48,11 +48,8 @@ def from_pretrained(
     """
     from transformers import AutoModel
 
-    options: dict[str, Any] = {}
-    if revision is not None:
-        options["revision"] = revision
-    if gguf_file is not None:
-        options["gguf_file"] = gguf_file
+    given = {"revision": revision, "gguf_file": gguf_file}
+    options: dict[str, Any] = {name: one for name, one in given.items() if one is not None}
     weights: dict[str, Any] = {}
     if gguf_file is None:
         weights = {"use_safetensors": None if allow_pickle else True, "weights_only": True}
@@ -63,7 +60,7 @@ def from_pretrained(
                 source, trust_remote_code=False, output_loading_info=True, **options, **weights
             )
         except Exception as problem:  # every library has its own; the user gets one line
-            raise explained_loading(source, problem, known) from problem
+            raise explained_loading(source, problem) from problem
     check_checkpoint(source, model, found)
     return model, tokenizer_at(source, **options)
 
@@ -118,7 +115,7 @@ def _check_keys(source: str, model: nn.Module, found: Mapping[str, Any]) -> None
             )
 
 
-def explained_loading(source: str, problem: Exception, known: Collection[str] = ()) -> InputError:
+def explained_loading(source: str, problem: Exception) -> InputError:
     """One line for the many ways in which loading fails."""
     text = _COLOURS.sub("", " ".join(str(problem).split()))
     folder = os.path.exists(os.path.expanduser(source))
@@ -139,13 +136,110 @@ def explained_loading(source: str, problem: Exception, known: Collection[str] = 
         )
     if folder:
         return InputError(f"`{source}` could not be loaded: {text[:300]}")
-    close = difflib.get_close_matches(source, list(known), n=1)
+    close = difflib.get_close_matches(source, list(BUNDLED), n=1)
     hint = f" Did you mean `{close[0]}`?" if close else ""
     return InputError(
-        f"`{source}` is none of {', '.join([*known, 'random:FAMILY'])}, not a local folder, and "
+        f"`{source}` is none of {', '.join([*BUNDLED, 'random:FAMILY'])}, not a local folder, and "
         f"could not be loaded from the hub ({type(problem).__name__}).{hint} Without a network, "
         "pass the path of a local folder in Hugging Face format."
     )
+
+
+# --- DINOv2, from the weights of an exported graph
+
+_PREFIX = "backbone."
+_HEAD_WIDTH = 64  # of every DINOv2
+# What transformers called its modules when the graph was exported, and calls them now.
+_RENAMED = (
+    (r"attention\.attention\.(query|key|value)\.", lambda m: f"attention.{m[1][0]}_proj."),
+    (r"attention\.output\.dense\.", lambda m: "attention.o_proj."),
+)
+
+
+def dinov2_from_onnx(file: Path) -> nn.Module:
+    """A ``Dinov2Model`` in float32 from an exported graph; what follows the backbone is left out.
+
+    An export drops the names of all matrices that are multiplied from the right: each takes
+    the name of the bias that is added next. Holds for DINOv2 of any size without registers whose
+    weights are named ``backbone.…``.
+    """
+    from transformers import Dinov2Config, Dinov2Model
+
+    state = _renamed(_graph_in(file))
+    try:
+        patches = state["embeddings.patch_embeddings.projection.weight"]
+        positions = state["embeddings.position_embeddings"]
+        width, channels, patch, _ = patches.shape
+        config = Dinov2Config(
+            hidden_size=width,
+            num_attention_heads=width // _HEAD_WIDTH,
+            num_hidden_layers=1 + max(int(m[1]) for m in map(_LAYER.match, state) if m),
+            mlp_ratio=state["encoder.layer.0.mlp.fc1.bias"].shape[0] // width,
+            image_size=patch * round((positions.shape[1] - 1) ** 0.5),
+            patch_size=patch,
+            num_channels=channels,
+            use_mask_token=False,
+        )
+        model = Dinov2Model(config)
+        model.load_state_dict(state)
+    except (KeyError, ValueError, RuntimeError) as problem:
+        raise InputError(f"`{file}` should hold a DINOv2. Found: {str(problem)[:200]}") from problem
+    return model.eval()
+
+
+_LAYER = re.compile(r"encoder\.layer\.(\d+)\.")
+
+
+def _graph_in(file: Path) -> Any:
+    """The graph of a file; weights kept in other files are not read."""
+    try:
+        graph = importlib.import_module("onnx").load(file, load_external_data=False).graph
+    except Exception as problem:  # protobuf's own errors have no class in common
+        raise InputError(
+            f"`{file}` should be an ONNX file. Found: {str(problem)[:200]}"
+        ) from problem
+    if not graph.node:
+        raise InputError(f"`{file}` should be an ONNX file. Found no graph in it.")
+    return graph
+
+
+def _renamed(graph: Any) -> dict[str, Tensor]:
+    """The weights under the names of today's transformers."""
+    onnx, state = importlib.import_module("onnx"), dict[str, Tensor]()
+    weights = {
+        one.name: torch.from_numpy(onnx.numpy_helper.to_array(one).copy())
+        for one in graph.initializer
+        if one.data_type == onnx.TensorProto.FLOAT
+    }
+    for name, tensor in _weights_by_name(graph, weights).items():
+        if not name.startswith(_PREFIX):
+            continue
+        plain = name.removeprefix(_PREFIX)
+        for pattern, today in _RENAMED:
+            plain = re.sub(pattern, today, plain)
+        state[plain] = tensor
+    # Position embeddings of the class token and of the patches: what is left with three axes.
+    tables = [t for name, t in weights.items() if t.ndim == 3 and _PREFIX not in name]
+    if tables:
+        tables.sort(key=lambda t: t.shape[1])
+        state["embeddings.position_embeddings"] = torch.cat(tables, dim=1)
+    return state
+
+
+def _weights_by_name(graph: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All weights, every matrix under the name that its bias tells, transposed."""
+    named = dict(weights)
+    products = {
+        node.output[0]: weights[node.input[1]]
+        for node in graph.node
+        if node.op_type == "MatMul" and node.input[1] in weights
+    }
+    for node in graph.node:
+        bias = next((name for name in node.input if name.endswith(".bias")), None)
+        product = next((name for name in node.input if name in products), None)
+        if node.op_type == "Add" and bias is not None and product is not None:
+            named[bias.removesuffix("bias") + "weight"] = products[product].T.contiguous()
+    return named
 
 
 # --- tokenizers: those beside the weights, and plain bytes for random models
@@ -188,13 +282,10 @@ def tokenizer_at(source: str | None, **options: Any) -> Any:
             continue
         found = getattr(found, "tokenizer", found)
         # A folder without tokenizer files gives an empty one, which reads every text as unknown.
-        if callable(getattr(found, "get_vocab", None)) and _knows_words(found):
+        words = getattr(found, "get_vocab", dict)()
+        if not set(words) <= set(getattr(found, "all_special_tokens", ())):
             return found
     return None
-
-
-def _knows_words(tokenizer: Any) -> bool:
-    return not set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens)
 
 
 def trained_length(config: Any, tokenizer: Any) -> int | None:

@@ -13,18 +13,19 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
-from lipscope.models.data.windows import WindowDecoder
 from lipscope.models.pretrained import quiet
 from lipscope.models.tracing.calls import Trace
 from lipscope.models.tracing.map_endpoints import LayerMap, ends_of_attention
 from lipscope.models.tracing.maps import build_map, norm_before
 from lipscope.models.tracing.prepare import ExactNorm
 from lipscope.models.tracing.recorder import NormCall, Recorder, as_tokens, close, first_tensor
+from lipscope.models.windows import WindowDecoder
 
 Space = Literal["vocabulary", "read-out", "window"]
 ANY = "(any other)"
 _LEAST = 1e-3  # of its largest stretch: what a norm shrinks more is not taken back through it
 _ROUNDING = 1e-5  # of a token's norm
+_NEAR = 1e-4  # of the largest entry: what sums and norms of a model may round
 
 
 class Readings(NamedTuple):
@@ -106,8 +107,8 @@ class Reader:
         total, outer = stream.x + built.output, stream.norms.outer if stream.norms else None
         after = ExactNorm(outer) if outer is not None else lambda h: h
         with torch.no_grad():
-            added = (after(total) - stream.output).abs().max() <= 1e-4 * stream.output.abs().max()
-        if not bool(added):
+            added = close(after(total), stream.output, _NEAR)
+        if not added:
             return self._window(built.output, i)
         return self._logits(total[i], inner=lambda h: lens.inner(after(h)))
 
@@ -183,7 +184,7 @@ class Reader:
             return None
         with torch.no_grad():
             moves = after(stream + vectors.roll(1, 0) - vectors)
-            reached = near(known.read(other[None]).entering[0], moves)
+            reached = close(known.read(other[None]).entering[0], moves, _NEAR)
         if reached and close(built.x, stream):
             return _Entering(stream, known, lambda h: h)
         found = reached and close(built.x, call.x)
@@ -297,13 +298,13 @@ def _layers_before_unembedding(
         if whole is not None:
             behind = _Behind(record, whole, table)
             return behind if close(ends, y) and behind.reaches(y) else None
-        straight = y.shape[-1] == table.weight.shape[1]
-        if straight and (close(ends, y) or (isinstance(table, nn.Linear) and near(ends, table(y)))):
+        straight, linear = y.shape[-1] == table.weight.shape[1], isinstance(table, nn.Linear)
+        if straight and (close(ends, y) or (linear and close(ends, table(y), _NEAR))):
             return _unchanged
-        if not isinstance(table, nn.Linear):
+        if not linear:
             return None
         behind = _Behind(record, record.model, table)
-        return behind if behind.reaches(y) and near(ends, table(behind(y))) else None
+        return behind if behind.reaches(y) and close(ends, table(behind(y)), _NEAR) else None
 
 
 def _unchanged(h: Tensor) -> Tensor:
@@ -374,11 +375,6 @@ def _ends_in_a_matrix(config: Any) -> bool:
         return False
     parts = [one for one in model.children() if next(one.parameters(), None) is not None]
     return isinstance(head, nn.Linear) and len(parts) == 2 and head in parts
-
-
-def near(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same to four digits of the largest entry."""
-    return a.shape == b.shape and bool((a - b).abs().max() <= 1e-4 * b.abs().max())
 
 
 # --- a model as a function of its token ids and their vectors

@@ -8,9 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention.core import Biased, variant
+from lipscope.attention.core import Biased, of_heads, on_ball, variant
 from lipscope.attention.layer import Clip, Framed, TokenNorm
-from lipscope.attention.spectral import of_heads, on_ball
 from lipscope.errors import InputError, check_positive
 
 

@@ -8,9 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention.core import InnerProduct, variant
+from lipscope.attention.core import InnerProduct, of_heads, spectral_norm, variant
 from lipscope.attention.layer import Masked, TokenNorm, check_frame_of, wide
-from lipscope.attention.spectral import of_heads, spectral_norm
 from lipscope.errors import check_finite_number, check_positive
 
 

@@ -8,9 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention.core import Biased, variant
+from lipscope.attention.core import BallBound, Biased, on_ball, variant
 from lipscope.attention.layer import Framed, uncast
-from lipscope.attention.spectral import BallBound, on_ball
 from lipscope.errors import InputError, check_count, check_positive
 
 

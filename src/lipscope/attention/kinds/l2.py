@@ -8,8 +8,7 @@ from jaxtyping import Bool, Float
 from scipy.special import lambertw
 from torch import Tensor
 
-from lipscope.attention.core import Distance, variant
-from lipscope.attention.spectral import of_heads, spectral_norm
+from lipscope.attention.core import Distance, of_heads, spectral_norm, variant
 from lipscope.errors import InputError
 
 
@@ -57,11 +56,6 @@ class L2Attention(Distance):
         causal: bool = False,
         mask: Bool[Tensor, "*h n n"] | None = None,
     ) -> None:
-        if query.shape[0] % heads or value.shape[0] % heads:
-            raise InputError(
-                f"`query` and `value` should have a multiple of {heads} rows. "
-                f"Found {query.shape[0]} and {value.shape[0]}."
-            )
         super().__init__(
             query, query, value, output, heads=heads, scale=1.0, causal=causal, mask=mask
         )

@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention.core import InnerProduct, variant
-from lipscope.attention.spectral import of_heads, spectral_norm
+from lipscope.attention.core import InnerProduct, of_heads, spectral_norm, variant
 
 CONSTANT = math.sqrt(5 + (math.e + 1) ** 2)  # of the map from queries, keys and values
 

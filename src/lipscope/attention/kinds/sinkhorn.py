@@ -95,7 +95,7 @@ class SinkhornAttention(InnerProduct):
     >>> eye = torch.eye(2)
     >>> layer = SinkhornAttention(eye, eye, eye)
     >>> x = torch.tensor([[1.0, 0.0], [5.0, 0.0]])
-    >>> layer.attention_weights(x).sum(-2).round(decimals=4)
+    >>> layer.weights(*layer.project(x)[:2]).sum(-2).round(decimals=4)
     tensor([[1., 1.]])
     """
 
@@ -121,11 +121,6 @@ class SinkhornAttention(InnerProduct):
         if mask is not None:
             _check_support(mask)
         super().__init__(query, key, value, output, heads=heads, scale=scale, mask=mask)
-
-    def attention_weights(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b h n n"]:
-        """``P`` of every head."""
-        q, k, _ = self.project(x)
-        return self.weights(q, k)
 
 
 class _Balanced(torch.autograd.Function):

@@ -37,7 +37,7 @@ from lipscope.models.tracing.recorder import (
     unmarked,
 )
 from lipscope.models.tracing.resident_weights import ResidentWeights
-from lipscope.models.tracing.sites import Applied, AttentionCall, Side, is_plain, with_weights
+from lipscope.models.tracing.sites import Applied, AttentionCall, Side, has_weights, is_plain
 
 # Names under which models hand the queries' tokens, and the keys' source, to an
 # attention module.
@@ -143,20 +143,18 @@ def hook_site(recorder: Recorder, record: Trace, name: str, module: nn.Module) -
 
     def behind(leaf: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         call = next((c for c in reversed(record.calls) if c.name == name), None)
-        if (
-            call is None
-            or len(call.kept) < 2
-            or not args
-            or not same_or_copy(args[0], call.kept[1])
-        ):
+        if call is None or len(call.kept) < 2 or not args:
             return
-        for first in tensors_in(out)[:1]:
+        for first in tensors_in(out)[:1] if same_or_copy(args[0], call.kept[1]) else ():
             call.behind.append(Applied(leaf, args[0].detach(), record.kept.keep(first)))
 
-    recorder.around(module, start, finish)
-    inside = [leaf for leaf in module.modules() if leaf is not module]
-    recorder.after_each(with_weights(inside), remember)
-    recorder.after_each(_modules_beside(record.model, name, module), behind)
+    recorder.before(module, start)
+    recorder.after(module, finish)
+    for leaf in module.modules():
+        if leaf is not module and has_weights(leaf):
+            recorder.after(leaf, remember)
+    for leaf in _modules_beside(record.model, name, module):
+        recorder.after(leaf, behind)
 
 
 def _modules_beside(model: nn.Module, name: str, module: nn.Module) -> list[nn.Module]:
@@ -168,8 +166,8 @@ def _modules_beside(model: nn.Module, name: str, module: nn.Module) -> list[nn.M
     for depth in (1, 2):
         if len(parts) > depth and not found:
             scope = model.get_submodule(".".join(parts[:-depth]))
-            rest = [m for m in scope.modules() if m not in inside and module not in m.modules()]
-            found = with_weights(rest)
+            rest = (m for m in scope.modules() if m not in inside and module not in m.modules())
+            found = [m for m in rest if has_weights(m)]
     return found
 
 
@@ -307,7 +305,8 @@ def hook_norm(recorder: Recorder, record: Trace, name: str, module: nn.Module) -
         if total is not None and total.norm is None:
             total.norm = call
 
-    recorder.around(module, start, finish)
+    recorder.before(module, start)
+    recorder.after(module, finish)
 
 
 def streams_of(record: Trace, arguments: Mapping[str, Any]) -> list[Stream]:
@@ -315,14 +314,10 @@ def streams_of(record: Trace, arguments: Mapping[str, Any]) -> list[Stream]:
     given = {k: v for k, v in arguments.items() if isinstance(v, Tensor) and v.ndim > 1}
     given = {k: v for k, v in given.items() if v.is_floating_point()}
     moving = {k: v for k, v in given.items() if v.requires_grad} or dict([*given.items()][:1])
-    found: list[tuple[Tensor, list[str]]] = []
-    for name, value in moving.items():
-        same = next((names for x, names in found if same_tensor(value, x)), None)
-        if same is None:
-            found.append((value, [name]))
-        else:
-            same.append(name)
-    return [Stream(tuple(names), record.kept.keep(x), x.grad_fn) for x, names in found]
+    found: dict[tuple[str, ...], Tensor] = {}
+    for x in moving.values():
+        found.setdefault(names_of(moving, x), x)
+    return [Stream(names, record.kept.keep(x), x.grad_fn) for names, x in found.items()]
 
 
 def hook_block(recorder: Recorder, record: Trace, name: str, module: nn.Module) -> None:
@@ -346,7 +341,8 @@ def hook_block(recorder: Recorder, record: Trace, name: str, module: nn.Module) 
             call.output, call.output_address = record.kept.keep(result), data_address(result)
             record.blocks.append(call)
 
-    recorder.around(module, start, finish)
+    recorder.before(module, start)
+    recorder.after(module, finish)
 
 
 def hook_start(recorder: Recorder, record: Trace, name: str, module: nn.Module) -> None:

@@ -40,6 +40,7 @@ from lipscope.models.tracing.recorder import (
     each_tensor,
     first_tensor,
     named_arguments,
+    names_of,
     run_of_blocks,
     signature_of,
     standing_in,
@@ -191,20 +192,15 @@ class MapEndpoints:
             leave(k, value)
             end(k)
 
-        def left(k: int, _: nn.Module, __: Any, out: Any) -> None:
-            leave(k, out)
-            if ends[k].until == ends[k].leaves:
-                end(k)
-
         with Recorder() as recorder, torch.no_grad():
             recorder.before(model.get_submodule(self.enters), enter)
             for k, one in enumerate(ends):
                 if one.total is not None:
                     recorder.enter_context(AtSum(one.total, functools.partial(at_sum, k)))
                     continue
-                recorder.after(model.get_submodule(one.leaves), functools.partial(left, k))
-                if one.until != one.leaves:
-                    recorder.after(model.get_submodule(one.until), lambda *_, k=k: end(k))
+                leaves, until = map(model.get_submodule, (one.leaves, one.until))
+                recorder.after(leaves, lambda _, __, out, k=k: leave(k, out))
+                recorder.after(until, lambda *_, k=k: end(k))
             try:
                 copies = each_tensor(inputs, torch.clone)
                 recorder.run(model, copies, x.dtype, differentiable=False)
@@ -243,7 +239,8 @@ class MapEndpoints:
         """
 
         def inner(path: str) -> str | None:
-            return path.removeprefix(block).removeprefix(".") if _is_inside(path, block) else None
+            inside = f"{path}.".startswith(f"{block}.")
+            return path.removeprefix(block).removeprefix(".") if inside else None
 
         enters, leaves, until = map(inner, (self.enters, self.leaves, self.until))
         if enters is None or leaves is None or until is None or self.turn:
@@ -255,10 +252,6 @@ class MapEndpoints:
         """The same beginning, but all that a module returns is read; "" for the model."""
         whole = MapEndpoints(self.enters, self.arguments, self.turn, path, path, self.token_axis)
         return replace(whole, moved=self.moved)
-
-
-def _is_inside(path: str, block: str) -> bool:
-    return f"{path}.".startswith(f"{block}.")
 
 
 @dataclass(frozen=True)
@@ -338,13 +331,6 @@ def from_norm(record: Trace, norm: NormCall, ends: MapEndpoints) -> MapEndpoints
     return replace(ends, enters=norm.name, arguments=(first,), turn=turn)
 
 
-def ends_of_block(record: Trace, block: BlockCall, moved: Streams, token_axis: int) -> MapEndpoints:
-    """Ends of the map ``block``."""
-    calls = [other for other in record.blocks if other.name == block.name]
-    turn = next(i for i, other in enumerate(calls) if other is block)
-    return MapEndpoints(block.name, moved.firsts, turn, block.name, block.name, token_axis)
-
-
 def ends_of_model(record: Trace, first: str, moved: Streams, last: str) -> MapEndpoints:
     """From a first block to the output of a module, "" for the model's own."""
     return MapEndpoints(first, moved.firsts, 0, last, last, record.calls[0].token_axis)
@@ -373,13 +359,12 @@ def _rerun_map(
     function: Callable[[Tensor], Tensor],
     moved: Streams,
     ends: MapEndpoints,
-    note: str | None = None,
 ) -> LayerMap:
     """A map of whole blocks, which are always run again; of which layer is said elsewhere."""
     build = by_differentiation(function)
     said = ", ".join(moved.names)
     return LayerMap(
-        None, "", x, output, function, build, None, None, _no_heads, ends, note, ends.enters, said
+        None, "", x, output, function, build, None, None, _no_heads, ends, None, ends.enters, said
     )
 
 
@@ -395,8 +380,10 @@ def block_map(record: Trace, call: AttentionCall) -> LayerMap:
     else:
         moved = Streams(_moving(record, block), axis)
     function = replay_block(block, axis, moved)
-    output, ends = as_tokens(block.output, axis), ends_of_block(record, block, moved, axis)
-    return _rerun_map(moved.x, output, function, moved, ends)
+    calls = [other for other in record.blocks if other.name == block.name]
+    turn = next(i for i, other in enumerate(calls) if other is block)
+    ends = MapEndpoints(block.name, moved.firsts, turn, block.name, block.name, axis)
+    return _rerun_map(moved.x, as_tokens(block.output, axis), function, moved, ends)
 
 
 def stack_map(record: Trace, call: AttentionCall) -> LayerMap:
@@ -470,15 +457,14 @@ def model_map(record: Trace, *, scores: bool = False) -> LayerMap:
     axis = record.calls[0].token_axis
     output = as_tokens(output, axis)
     if record.side == "key":
-        return _model_of_states(record, output, last)
-    moved = Streams([start], axis)
-    function = rerun(record, {first: moved}, last, once=True)
-    ends = ends_of_model(record, name, moved, last)
-    return _rerun_map(moved.x, output, function, moved, ends, _where_read(last))
-
-
-def _where_read(last: str) -> str | None:
-    return f"read after `{last}`: the model returns something else" if last else None
+        built = _model_of_states(record, output, last)
+    else:
+        moved = Streams([start], axis)
+        function = rerun(record, {first: moved}, last, once=True)
+        ends = ends_of_model(record, name, moved, last)
+        built = _rerun_map(moved.x, output, function, moved, ends)
+    note = f"read after `{last}`: the model returns something else" if last else None
+    return replace(built, note=note)
 
 
 def _last_hidden(record: Trace, first: str, start: Stream) -> tuple[str, Tensor]:
@@ -524,14 +510,7 @@ def _first_block(record: Trace) -> tuple[str, nn.Module, Stream]:
 
 def _names_of_states(block: BlockCall, call: AttentionCall) -> tuple[str, ...]:
     """Under which names a block is given the tokens of the keys."""
-    states = call.kept[0]
-    names = tuple(
-        name
-        for name, value in block.arguments.items()
-        if isinstance(value, Tensor)
-        and data_address(value) == data_address(states)
-        and value.shape == states.shape
-    )
+    names = names_of(block.arguments, call.kept[0])
     if not names:
         raise InputError(
             f"The maps `block` and `model` through the key side need a block that is given the "
@@ -560,7 +539,7 @@ def _model_of_states(record: Trace, output: Tensor, last: str) -> LayerMap:
     block = blocks[0][0]
     function, moved = rerun(record, places, last, once=False), places[block.module]
     ends = ends_of_model(record, block.name, moved, last)
-    return _rerun_map(record.calls[0].x, output, function, moved, ends, _where_read(last))
+    return _rerun_map(record.calls[0].x, output, function, moved, ends)
 
 
 def rerun(

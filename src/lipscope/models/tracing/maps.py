@@ -408,9 +408,11 @@ def without_padding(built: LayerMap, record: Trace) -> LayerMap:
     """
     moves, reads = _whose_tokens(built, record)
     call = record.calls[built.layer or 0]
-    hidden = None
-    if record.side != "query":
-        hidden = _hidden_in(built.attention) if built.attention is not None else hidden_keys(call)
+    hidden, layer = None, built.attention
+    if record.side != "query" and layer is None:
+        hidden = hidden_keys(call)
+    elif record.side != "query" and layer is not None and layer.mask is not None:
+        hidden = ~layer.mask.flatten(0, -2).any(0)
     moved = _real_tokens(record, moves, built.x.shape[0], hidden)
     read = _real_tokens(
         record, reads, built.output.shape[0], hidden if record.side == "self" else None
@@ -478,11 +480,6 @@ def _real_tokens(record: Trace, of: str, count: int, hidden: Tensor | None) -> T
     if hidden is not None and len(hidden) == count and not bool(hidden.all()):
         real &= ~hidden.cpu()
     return None if bool(real.all()) else real.nonzero()[:, 0].to(record.calls[0].x.device)
-
-
-def _hidden_in(layer: Attention) -> Tensor | None:
-    """Which keys the mask of a layer in closed form hides from every query."""
-    return None if layer.mask is None else ~layer.mask.flatten(0, -2).any(0)
 
 
 def hidden_keys(call: AttentionCall) -> Tensor | None:

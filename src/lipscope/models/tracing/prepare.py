@@ -84,16 +84,23 @@ def _modules(model: nn.Module) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Run a module on copies of its buffers, so that caches in it stay as they were."""
-    own = [(m, name, b) for m in _modules(module) for name, b in m._buffers.items()]
+def replaced(entries: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Other entries in dictionaries, as those of a module's parts or weights, put back on exit."""
+    entries = list(entries)
+    before = [(held, name, held[name]) for held, name, _ in entries]
     try:
-        for holder, name, buffer in own:
-            holder._buffers[name] = None if buffer is None else buffer.clone()
+        for held, name, other in entries:
+            held[name] = other
         yield
     finally:
-        for holder, name, buffer in own:
-            holder._buffers[name] = buffer
+        for held, name, own in before:
+            held[name] = own
+
+
+def undisturbed(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Run a module on copies of its buffers, so that caches in it stay as they were."""
+    own = ((m._buffers, name, b) for m in _modules(module) for name, b in m._buffers.items())
+    return replaced((held, name, None if b is None else b.clone()) for held, name, b in own)
 
 
 class ExactNorm(nn.Module):
@@ -118,7 +125,13 @@ def converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.
     _check_hooks(model)
     if all(t.dtype == dtype and t.device.type == device.type for t in floating(model)):
         return model
-    return _converted(copied(model), dtype, device)
+
+    def convert(t: Tensor) -> Tensor:
+        if t.is_complex():  # in the complex type of the same precision
+            return t.to(device, dtype.to_complex())
+        return t.to(device, dtype) if t.is_floating_point() else t.to(device)
+
+    return copied(model)._apply(convert)
 
 
 @contextlib.contextmanager
@@ -185,17 +198,6 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             p.requires_grad_(True)
 
 
-def _converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A model in a floating type; complex tensors in the complex type of the same precision."""
-
-    def convert(t: Tensor) -> Tensor:
-        if t.is_complex():
-            return t.to(device, dtype.to_complex())
-        return t.to(device, dtype) if t.is_floating_point() else t.to(device)
-
-    return model._apply(convert)
-
-
 @functools.cache
 def device_of(name: str) -> torch.device:
     """The device of this name; ``auto`` takes a GPU where there is one."""
@@ -212,7 +214,6 @@ def device_of(name: str) -> torch.device:
 
 
 def _lacking(name: str, problem: Exception) -> str:
-    """What a device lacks, and what to do about it."""
     if name.partition(":")[0] != "cuda" or torch.cuda.is_available():
         return f": {str(problem).split(chr(10))[0][:100]}"
     if torch.version.cuda is None and torch.version.hip is None:
@@ -242,27 +243,16 @@ def copied(model: nn.Module, instead: Mapping[int, Any] | None = None) -> nn.Mod
         ) from problem
 
 
-@contextlib.contextmanager
-def _uncompiled(model: nn.Module) -> Iterator[None]:
+def _uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Every module as it was written: no hook sees into a compiled one."""
-    wrapped = [
-        (parent, name, child)
-        for parent in _modules(model)
-        for name, child in parent._modules.items()
-        if child is not None and "_orig_mod" in child._modules
-    ]
-    compiled = {m: m._compiled_call_impl for m in _modules(model) if m._compiled_call_impl}
-    try:
-        for parent, name, child in wrapped:
-            parent._modules[name] = child._orig_mod  # pyright: ignore
-        for module in compiled:
-            module._compiled_call_impl = None
-        yield
-    finally:
-        for parent, name, child in wrapped:
-            parent._modules[name] = child
-        for module, call in compiled.items():
-            module._compiled_call_impl = call
+    found: list[tuple[dict[str, Any], str, Any]] = []
+    for module in _modules(model):
+        for name, child in module._modules.items():
+            if child is not None and "_orig_mod" in child._modules:
+                found.append((module._modules, name, child._orig_mod))
+        if module._compiled_call_impl:
+            found.append((vars(module), "_compiled_call_impl", None))
+    return replaced(found)
 
 
 def _drops(module: nn.Module) -> bool:
@@ -313,12 +303,11 @@ def as_chosen(own: Iterable[Choice]) -> Iterator[None]:
     """The attention that a model came with, as far as that runs: its answers may be others."""
     own = [one for one in own if one.value in ("eager", "sdpa")]
     before = [one._replace(value=getattr(one.config, one.key)) for one in own]
-    other = [(mine, now) for mine, now in zip(own, before, strict=True) if mine.value != now.value]
     try:
-        _choose(mine for mine, _ in other)
+        _choose(own)
         yield
     finally:
-        _choose(now for _, now in other)
+        _choose(before)
 
 
 def implementation_for(model: nn.Module, *, closed: bool) -> str:

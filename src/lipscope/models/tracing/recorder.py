@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lipscope.errors import InputError
 from lipscope.linalg import draws_from
-from lipscope.models.tracing.prepare import exact_maths, undisturbed
+from lipscope.models.tracing.prepare import exact_maths, replaced, undisturbed
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 Node = Any  # of autograd's graph
@@ -63,18 +63,6 @@ class Recorder(contextlib.ExitStack):
     def after(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         """Call ``hook(module, args, out)`` after every call; what it returns takes its place."""
         self.callback(module.register_forward_hook(_unseen()(self._seeing(hook))).remove)
-
-    def around(
-        self, module: nn.Module, start: Callable[..., Any], finish: Callable[..., Any]
-    ) -> None:
-        """Call ``start`` before and ``finish`` after every call, as these two do."""
-        self.before(module, start)
-        self.after(module, finish)
-
-    def after_each(self, modules: Iterable[nn.Module], hook: Callable[..., Any]) -> None:
-        """The same of several modules."""
-        for module in modules:
-            self.after(module, hook)
 
     def arguments(self, module: nn.Module, note: Callable[[dict[str, Any]], Any]) -> list[Any]:
         """What is noted of the arguments by name of every call, before it."""
@@ -214,9 +202,12 @@ def each_tensor(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def to_device(inputs: Any, device: torch.device | None, dtype: torch.dtype) -> Any:
     """A model's inputs on a device (None: where they are), floating ones in a dtype."""
-    return each_tensor(
-        inputs, lambda x: x.to(device, dtype) if x.is_floating_point() else x.to(device)
-    )
+    return each_tensor(inputs, lambda x: cast_to(x, device, dtype))
+
+
+def cast_to(x: Tensor, device: torch.device | None, dtype: torch.dtype) -> Tensor:
+    """A tensor on a device, a floating one in a dtype."""
+    return x.to(device, dtype) if x.is_floating_point() else x.to(device)
 
 
 def tensors_in(output: Any) -> list[Tensor]:
@@ -324,13 +315,13 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp_min(torch.finfo(b.dtype).tiny))
 
 
-def close(seen: Tensor, expected: Tensor) -> bool:
+def close(seen: Tensor, expected: Tensor, limit: float = 1e-5) -> bool:
     """Whether two tensors agree up to rounding."""
     if seen.shape != expected.shape:
         return False
     if bool(expected.isfinite().all()):
-        return distance(seen, expected) <= 1e-5
-    return torch.allclose(seen, expected, rtol=1e-5, equal_nan=True)
+        return distance(seen, expected) <= limit
+    return torch.allclose(seen, expected, rtol=limit, equal_nan=True)
 
 
 # --- what is made of what
@@ -370,20 +361,22 @@ def mark_embeddings(recorder: Recorder, model: nn.Module, inputs: Inputs) -> Non
             recorder.after(module, mark)
 
 
-def depends(node: Node | None, on: Node | None) -> bool:
-    """Whether what a node made depends on what another one made."""
-    if node is None or on is None:
-        return False
-    seen, waiting = {node}, [node]
+def origins(node: Node | None, jumps: Mapping[Node, Sequence[Node]]) -> Iterator[Node]:
+    """The nodes of which a node is made, it first; of one in ``jumps`` those that are there."""
+    seen, waiting = set[Node](), [node]
     while waiting:
         here = waiting.pop()
-        if here is on:
-            return True
-        for before, _ in here.next_functions:
-            if before is not None and before not in seen:
-                seen.add(before)
-                waiting.append(before)
-    return False
+        if here is None or here in seen:
+            continue
+        seen.add(here)
+        yield here
+        made_of = jumps[here] if here in jumps else [one for one, _ in here.next_functions]
+        waiting.extend(made_of)
+
+
+def depends(node: Node | None, on: Node | None) -> bool:
+    """Whether what a node made depends on what another one made."""
+    return on is not None and any(one is on for one in origins(node, {}))
 
 
 @dataclass
@@ -596,24 +589,20 @@ def watched_blocks(model: nn.Module) -> Iterator[Callable[[], BlockRun]]:
         return BlockRun({path: _copy(out) for path, out in outputs.items()}, began)
 
     with Recorder() as recorder:
-        for path, block in _outer_blocks(model).items():
+        for path, block in outer_blocks(model).items():
             recorder.before(block, lambda *_, path=path: start(path))
             recorder.after(block, lambda _, __, out, path=path: finish(path, out))
         yield found
 
 
-@contextlib.contextmanager
-def standing_in(model: nn.Module, outputs: BlockOutputs) -> Iterator[None]:
+def standing_in(model: nn.Module, outputs: BlockOutputs) -> contextlib.AbstractContextManager[None]:
     """A model some of whose blocks do not run: what they gave before stands in for them."""
-    lists = {path: model.get_submodule(path.rpartition(".")[0]) for path in outputs}
-    blocks = {path: model.get_submodule(path) for path in outputs}
-    try:
-        for path, block in blocks.items():
-            lists[path]._modules[path.rpartition(".")[2]] = _KnownBlock(block, outputs[path])
-        yield
-    finally:
-        for path, block in blocks.items():
-            lists[path]._modules[path.rpartition(".")[2]] = block
+    found: list[tuple[dict[str, Any], str, Any]] = []
+    for path, output in outputs.items():
+        around, _, name = path.rpartition(".")
+        blocks: Any = model.get_submodule(around)._modules
+        found.append((blocks, name, _KnownBlock(blocks[name], output)))
+    return replaced(found)
 
 
 class _KnownBlock(nn.Module):
@@ -624,14 +613,14 @@ class _KnownBlock(nn.Module):
         self.__dict__ |= {"block": block, "output": output}
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """The same again."""
         return _copy(self.output)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["block"], name)
 
 
-def _outer_blocks(model: nn.Module) -> dict[str, nn.Module]:
+def outer_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The elements of the outermost module lists, by their paths."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{one}.") for one in found)

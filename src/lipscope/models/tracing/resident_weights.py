@@ -14,15 +14,23 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from lipscope.errors import InputError
 from lipscope.linalg import torch_state
+from lipscope.models.loading import check_weight
+from lipscope.models.stored_weights import StoredWeights
 from lipscope.models.tracing.prepare import copied
-from lipscope.models.tracing.recorder import Reached, Recorder, named_arguments, signature_of
+from lipscope.models.tracing.recorder import (
+    Reached,
+    Recorder,
+    cast_to,
+    named_arguments,
+    outer_blocks,
+    signature_of,
+)
 
 Test = Callable[[], bool]
 T = TypeVar("T")
@@ -34,30 +42,9 @@ _TABLE = 2**22
 _BEGIN, _END = "to begin", "to end"  # places of passes that take turns
 
 
-@runtime_checkable
-class WeightSource(Protocol):
-    """Where weights are kept that are not in memory in the type of the run."""
-
-    def read(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Weights by name."""
-        ...
-
-    def rows(self, name: str, index: list[int]) -> Tensor:
-        """Some rows of a weight that `has_rows`."""
-        ...
-
-    def has_rows(self, name: str) -> bool:
-        """Whether single rows of a weight can be read."""
-        ...
-
-    def ahead(self, names: Collection[str]) -> None:
-        """Have weights at hand that will be read soon."""
-        ...
-
-
 @dataclass(frozen=True)
 class ModuleWeights:
-    """The weights of a module in memory, in another type than that of the run."""
+    """The weights of a module in memory, asked as `StoredWeights` are."""
 
     module: nn.Module
 
@@ -97,10 +84,6 @@ class _Weight:
         for module, name in self.places:
             module._parameters[name] = parameter
 
-    def is_inside(self, path: str) -> bool:
-        """Whether it belongs to the module of a path."""
-        return self.name.startswith(f"{path}.")
-
 
 class ResidentWeights:
     """A model without weights, and those that are in it at the moment.
@@ -112,12 +95,17 @@ class ResidentWeights:
     """
 
     def __init__(
-        self, model: nn.Module, source: WeightSource, dtype: torch.dtype, device: torch.device
+        self,
+        model: nn.Module,
+        source: StoredWeights | ModuleWeights,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.model, self.source, self.dtype, self.device = model, source, dtype, device
         self.kept: frozenset[str] = frozenset()
         self.room = 0  # bytes
-        self.blocks = _blocks(model)
+        parts = outer_blocks(model).items()
+        self.blocks = tuple(path for path, block in parts if [*block.parameters()])
         self.blocks_read = 0
         self.turns = Turns()
         self.order = tuple[str, ...]()  # the blocks of a pass
@@ -143,31 +131,17 @@ class ResidentWeights:
                 self._weights[block].append(one)
         self._worker, self._ahead = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._hooks = Recorder(all_threads=True)
+        before, partial = self._hooks.before, functools.partial
         for block in self.blocks:
-            self._hooks.before(
-                model.get_submodule(block), lambda *_, block=block: self._enter(block)
-            )
-            for one in (one for one in self._weights[block] if one.empty.numel() > _SMALL):
-                for module, _ in one.places:
-                    self._hooks.before(
-                        module, lambda *_, one=one, block=block: self._enter_part(one, block)
-                    )
+            before(model.get_submodule(block), partial(self._enter, block))
+            for one in self._weights[block]:
+                for module, _ in one.places if one.empty.numel() > _SMALL else ():
+                    before(module, partial(self._enter_part, one, block))
             for one in self._experts[block]:
-                (module, _), name = one.places[0], str(_chosen_by(one))
-                self._hooks.before(
-                    module,
-                    lambda m, args, kwargs, one=one, block=block, name=name: self._choose(
-                        one, block, named_arguments(m, args, kwargs)[name]
-                    ),
-                )
+                before(one.places[0][0], partial(self._choose, one, block))
         for one in tables:
             for module, _ in one.places:
-                self._hooks.before(
-                    module,
-                    lambda _, args, kwargs, one=one: self._in_order(
-                        lambda: self._look_up(one, (*args, *kwargs.values())[0])
-                    ),
-                )
+                before(module, partial(self._embed, one))
                 self._hooks.after(module, lambda *_, one=one: _empty_again(one))
         self._in_order(lambda: self._read(""))
         self._in_order(self._read_buffers)
@@ -238,35 +212,39 @@ class ResidentWeights:
         if self._ends.get(threading.get_ident(), (_never, _never))[which]():
             raise Reached
 
-    def _enter(self, block: str) -> None:
+    def _enter(self, block: str, *_: Any) -> None:
         self._ends_here(0)
         self.turns.wait_at(block)
         self._fill(block)
 
-    def _enter_part(self, one: _Weight, block: str) -> None:
+    def _enter_part(self, one: _Weight, block: str, *_: Any) -> None:
         if one.value.is_meta and block in self._resident:
             self._ends_here(1)
             self._in_order(lambda: self._read(block, whole=True))
 
-    def _choose(self, one: _Weight, block: str, index: Tensor) -> None:
+    def _choose(self, one: _Weight, block: str, module: nn.Module, *called: Any) -> None:
         """Read the experts of the tokens that a block is given; they stay as long as it does."""
+        index = named_arguments(module, *called)[str(_chosen_by(one))]
         if one.value.is_meta:
             self._ends_here(1)
         before = len(one.rows)
         self._in_order(lambda: self._look_up(one, index))
         if block in self._resident:
-            self._resident[block] += (
-                (len(one.rows) - before) * one.empty[0].numel() * self.dtype.itemsize
-            )
+            read = (len(one.rows) - before) * one.empty[0].numel()
+            self._resident[block] += read * self.dtype.itemsize
+
+    def _embed(self, one: _Weight, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self._in_order(lambda: self._look_up(one, (*args, *kwargs.values())[0]))
 
     def _wanted(self, block: str, *, whole: bool = False) -> list[_Weight]:
         """Weights of a block that are to be read."""
         of, part = self.part or ("none", "")
+        whole = whole or block != of
         return [
             one
             for one in self._weights[block]
             if one.value.is_meta
-            and (whole or block != of or one.empty.numel() <= _SMALL or one.is_inside(part))
+            and (whole or one.empty.numel() <= _SMALL or one.name.startswith(f"{part}."))
         ]
 
     def _read(self, block: str, *, whole: bool = False) -> None:
@@ -283,8 +261,7 @@ class ResidentWeights:
         names = [name for name, b in self.model.named_buffers() if b.is_meta]
         for name, tensor in self.source.read(names).items() if names else ():
             path, _, last = name.rpartition(".")
-            floats = tensor.is_floating_point()
-            own = tensor.to(self.device, self.dtype if floats else tensor.dtype)
+            own = cast_to(tensor, self.device, self.dtype)
             self.model.get_submodule(path)._buffers[last] = own
 
     def _parameter(self, name: str, tensor: Tensor) -> nn.Parameter:
@@ -294,12 +271,8 @@ class ResidentWeights:
             own = free.pop().copy_(tensor)
         else:
             own = tensor.to(self.device, self.dtype if floats else tensor.dtype, copy=True)
-        if floats and not bool(own.sum().isfinite()) and not bool(own.isfinite().all()):
-            bad = int((~own.isfinite()).sum())
-            raise InputError(
-                f"The weights should be finite. Found {bad} NaN or Inf in `{name}`; the "
-                "checkpoint is damaged or training diverged."
-            )
+        if floats:
+            check_weight(name, own)
         return nn.Parameter(own, requires_grad=False)
 
     def _let_go(self, block: str) -> None:
@@ -339,16 +312,6 @@ def _empty_again(one: _Weight) -> None:
     one.rows.clear()
 
 
-def _blocks(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the elements of the outermost module lists, with weights."""
-    found: list[str] = []
-    for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or path.startswith(tuple(f"{b}." for b in found)):
-            continue
-        found += [f"{path}.{k}" for k, one in enumerate(module) if [*one.parameters()]]
-    return tuple(found)
-
-
 def _weights(model: nn.Module) -> Iterator[_Weight]:
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -381,15 +344,11 @@ def without_weights(model: nn.Module, dtype: torch.dtype, device: torch.device) 
     """A copy whose parameters have a shape and a type, and no values; its buffers have theirs."""
     empty = {id(p): nn.Parameter(_empty(p, dtype), requires_grad=False) for p in model.parameters()}
     made = copied(model, empty)
-    return made._apply(lambda t: t if t.is_meta else _in(t, dtype, device))
+    return made._apply(lambda t: t if t.is_meta else cast_to(t, device, dtype))
 
 
 def _empty(p: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(p, dtype=dtype if p.is_floating_point() else p.dtype, device="meta")
-
-
-def _in(t: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return t.to(device, dtype) if t.is_floating_point() else t.to(device)
 
 
 # --- passes that take turns

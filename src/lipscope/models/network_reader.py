@@ -1,9 +1,15 @@
-"""From a module to its `Network`, held against the module itself."""
+"""From a module to its `Network`: which parts follow which, found by values and proved.
+
+A module runs once from the stream that enters its first block. What its norms, linear maps and
+attention layers take and return there tells in what order they make its scores; sums are found
+among the tensors that it forms. What is found is then held against the module itself.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,22 +20,22 @@ from torch import Tensor, nn
 from lipscope.attention import Attention, DotProduct
 from lipscope.errors import InputError
 from lipscope.linalg import start_named
-from lipscope.models.network import Branch, Chain, Network, Norm, with_plain_sums
-from lipscope.models.network_reader.agreement import check_network
-from lipscope.models.network_reader.forward_pass import function_of, function_of_map
-from lipscope.models.network_reader.parts import read_norm
-from lipscope.models.network_reader.search import (
+from lipscope.models.forward_pass import function_of, function_of_map
+from lipscope.models.network import Branch, Chain, Network, Norm, scaled, with_plain_sums
+from lipscope.models.network_search import (
     MapSearch,
     PartsSearch,
     Pooled,
+    Scores,
     Search,
     layer_of,
     pool_weights,
+    read_norm,
 )
 from lipscope.models.tracing.calls import Trace
 from lipscope.models.tracing.map_endpoints import LayerMap
 from lipscope.models.tracing.maps import build_map
-from lipscope.models.tracing.prepare import implementation_for, prepared
+from lipscope.models.tracing.prepare import implementation_for, prepared, replaced
 from lipscope.models.tracing.recorder import Inputs, to_device
 from lipscope.models.tracing.sites import AttentionCall, attention_sites
 from lipscope.models.tracing.trace import trace
@@ -37,6 +43,9 @@ from lipscope.records import MapName
 
 _CPU = torch.device("cpu")
 _MIXED = 8  # combinations of a map's outputs that are compared
+_AGREES = 1e-6  # relative
+_MOVES = (1e-2, 1e-1, 1.0)  # of the stream, relative to its root mean square
+_MANY = 4  # classes whose gradients are compared
 
 
 def read_network(
@@ -114,20 +123,8 @@ def read_map(
     """The branches that a map is at an input, and the stream that enters them, in float64.
 
     Holds as `read_network` does, for the maps ``attention``, ``residual``, ``block``, ``stack`` and
-    ``model``; held against the map itself in random combinations of its outputs.
-
-    Args:
-        model: A module.
-        inputs: Its arguments, of one sample: by name, or a tuple.
-        layer: The attention layer, of no account for ``model``.
-        map: The map.
-        modules: Which modules are attention, as for `attention_sites`.
-
-    Returns:
-        The branches, and their input ``(n, d)``.
-
-    Raises:
-        InputError: If the map holds anything else, by name, or disagrees with what was found.
+    ``model``, of which ``layer`` is of no account; held against the map itself in random
+    combinations of its outputs. Arguments and errors are those of `read_network`.
 
     >>> pair = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 3)
     >>> found, x = read_map(nn.Sequential(*pair), (torch.randn(1, 5, 8),), map="residual")
@@ -142,16 +139,7 @@ def read_map(
             function = function_of_map(record, layer, map)
             branches, x = MapSearch(function).found().network.branches, function.x
         chain = Chain(branches)
-        with torch.no_grad():
-            shape = function(x).shape
-        mixed = torch.randn(
-            _MIXED, shape.numel(), generator=start_named("map"), dtype=torch.float64
-        )
-        check_network(
-            lambda x: mixed @ chain(x).flatten(),
-            lambda x: mixed @ function(x).flatten(),
-            x,
-        )
+        _check_outputs(chain, function, x, "map")
     return chain, x
 
 
@@ -162,18 +150,8 @@ def read_parts(
 
     As `read_network`, but attention may be of any kind that is read in closed form, residual sums
     may have weights, the module may give something of every token (then it is a `Chain`), and
-    gradients with respect to what is found lead to the module's own weights.
-
-    Args:
-        model: A module.
-        inputs: Its arguments, of one sample: by name, or a tuple.
-        modules: Which modules are attention, as for `attention_sites`.
-
-    Returns:
-        The parts, and the stream that enters them.
-
-    Raises:
-        InputError: If the module holds anything else, by name, or disagrees with what was found.
+    gradients with respect to what is found lead to the module's own weights. Arguments and errors
+    are those of `read_network`.
 
     >>> pair = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 3)
     >>> parts, x = read_parts(nn.Sequential(*pair), (torch.randn(1, 5, 8),))
@@ -188,16 +166,7 @@ def read_parts(
         network: Network | Chain = found.network
         if not len(network.bias):
             network = Chain(network.branches)
-        with torch.no_grad():
-            shape = found.scores(found.x).shape
-        mixed = torch.randn(
-            _MIXED, shape.numel(), generator=start_named("parts"), dtype=torch.float64
-        )
-        check_network(
-            lambda x: mixed @ network(x).flatten(),
-            lambda x: mixed @ found.scores(x).flatten(),
-            found.x,
-        )
+        _check_outputs(network, found.scores, found.x, "parts")
     return network, found.x
 
 
@@ -205,22 +174,16 @@ def _weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(model.named_parameters(remove_duplicate=False))
 
 
-@contextmanager
-def _linked(own: nn.Module, trained: Mapping[str, nn.Parameter]) -> Iterator[None]:
+def _linked(own: nn.Module, trained: Mapping[str, nn.Parameter]) -> AbstractContextManager[None]:
     """The weights of a copy as functions of those that are trained, for a while."""
-    held: list[tuple[nn.Module, str, nn.Parameter]] = []
+    found: list[tuple[dict[str, Any], str, Any]] = []
     for path, p in _weights(own):
         if path in trained:
             holder, _, name = path.rpartition(".")
-            held.append((own.get_submodule(holder), name, p))
             trained[path].requires_grad_()  # which it is not while the copy is the model itself
-            linked: Any = trained[path].to(p) * 1.0
-            held[-1][0]._parameters[name] = linked
-    try:
-        yield
-    finally:
-        for holder, name, p in held:
-            holder._parameters[name] = p
+            weights: Any = own.get_submodule(holder)._parameters
+            found.append((weights, name, trained[path].to(p) * 1.0))
+    return replaced(found)
 
 
 def _around(built: LayerMap, call: AttentionCall) -> tuple[Branch, ...]:
@@ -233,13 +196,8 @@ def _around(built: LayerMap, call: AttentionCall) -> tuple[Branch, ...]:
             "The map `residual` should add what attention gives as it is. Found a norm of it "
             f"before the sum, `{type(norms.second).__name__}`; certify the map `attention`."
         )
-    if norms.scale is not None:
-        scale, wide = norms.scale.detach().double(), layer.output
-        if wide is None:
-            wide = torch.eye(built.output.shape[1], dtype=torch.float64)
-        bias = None if layer.output_bias is None else scale * layer.output_bias
-        layer = layer.replace(output=scale.view(-1, 1) * wide, output_bias=bias)
-    found = (Branch(layer, None if norms.before is None else _norm(norms.before, built)),)
+    part = layer if norms.scale is None else scaled(layer, norms.scale.detach().double())
+    found = (Branch(part, None if norms.before is None else _norm(norms.before, built)),)
     if norms.outer is not None:
         found = (*found, Branch(None, _norm(norms.outer, built), skip=False))
     return found
@@ -318,3 +276,81 @@ def _class_names(model: nn.Module, count: int) -> tuple[str, ...]:
     named: Any = getattr(getattr(model, "config", None), "id2label", None) or {}
     found = tuple(str(named.get(index, "")) for index in range(count))
     return found if all(found) and not all(n.startswith("LABEL_") for n in found) else ()
+
+
+# --- whether a network is the module that it was read from
+
+
+def check_network(network: Scores, scores: Scores, x: Float[Tensor, "n d"]) -> None:
+    """Refuse a network that is not the function ``scores`` of the stream.
+
+    Compared to 1e-6, at ``x`` and after random moves of three sizes: scores, gradients (of the
+    largest scores at ``x``, then of a random combination of them), and products with the Hessian
+    there, by differences along a random direction.
+
+    Args:
+        network: The description, a `Network` or another function.
+        scores: The module itself from the same stream, ``(n, d) -> (c,)``.
+        x: The stream.
+
+    Raises:
+        InputError: If they differ: in what, where, and by how much.
+    """
+    generator = start_named("network and module")
+    size = float(x.square().mean().sqrt()) or 1.0
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=x.dtype)
+
+    with torch.no_grad():
+        mine, own = network(x), scores(x)
+    _compare("scores", "at the input", mine, own, float(own.norm()))
+    top = own.topk(min(_MANY, len(own))).indices
+    for move in (0.0, *_MOVES):
+        at = x + move * size * drawn(*x.shape)
+        where = f"after a random move of {move:g} times the stream" if move else "at the input"
+        weights = drawn(1, len(top)) if move else torch.eye(len(top), dtype=x.dtype)
+        (mine, slopes), (own, expected) = (
+            _gradients(f, at, top, weights) for f in (network, scores)
+        )
+        _compare("scores", where, mine, own, float(own.norm()))
+        length = float(expected.norm())
+        _compare("gradients", where, slopes, expected, length)
+        if move:
+            near = at + 1e-4 * size * drawn(*x.shape)
+            _, mine = _gradients(network, near, top, weights)
+            _, own = _gradients(scores, near, top, weights)
+            change = own - expected
+            # Beside the rounding of the gradients themselves.
+            floor = 1e-4 * length
+            _compare("curvature", where, mine - slopes, change, float(change.norm()) + floor)
+
+
+def _check_outputs(found: Scores, function: Scores, x: Tensor, name: str) -> None:
+    """`check_network` of outputs of any shape, in random combinations drawn by name."""
+    with torch.no_grad():
+        count = function(x).numel()
+    mixed = torch.randn(_MIXED, count, generator=start_named(name), dtype=torch.float64)
+    check_network(lambda x: mixed @ found(x).flatten(), lambda x: mixed @ function(x).flatten(), x)
+
+
+def _compare(what: str, where: str, mine: Tensor, own: Tensor, size: float) -> None:
+    error = float((mine - own).norm()) if mine.shape == own.shape else math.inf
+    if not error <= _AGREES * size:
+        raise InputError(
+            f"The network should have the {what} of the module itself. Found a relative difference "
+            f"of {error / size if size else error:.2g} {where}: the module computes something that "
+            "lipscope does not read; certify one of its layers."
+        )
+
+
+def _gradients(
+    f: Scores, x: Tensor, classes: Tensor, weights: Float[Tensor, "r k"]
+) -> tuple[Float[Tensor, " c"], Float[Tensor, "r n d"]]:
+    """All scores, and gradients of combinations of those of some classes."""
+    with torch.enable_grad():
+        x = (x.detach() + 0.0).requires_grad_()
+        scores = f(x)
+        rows = [row @ scores[classes] + 0.0 * x.sum() for row in weights]
+        parts = [torch.autograd.grad(row, x, retain_graph=True)[0] for row in rows]
+    return scores.detach(), torch.stack(parts)

@@ -19,22 +19,6 @@ WindowKind = Literal["spread", "disjoint"]
 
 
 @dataclass(frozen=True)
-class Window:
-    """One stretch of the text as a model input: its ``(1, n)`` ids with special ones, and words."""
-
-    num_tokens: int
-    sample: int
-    start: int
-    ids: Tensor
-    tokens: tuple[str, ...]
-
-    @property
-    def sha256(self) -> str:
-        """Digest of the token ids."""
-        return digest(self.ids)
-
-
-@dataclass(frozen=True)
 class Sample:
     """One sample as the model takes it, with what its rows say about it."""
 
@@ -45,6 +29,12 @@ class Sample:
     num_tokens: int | None
     sha256: str
     tokens: tuple[str, ...] | None
+
+    @property
+    def ids(self) -> Tensor:
+        """The token ids ``(1, n)`` of a window of a text, special ones included."""
+        assert isinstance(self.arguments, Mapping)
+        return self.arguments["input_ids"]
 
 
 def whole_text(
@@ -69,7 +59,7 @@ def windows_of_text(
     samples: int,
     kind: WindowKind = "spread",
     special_tokens: bool = True,
-) -> list[Window]:
+) -> list[Sample]:
     """Cut a text into windows by length, shortest first, then sample.
 
     ``spread``: sample s starts at token ``floor(s (T - n_max) / max(samples - 1, 1))`` for
@@ -106,14 +96,16 @@ def windows_of_text(
     samples = min(samples, room + 1)
     places = [s * room // max(samples - 1, 1) for s in range(samples)]
     passed = 0  # tokens of a sample's stretch that shorter windows have taken
-    windows: dict[tuple[int, ...], Window] = {}
+    windows: dict[tuple[int, ...], Sample] = {}
     for n in lengths:
         for s, place in enumerate(places):
             start = place + passed
             row = [*before, *ids[start : start + n - extra], *after]
             if tuple(row) not in windows:
                 words = tuple(str(t) for t in tokenizer.convert_ids_to_tokens(row))
-                windows[tuple(row)] = Window(n, s, start, torch.tensor([row]), words)
+                held = torch.tensor([row])
+                given = {"input_ids": held}
+                windows[tuple(row)] = Sample("text", given, s, start, n, digest(held), words)
         passed += n if kind == "disjoint" else 0
     return [*windows.values()]
 
@@ -205,10 +197,9 @@ def shuffled_words(text: str, seed: int = 0) -> str:
 
 def random_tokens(loaded: LoadedModel, num_tokens: int, samples: int, seed: int = 0) -> Tensor:
     """Ids drawn from the vocabulary; a shorter sample is the beginning of a longer one."""
-    rows = [
-        _ordinary(loaded)[torch.randint(len(_ordinary(loaded)), (num_tokens,), generator=gen)]
-        for gen in (torch.Generator().manual_seed(seed * 1009 + s) for s in range(samples))
-    ]
+    ids = _ordinary(loaded)
+    draws = (torch.Generator().manual_seed(seed * 1009 + s) for s in range(samples))
+    rows = [ids[torch.randint(len(ids), (num_tokens,), generator=draw)] for draw in draws]
     return _with_special_tokens(loaded, torch.stack(rows))
 
 
@@ -223,7 +214,6 @@ def repeated_token(
 
 
 def _ordinary(loaded: LoadedModel) -> Tensor:
-    """The vocabulary without special tokens."""
     size = getattr(loaded.config, "vocab_size", None)
     if size is None:
         raise InputError(f"`{loaded.name}` should read token ids. Found no vocabulary.")
@@ -232,7 +222,6 @@ def _ordinary(loaded: LoadedModel) -> Tensor:
 
 
 def _with_special_tokens(loaded: LoadedModel, ids: Tensor) -> Tensor:
-    """Special tokens in place of the first and last ones."""
     if loaded.tokenizer is None:
         return ids
     before, after = special_tokens_of(loaded.tokenizer)

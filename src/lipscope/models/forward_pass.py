@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import regex
@@ -22,6 +23,7 @@ from lipscope.models.tracing.recorder import (
     as_tokens,
     has_storage,
     named_arguments,
+    origins,
     tensors_in,
 )
 from lipscope.models.tracing.sites import AttentionCall, block_of, first_block_of, is_norm
@@ -58,40 +60,30 @@ def function_of(record: Trace) -> StreamFunction:
 
 def _from_part(record: Trace, part: nn.Module, stream: Stream) -> StreamFunction:
     moved = Streams([stream], record.calls[0].token_axis)
-    return StreamFunction(
-        record, moved.x, rerun(record, {part: moved}, "", once=True), record.calls
-    )
+    function = rerun(record, {part: moved}, "", once=True)
+    return StreamFunction(record, moved.x.detach().clone(), function, record.calls)
 
 
 def function_of_map(record: Trace, layer: int, name: str) -> StreamFunction:
     """The maps ``block``, ``stack`` and ``model``, which run modules again."""
     built = build_map(record, None if name in WHOLE else layer, name)
     calls = record.calls if name in WHOLE else record.calls[: layer + 1]
-    return StreamFunction(record, built.x, built, calls[-1:] if name == "block" else calls)
+    calls = calls[-1:] if name == "block" else calls
+    return StreamFunction(record, built.x.detach().clone(), built, calls)
 
 
+@dataclass(frozen=True, eq=False)
 class StreamFunction:
-    """A module as a function of the stream that one of its parts takes.
+    """A module as a function of the stream that one of its parts takes."""
 
-    Attributes:
-        record: The pass that it was found in.
-        x: The stream.
-        calls: Its attention layers, in the order in which they are called.
-    """
-
-    def __init__(
-        self,
-        record: Trace,
-        x: Tensor,
-        function: Callable[[Tensor], Tensor],
-        calls: Sequence[AttentionCall],
-    ) -> None:
-        self.record, self.x, self.calls = record, x.detach().clone(), calls
-        self._function = function
+    record: Trace  # the pass that it was found in
+    x: Tensor  # the stream
+    function: Callable[[Tensor], Tensor]
+    calls: Sequence[AttentionCall]  # its attention layers, in the order in which they are called
 
     def __call__(self, x: Float[Tensor, "n d"]) -> Tensor:
         """What it returns: a row, or one for every token."""
-        return _rows(self._function(x))
+        return _rows(self.function(x))
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -174,20 +166,8 @@ class ForwardPass:
 
     def _functions(self, out: Tensor) -> set[str]:
         """Names of the functions that lead from the stream to the output."""
-        seen: set[Node] = set()
-        names: set[str] = set()
-        waiting = [out.grad_fn]
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if node in self._jumps:
-                waiting += self._jumps[node]
-                continue
-            names.add(regex.sub(r"(Backward)?\d*$", "", type(node).__name__))
-            waiting += [before for before, _ in node.next_functions]
-        return names
+        made = (node for node in origins(out.grad_fn, self._jumps) if node not in self._jumps)
+        return {regex.sub(r"(Backward)?\d*$", "", type(node).__name__) for node in made}
 
 
 def _is_matrix(x: Any) -> bool:

@@ -16,17 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
-from lipscope.models.data.images import image_samples
-from lipscope.models.data.windows import (
-    Sample,
-    Window,
-    WindowKind,
-    windows_of_text,
-)
+from lipscope.models.images import image_samples
 from lipscope.models.loading import LoadedModel, digest
 from lipscope.models.pretrained import Bytes
 from lipscope.models.tracing.prepare import eval_mode
 from lipscope.models.tracing.recorder import Recorder, is_tokens, to_device, token_arguments
+from lipscope.models.windows import Sample, WindowKind, windows_of_text
 from lipscope.sources import default_text, read_texts
 
 
@@ -48,16 +43,14 @@ def checked_data(data: Any) -> Any:
             _check_tensor(value)
     elif isinstance(data, Tensor):
         _check_tensor(data)
-    elif not (data is None or _are_samples(data)):
+    elif data is not None and not (
+        isinstance(data, list) and data and all(isinstance(one, Sample) for one in data)
+    ):
         raise InputError(
             "`data` should be text, a `Path`, a tensor or a mapping of tensors. "
             f"Found `{type(data).__name__}`."
         )
     return data
-
-
-def _are_samples(data: Any) -> bool:
-    return isinstance(data, list) and bool(data) and all(isinstance(one, Sample) for one in data)
 
 
 def _check_tensor(value: Any) -> None:
@@ -83,7 +76,6 @@ def _text_samples(
     windows: WindowKind,
     special_tokens: bool,
 ) -> list[Sample]:
-    """One sample per window of a text."""
     if not text.strip():
         raise InputError("The text should not be empty. Found no words in it.")
     limit = loaded.max_tokens
@@ -100,34 +92,26 @@ def _text_samples(
         kind=windows,
         special_tokens=special_tokens,
     )
-    start = _decoder_start(loaded)
-    named = "input_ids" in inspect.signature(loaded.model.forward).parameters
-    return [_window_input(w, start, named=named) for w in cut]
+    takes = inspect.signature(loaded.model.forward).parameters
+    return [_window_input(w, takes, loaded.config) for w in cut]
 
 
-def _window_input(w: Window, decoder_start: int | None, *, named: bool) -> Sample:
+# What the input of a decoder starts with: the first that its configuration says.
+_STARTS = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+
+
+def _window_input(w: Sample, takes: Collection[str], config: Any) -> Sample:
     """A window; an encoder-decoder reads it twice, its decoder one token later."""
-    arguments: Any = {"input_ids": w.ids} if named else (w.ids,)
-    if decoder_start is not None:
-        first = torch.full_like(w.ids[:, :1], decoder_start)
+    arguments: Any = {"input_ids": w.ids} if "input_ids" in takes else (w.ids,)
+    if "decoder_input_ids" in takes:
+        starts = (getattr(config, name, None) for name in _STARTS)
+        start = next((one for one in starts if isinstance(one, int)), 0)
+        first = torch.full_like(w.ids[:, :1], start)
         arguments["decoder_input_ids"] = torch.cat([first, w.ids[:, :-1]], dim=1)
-    return Sample("text", arguments, w.sample, w.start, w.num_tokens, w.sha256, w.tokens)
-
-
-def _decoder_start(loaded: LoadedModel) -> int | None:
-    """What a decoder's input starts with; None where there is no decoder to feed."""
-    if "decoder_input_ids" not in inspect.signature(loaded.model.forward).parameters:
-        return None
-    config = loaded.config
-    for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
-        token = getattr(config, name, None)
-        if isinstance(token, int):
-            return token
-    return 0
+    return replace(w, arguments=arguments)
 
 
 def _batch_samples(loaded: LoadedModel, data: Any) -> list[Sample]:
-    """One sample per entry of a batch."""
     if isinstance(data, Mapping):
         arguments: dict[str, Any] = dict(data)
     else:

@@ -1,1 +1,0 @@
-"""Inputs of models: windows of text, pictures, batches, controls."""
