@@ -31,7 +31,7 @@ INSIDE = {
     "engine": "changed cli_habits directions measure model_decision monitor push ranges "
     "reliability_sweep split sweep sweep_cluster sweep_spec",
     "explore": "explore_server",
-    "linalg": "ascent directions interval operator singular",
+    "linalg": "ascent interval operator singular",
     "measures": "splitting",
     "models": "block_by_block block_run capture changed dinov2 directions families settings sides",
     "pages": "compare identity page",

@@ -29,13 +29,15 @@ from lipscope.linalg.operator import (
 from lipscope.linalg.singular import (
     SMALLEST_TOL as SMALLEST_TOL,
     USUAL_STEPS as USUAL_STEPS,
+    Leading as Leading,
     TopSingular as TopSingular,
     Watch as Watch,
     golub_kahan as golub_kahan,
+    leading as leading,
     top_singular as top_singular,
     top_singular_batch as top_singular_batch,
+    unit_vector as unit_vector,
 )
-from lipscope.linalg.top_subspace import Leading as Leading, leading as leading
 from lipscope.linalg.torch_state import (
     by_threads as by_threads,
     draws_from as draws_from,
