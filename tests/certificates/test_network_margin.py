@@ -14,7 +14,7 @@ from lipscope.certificates import NetworkBall, certify_network
 from lipscope.certificates.attention_at import AttentionAt, bend_of
 from lipscope.certificates.attention_ball import AttentionBall
 from lipscope.certificates.forms import RowForm, least_in_ball, least_in_balls, thin_root
-from lipscope.certificates.norm_ball import NormBall
+from lipscope.certificates.tokenwise import NormBall
 from lipscope.models import ActivationName, Branch, Feed, Network, Norm
 
 F64 = torch.float64

@@ -159,17 +159,57 @@ class AttentionBall:
         self, reads: Float[Tensor, "i g k d"]
     ) -> tuple[Float[Tensor, "b i g"], Float[Tensor, "b i g"]]:
         """`change_of` without ``lead``, and what ``lead`` leaves out."""
-        at = self.at
+        at, one = self.at, self.grid
         w = torch.einsum("igkd,hdv->higkv", reads, at.output)
-        y = torch.einsum("igkd,hijd->higjk", reads, at.v)
+        y = torch.einsum("igkd,hijd->higjk", reads, at.v)  # values read
+
+        def x(t: Tensor) -> Tensor:
+            return t[:, :, :, None]
+
+        r, upper, change = one.radius[:, None, None, None], x(one.upper), x(one.change)
         if reads.shape[2] == 1:  # one read-out alone: rank 1
-            w1 = w[:, :, :, 0]
+            w1, alone = w[:, :, :, 0], y[..., 0]
             of_values = torch.einsum("higv,hjvlu,higu->higjl", w1, at.gram_value, w1)
             size = top_value(of_values).sqrt()
+            c_upper, c_change, c_beyond = (
+                torch.einsum("bhij,higj->bhig", w, alone.square()).sqrt()
+                for w in (one.upper, one.change, one.beyond)
+            )
+            lower = x(one.lower)
+            mean = extreme_size(alone, lower, upper)
+            largest = alone.abs().amax(-1) + mean
+            c_upper = torch.minimum(c_upper, extreme_mean(alone.square(), lower, upper).sqrt())
         else:
             size = norm_above(reads)[None] * at.read_norms[:, None, None]
             size = torch.minimum(size, norm_above(w) * at.value_norms[:, None, None])
-        return _changes(self.grid, at, y, size)
+            gram = torch.einsum("higjk,higlk->higjl", y, y)
+            c_upper, c_change, c_beyond = (
+                graded(lambda w: _top_weighted(gram, w).sqrt(), x(w), rows=True)
+                for w in (one.upper, one.change, one.beyond)
+            )
+            largest = y.norm(dim=-1)
+            mean = (change * largest).sum(-1)
+            largest = largest.amax(-1) + mean
+        f = x(1 + one.total)
+        shared = size * r * x(one.carried.sqrt())
+        plain = size * x(one.value_length) + c_upper * x(one.own_bent)
+        plain = plain + torch.minimum(
+            f * c_change * x(one.spread_change), largest * x(one.path * one.spread_upper)
+        )
+        plain = plain + shared * x(one.spread_upper + one.own_bent)
+        rest = size * x((one.beyond * at.carries).norm(dim=-1)) + c_beyond * x(one.spread_beyond)
+        # |E'y|: a mean that has moved meets E'a and, as bends are not centred, all of E'alpha
+        mean = torch.minimum(
+            mean, torch.minimum(x(one.total.sqrt()) * c_change, x(one.path) * c_upper)
+        )
+        rest = rest + mean * x(one.path * one.spread_upper)
+        rest = rest + torch.minimum(
+            c_change * x(one.change_bent) + mean * x(one.mean_bent),
+            largest * x(one.path * one.own_bent),
+        )
+        rest = rest + size * r * x(_uneven(one, at) * one.spread_change)
+        rest = rest + shared * x(one.own_bent)
+        return plain.sum(1), rest.sum(1)
 
     def joint_change(
         self,
@@ -399,52 +439,6 @@ def _uneven(one: Reach, at: AttentionAt) -> Tensor:
     # of one key s, V e ((P'_s - P_s) a_s - P'_s E'a)
     alone = ((change.sqrt() + one.upper * moved[..., None]) * at.single).amax(-1)
     return torch.where(at.single.any(-1), torch.minimum(found, alone), found)
-
-
-def _changes(one: Reach, at: AttentionAt, y: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-    """`AttentionBall.changes_of`; ``y``: values read, (h, i, g, j, k)."""
-
-    def x(t: Tensor) -> Tensor:
-        return t[:, :, :, None]
-
-    r, upper, change = one.radius[:, None, None, None], x(one.upper), x(one.change)
-    if y.shape[-1] == 1:
-        alone = y[..., 0]
-        c_upper, c_change, c_beyond = (
-            torch.einsum("bhij,higj->bhig", w, alone.square()).sqrt()
-            for w in (one.upper, one.change, one.beyond)
-        )
-        lower = x(one.lower)
-        mean = extreme_size(alone, lower, upper)
-        largest = alone.abs().amax(-1) + mean
-        c_upper = torch.minimum(c_upper, extreme_mean(alone.square(), lower, upper).sqrt())
-    else:
-        gram = torch.einsum("higjk,higlk->higjl", y, y)
-        c_upper, c_change, c_beyond = (
-            graded(lambda w: _top_weighted(gram, w).sqrt(), x(w), rows=True)
-            for w in (one.upper, one.change, one.beyond)
-        )
-        largest = y.norm(dim=-1)
-        mean = (change * largest).sum(-1)
-        largest = largest.amax(-1) + mean
-    f = x(1 + one.total)
-    shared = size * r * x(one.carried.sqrt())
-    plain = size * x(one.value_length) + c_upper * x(one.own_bent)
-    plain = plain + torch.minimum(
-        f * c_change * x(one.spread_change), largest * x(one.path * one.spread_upper)
-    )
-    plain = plain + shared * x(one.spread_upper + one.own_bent)
-    rest = size * x((one.beyond * at.carries).norm(dim=-1)) + c_beyond * x(one.spread_beyond)
-    # |E'y|: a mean that has moved meets E'a and, as bends are not centred, all of E'alpha
-    mean = torch.minimum(mean, torch.minimum(x(one.total.sqrt()) * c_change, x(one.path) * c_upper))
-    rest = rest + mean * x(one.path * one.spread_upper)
-    rest = rest + torch.minimum(
-        c_change * x(one.change_bent) + mean * x(one.mean_bent),
-        largest * x(one.path * one.own_bent),
-    )
-    rest = rest + size * r * x(_uneven(one, at) * one.spread_change)
-    rest = rest + shared * x(one.own_bent)
-    return plain.sum(1), rest.sum(1)
 
 
 def _evened(sizes: Float[Tensor, " b"], shares: Float[Tensor, " b"]) -> Float[Tensor, " b"]:

@@ -32,7 +32,7 @@ from lipscope.theorems import (
     per_token,
     row_gram_joint,
     tokens_in_double,
-    weighted_head,
+    weighted_heads,
 )
 
 
@@ -52,7 +52,7 @@ class BallLayer:
         self.layer = AskedLayer(layer, map, x=x)
         self.sharp = sharp
         self.centres = [HeadAt(head, x) for head in self.layer.heads]
-        self.weighted = [weighted_head(c) if sharp else None for c in self.centres]
+        self.weighted = [weighted_heads(c) if sharp else None for c in self.centres]
         self.local = [_local(*pair) for pair in zip(self.centres, self.weighted, strict=True)]
         self.several, self.projected = len(self.centres) > 1, self.layer.projected
         self.joint = row_gram_joint(self.layer.together) if sharp and self.several else math.inf

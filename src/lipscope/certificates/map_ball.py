@@ -77,8 +77,8 @@ class BallReads(Reads):
             return rows.norm(dim=-1) * self.r
         return rows.unflatten(1, (len(self.radii), -1)).norm(dim=-1) @ self.radii
 
-    def radius_of(self, at: Point, m: Tensor | None) -> Float[Tensor, " n"]:
-        """``>= |M_i (v_i - v_0i)|``."""
+    def radius(self, at: Point, m: Float[Tensor, "n k d"] | None = None) -> Float[Tensor, " n"]:
+        """``>= |M_i (v_i - v_0i)|``, of the identity if None."""
         j = at.jacobian if m is None else m @ at.jacobian
         moved = norm_above(j) * self.r
         if self.ball_name == "token":
@@ -118,13 +118,12 @@ def _tokenwise(branch: Branch, at: MapReach, reads: BallReads) -> MapReach:
     one = TokenBranch(branch, at.point, reads)
     errors, wide, hidden = _norm_errors(one), one.slope, norm_above(one.slope)
     if one.units is not None:
-        y = at.point.value if one.norm is None else one.norm.value
-        mid, half = one.units.secants(one.units.arguments(y), one.low, one.high)
-        m, into = one.units.through(mid), one.units.into.expand(len(y), -1, -1)
+        mid, m = one.mid, one.units.through(one.mid)
+        into = one.units.into.expand(len(mid), -1, -1)
         wide = m @ one.slope
         # tangents have a wider range of slopes than secants from the centre
         least, most = one.units.tangents(one.low, one.high)
-        halves = half, torch.maximum(most - mid, mid - least)
+        halves = one.half, torch.maximum(most - mid, mid - least)
         errors = [
             one.units.apart(wider, into @ one.slope)
             + (norm_above(m) + one.units.apart(wider, into)) * bent

@@ -15,7 +15,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import DotProduct
-from lipscope.certificates.activation import Units
 from lipscope.certificates.attention_at import AttentionAt, bend_of, moves_apart
 from lipscope.certificates.attention_ball import PIECES, AttentionBall
 from lipscope.certificates.forms import (
@@ -30,7 +29,7 @@ from lipscope.certificates.forms import (
     top_value,
     young,
 )
-from lipscope.certificates.norm_ball import NormBall
+from lipscope.certificates.tokenwise import NormBall, Units
 from lipscope.models import Branch, Feed, Norm
 
 _ENTRIES = 2_000_000  # of tensors of weights by read-outs
@@ -143,12 +142,12 @@ class TokenBranch:
                 curve = self.norm.read(self.units.into) * self.norm.remainder(self.radius)[:, None]
             self.reach = curve + reach.of(at, read, self.units.close(z0, last) - curve)
             self.low, self.high = z0 - self.reach, z0 + self.reach
-            mid, half = self.units.secants(z0, self.low, self.high)
-            m = self.units.through(mid)
+            self.mid, half = self.units.secants(z0, self.low, self.high)
+            self.half, m = half, self.units.through(self.mid)
             wide = self._plus_skip(m @ slope)
             moved = (half * self.reach).norm(dim=-1) * norm_above(self.units.out)
             if bool((at.rest + beyond).any()):  # where a norm bends, distances are known
-                apart = self.units.apart(half, into) * (reach.radius_of(at, slope) + beyond)
+                apart = self.units.apart(half, into) * (reach.radius(at, slope) + beyond)
                 moved = torch.minimum(moved, apart)
             extra = norm_above(wide) * at.rest + norm_above(m) * beyond + moved
             assert isinstance(part, Feed)
@@ -315,12 +314,8 @@ class Reads:
         lead = self.at.lead_rows
         return self.ball.joint_change(self._eye, shares, lambda: lead and lead[1])
 
-    def radius(self, at: Point) -> Float[Tensor, " n"]:
-        """``>= |v_i - v_0i|``."""
-        return self.radius_of(at, None)
-
-    def radius_of(self, at: Point, m: Tensor | None) -> Float[Tensor, " n"]:
-        """``>= |M_i (v_i - v_0i)|``."""
+    def radius(self, at: Point, m: Float[Tensor, "n k d"] | None = None) -> Float[Tensor, " n"]:
+        """``>= |M_i (v_i - v_0i)|``, of the identity if None."""
         j = at.jacobian if m is None else m @ at.jacobian
         rest = at.rest if m is None else norm_above(m) * at.rest
         moved = norm_above(j) * self.r + rest
@@ -456,20 +451,19 @@ class Segment:
         moved = self.at.jacobian if self.entry is None else self.entry.moved
         self.jacobian = moved + self.t[self.rows] if self.skip else moved
 
-    def grow(self, radius: float, pieces: int | None = None) -> None:
+    def grow(self, radius: float) -> None:
         """Bound everything on the balls up to this radius.
 
         Raises:
             OutOfReachError: Where the input of a norm could vanish.
         """
-        self.pieces = pieces or PIECES
         self.r = radius
         if self.first is not None and self.mixes and self.first.norm is not None:
             assert isinstance(self.part, DotProduct) and isinstance(self.first.norm, Norm)
             self.entry = Entry(self.part, self.first.norm, self.x, self.t, radius)
             self.entry.of_rows(self.rows)
             self._attend(self.entry.y, self.entry.t)
-        ball = None if self.at is None else AttentionBall(self.at, radius, self.pieces)
+        ball = None if self.at is None else AttentionBall(self.at, radius)
         self.reads = Reads(ball, radius, self.entry)
         n, d = self.value.shape
         eye = torch.eye(d, dtype=self.x.dtype).expand(n, d, d)
@@ -495,12 +489,12 @@ class Segment:
         At ``t`` the way is within ``(1 - t) start + t r`` of the centre. ``hessian``: weights
         ``2 (1 - t)``; ``jacobian``: 1. Right ends of the grid, so an upper bound.
         """
-        found = self.x.new_zeros(self.pieces)
+        found = self.x.new_zeros(PIECES)
         for step in range(_STEPS):
             a, b = step / _STEPS, (step + 1) / _STEPS
             far = max((1 - s) * start + s * self.r for s in (a, b))
             # a hair inside the ball of the next grid point is taken for its edge
-            piece = min(self.pieces, math.ceil(far / self.r * self.pieces * (1 - 1e-12))) - 1
+            piece = min(PIECES, math.ceil(far / self.r * PIECES * (1 - 1e-12))) - 1
             found[piece] += (1 - a) ** 2 - (1 - b) ** 2 if kind == "hessian" else 1 / _STEPS
         return found
 

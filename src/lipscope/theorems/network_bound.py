@@ -151,7 +151,26 @@ def lipschitz_bound(
     >>> f"{float(bound):.4f}"  # √(1 + R⁴) + R²
     '2.4142'
     """
-    return bound_of_network(_parts(model, data), norm=norm, radius=radius, num_tokens=num_tokens)
+    network = _parts(model, data)
+    if norm not in get_args(BoundNorm):
+        raise InputError(f"`norm` should be `max-token` or `frobenius`. Found `{norm}`.")
+    if radius is not None:
+        check_positive("radius", radius)
+    if num_tokens is not None:
+        check_count("num_tokens", num_tokens)
+    pooled = isinstance(network, Network)
+    if pooled and num_tokens is None and len(network.share):
+        num_tokens = len(network.share)
+    r = torch.as_tensor(math.inf if radius is None else radius, dtype=torch.float64)
+    run = _Run(norm, num_tokens, r)
+    for branch in network.branches:
+        run.through(branch)
+    if pooled and len(network.head):
+        run.pool(network.share.double())
+        for branch in network.tail:
+            run.through(branch)
+        run.score(network.head.double())
+    return LipschitzBound(run.value, norm, float(r.detach()), num_tokens, tuple(run.parts))
 
 
 def _parts(model: Any, data: Any) -> Network | Chain:
@@ -176,45 +195,6 @@ def _parts(model: Any, data: Any) -> Network | Chain:
             "give one, or the module a method `as_network`."
         )
     return read_parts(model, (data,) if isinstance(data, Tensor) else data)[0]
-
-
-def bound_of_network(
-    network: Network | Chain,
-    *,
-    norm: BoundNorm = "max-token",
-    radius: float | Float[Tensor, ""] | None = None,
-    num_tokens: int | None = None,
-) -> LipschitzBound:
-    """The bound of a network from its parts, differentiable in their weights.
-
-    Args:
-        network: The parts; a `Chain` gives all tokens, a `Network` scores of pooled ones.
-        norm: ``max-token`` or ``frobenius``.
-        radius: Largest norm of a token of the input; None for all inputs.
-        num_tokens: Number of tokens; needed where a bound depends on it.
-
-    Raises:
-        InputError: Where no bound is known, or it is infinite: of which part, and what to do.
-    """
-    if norm not in get_args(BoundNorm):
-        raise InputError(f"`norm` should be `max-token` or `frobenius`. Found `{norm}`.")
-    if radius is not None:
-        check_positive("radius", radius)
-    if num_tokens is not None:
-        check_count("num_tokens", num_tokens)
-    pooled = isinstance(network, Network)
-    if pooled and num_tokens is None and len(network.share):
-        num_tokens = len(network.share)
-    r = torch.as_tensor(math.inf if radius is None else radius, dtype=torch.float64)
-    run = _Run(norm, num_tokens, r)
-    for branch in network.branches:
-        run.through(branch)
-    if pooled and len(network.head):
-        run.pool(network.share.double())
-        for branch in network.tail:
-            run.through(branch)
-        run.score(network.head.double())
-    return LipschitzBound(run.value, norm, float(r.detach()), num_tokens, tuple(run.parts))
 
 
 class _Run:

@@ -325,11 +325,10 @@ class Ball:
         """``>= ‖J(X') - J(X)‖``: to be added to any bound of ``‖J(X)‖``."""
         c, sums = self.c, self.sums
         weights = self.p.change.sum(-1).sqrt() * c.head.norm_v
-        reader = c.rho.amax(-1) if c.rotary is None else None
-        if reader is None:
-            turned = (self.p.change * (c.nu * c.rho).square()).sum(-1).sqrt()
+        if c.rotary is None:
+            turned = c.rho[:, 0] * sums["change_v"].sqrt()
         else:
-            turned = reader * sums["change_v"].sqrt()
+            turned = (self.p.change * (c.nu * c.rho).square()).sum(-1).sqrt()
         blocks = (weights + turned).square()
         moved = self.rho.amax(-1) * (c.head.norm_v * self.spread + self.mean_moved)
         moved = moved + c.norm_a * self.eps * sums["upper_v"].sqrt()
@@ -360,14 +359,6 @@ class Ball:
             "radius": self.by_radius,
         }
         return {name: value for name, value in found.items() if math.isfinite(value)}
-
-    @property
-    def outputs(self) -> Tensor:
-        """``>= sup |df_i(E)|`` for ``E`` of unit size in the ball's own norm, ``(n,)``."""
-        row = self.row.sqrt()
-        if self.ball == "frobenius":  # sum_j P'_ij |e_j|^2 <= max_j U_ij ‖E‖^2
-            row = row * self.p.upper.amax(-1).sqrt()
-        return row + self.own
 
 
 @theorem(cite=DERIVED, statement="ball certificate")

@@ -20,15 +20,6 @@ from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
 from lipscope.theorems.spectrum import norms_of_many
 
 
-def phi(x: float) -> float:
-    """``φ(x) = x e^(x+1)``.
-
-    >>> phi(0.0), round(phi(phi_inverse(9.0)), 12)
-    (0.0, 9.0)
-    """
-    return x * math.exp(x + 1)
-
-
 @theorem(cite="kim2021", statement="Theorem 3.1", kind="lower")
 def kim_thm_3_1(head: Head, num_tokens: int, radius: float) -> float:
     """Dot-product attention is not Lipschitz: growth with R² from one token at the origin.
