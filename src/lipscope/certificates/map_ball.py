@@ -90,17 +90,11 @@ class BallReads(Reads):
 
 @dataclass(frozen=True, eq=False)
 class MapReach:
-    """A point on the way through a map: its linear part ``M``, and what that leaves out.
+    """A point on the way through a map: its linear part ``M``, and what that leaves out."""
 
-    Attributes:
-        point: The value at the centre, ``M``, and how far every token can be beyond it.
-        size: ``>= ‖M‖``.
-        left: ``>= |v' - v_0 - M E| / |E|`` for every ``E`` of the ball, and ``>= ‖dv / dE - M‖``
-            all over it.
-    """
-
-    point: Point
-    size: Tensor
+    point: Point  # the value at the centre, ``M``, and how far every token can be beyond it
+    size: Tensor  # ``>= ‖M‖``
+    # ``>= |v' - v_0 - M E| / |E|`` for every ``E`` of the ball; ``>= ‖dv / dE - M‖`` all over it
     left: tuple[Tensor, Tensor]
 
     def bent(self, errors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -431,25 +431,26 @@ class Segment:
         self.last = last
         self.branches, self.x, self.t = branches, x, t
         self.rows = torch.arange(len(x)) if rows is None else rows
-        self.first = branches[0] if branches else None
-        self.part = self.first.part if self.first is not None else None
-        self.mixes = isinstance(self.part, DotProduct)
+        self.mixes = bool(branches) and isinstance(branches[0].part, DotProduct)
+        # without attention, what leaves tokens as they are
+        self.first = branches[0] if self.mixes else Branch(skip=False)
         self.rest = branches[1:] if self.mixes else branches
-        self.skip = not self.mixes or (self.first is not None and self.first.skip)
         self.at: AttentionAt | None = None
         self.entry: Entry | None = None
-        self.jacobian, self.value = t[self.rows], x[self.rows]
-        if self.mixes:
-            assert self.first is not None and isinstance(self.part, DotProduct)
-            self.value = self.first(x)[self.rows]
-            if self.first.norm is None:
-                self._attend(x, t)
+        self.jacobian, self.value = t[self.rows], self.first(x)[self.rows]
+        if self.mixes and self.first.norm is None:
+            self._attend(x, t)
+
+    @property
+    def part(self) -> DotProduct:
+        """The attention."""
+        assert isinstance(self.first.part, DotProduct)
+        return self.first.part
 
     def _attend(self, x: Tensor, t: Tensor) -> None:
-        assert isinstance(self.part, DotProduct)
         self.at = AttentionAt(self.part, x, t, self.rows)
         moved = self.at.jacobian if self.entry is None else self.entry.moved
-        self.jacobian = moved + self.t[self.rows] if self.skip else moved
+        self.jacobian = moved + self.t[self.rows] if self.first.skip else moved
 
     def grow(self, radius: float) -> None:
         """Bound everything on the balls up to this radius.
@@ -458,8 +459,8 @@ class Segment:
             OutOfReachError: Where the input of a norm could vanish.
         """
         self.r = radius
-        if self.first is not None and self.mixes and self.first.norm is not None:
-            assert isinstance(self.part, DotProduct) and isinstance(self.first.norm, Norm)
+        if self.mixes and self.first.norm is not None:
+            assert isinstance(self.first.norm, Norm)
             self.entry = Entry(self.part, self.first.norm, self.x, self.t, radius)
             self.entry.of_rows(self.rows)
             self._attend(self.entry.y, self.entry.t)
@@ -478,7 +479,7 @@ class Segment:
 
     def through(self, x: Tensor) -> list[Tensor]:
         """What enters every token-wise branch, and what comes out."""
-        found = [(self.first(x) if self.mixes and self.first is not None else x)[self.rows]]
+        found = [self.first(x)[self.rows]]
         for branch in self.rest:
             found.append(branch(found[-1]))
         return found
@@ -520,15 +521,13 @@ class Segment:
         base = torch.einsum("ndp,nde,neq->pq", j, q.blocks, j)
         if not self.mixes:
             return q.gap, torch.einsum("nd,ndp->p", q.slope, self.t[self.rows]), -base
-        assert self.at is not None and self.reads.ball is not None and self.first is not None
-        assert isinstance(self.part, DotProduct)
-        part = self.part
-        first, eye = self.first, torch.eye(len(base), dtype=base.dtype)
+        assert self.at is not None and self.reads.ball is not None
+        eye = torch.eye(len(base), dtype=base.dtype)
         bend, start = bend_of(self.at, q.slope), self._start(x, start)
         b = bend.hessian - self.reads.ball.hessian_change(bend, self.averages(start, "hessian"))
         if self.entry is not None:
             b = -self.entry.pulled(positive_part(-b), x)
-            y = gradient(lambda z: part(z)[self.rows] * q.slope, self.entry.norm.norm(x))
+            y = gradient(lambda z: self.part(z)[self.rows] * q.slope, self.entry.norm.norm(x))
             curve = self.entry.norm.curvature(y, x, self.entry.radius)
             b = b - torch.einsum("ndp,nde,neq->pq", self.t, curve, self.t)
         if bool(q.blocks.any()):  # nothing above attention bends where it is alone
@@ -543,7 +542,7 @@ class Segment:
                 lost = self.entry.lost(x, half).square() + left.max() * self.entry.lost(x).square()
                 forms[1:] = self.entry.pulled(joint, x), lost * eye
             b = b - added(forms)
-        g = gradient(lambda z: first(z)[self.rows] * q.slope, x)
+        g = gradient(lambda z: self.first(z)[self.rows] * q.slope, x)
         return q.gap, torch.einsum("nd,ndp->p", g, self.t), b
 
     def secant(self, x: Tensor, start: float) -> Secant:

@@ -4,7 +4,6 @@ from lipscope.linalg.gradient import sigma as sigma
 from lipscope.linalg.norms import (
     SPECTRAL as SPECTRAL,
     Metric as Metric,
-    NormInterval as NormInterval,
     bracketed as bracketed,
     frobenius_interval as frobenius_interval,
     infinity_norm as infinity_norm,

@@ -5,7 +5,6 @@
 from lipscope.theorems.papers import castin2024, geshkovski2023, kim2021  # noqa: F401
 from lipscope.theorems.papers import dasoulas2021, lipsformer2023, yudin2025, emadi2026  # noqa: F401
 from lipscope.theorems.derived import global_bounds, local_bounds, row_gram, ball  # noqa: F401
-from lipscope.theorems.derived import layer_constants  # noqa: F401
 
 # isort: on
 from lipscope.theorems.derived.ball import (

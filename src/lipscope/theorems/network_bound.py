@@ -39,7 +39,7 @@ from lipscope.theorems.derived.layer_constants import (
     product_above,
     reach,
 )
-from lipscope.theorems.register import NotApplicableError
+from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
 
 _ROUNDING = 1e-12  # relative, of the constant of one part
 _FAR, _GRID = 12.0, 240_001  # where slopes of activations are looked for
@@ -47,27 +47,16 @@ _FAR, _GRID = 12.0, 240_001  # where slopes of activations are looked for
 
 @dataclass(frozen=True, repr=False)
 class PartBound(Shown):
-    """One factor of a bound: ``constant = stream + norm * rows * weights``.
+    """One factor of a bound: ``constant = stream + norm * rows * weights``."""
 
-    Attributes:
-        name: Which part it is.
-        what: What it does.
-        constant: How much it moves.
-        stream: Weight of the stream in a residual sum, 0 without one.
-        norm: Slope of the norm before the part.
-        rows: How much a row of attention moves in its steepest head, 1 of what is token-wise.
-        weights: What the weights make of it: values and output of all heads, or a network's maps.
-        radius: Largest norm of a token that enters it.
-    """
-
-    name: str
-    what: str
-    constant: float
-    stream: float
-    norm: float
-    rows: float
-    weights: float
-    radius: float
+    name: str  # which part it is
+    what: str  # what it does
+    constant: float  # how much it moves
+    stream: float  # weight of the stream in a residual sum, 0 without one
+    norm: float  # slope of the norm before the part
+    rows: float  # how much a row of attention moves in its steepest head, 1 of what is token-wise
+    weights: float  # of the weights: values and output of all heads, or a network's maps
+    radius: float  # largest norm of a token that enters it
 
 
 @dataclass(frozen=True, repr=False)
@@ -171,6 +160,32 @@ def lipschitz_bound(
             run.through(branch)
         run.score(network.head.double())
     return LipschitzBound(run.value, norm, float(r.detach()), num_tokens, tuple(run.parts))
+
+
+@theorem(
+    cite=DERIVED,
+    statement="Largest token norm, heads together",
+    metric="max-token",
+    scope="global",
+)
+def layer_max_token(layer: Attention, num_tokens: int, radius: float) -> float:
+    """How far any token of a whole layer moves when no token moves by more than 1.
+
+    ``√(Σ_h c_h) ‖Σ_h (a_h + t_h)² M_h M_h^T / c_h‖^(1/2)``, ``M_h = O_h V_h``, with
+    ``a_h = √(1 + β²)`` and ``t_h = α`` for inner products of affine maps; other scores and
+    variants have their own.
+
+    Holds for any mask and biases, rotary embeddings, soft caps, norms of queries and keys, and the
+    variants, on n tokens of norm at most R.
+
+    Source: derived here (``docs/theory/network-bound.md``).
+    """
+    r = torch.tensor(radius, dtype=torch.float64)
+    own = layer.in_double()
+    found = attention_constant(own, Tokens(r), norm="max-token", num_tokens=num_tokens)
+    if not bool(found.constant.isfinite()):
+        raise NotApplicableError("it overflows")
+    return float(found.constant)
 
 
 def _parts(model: Any, data: Any) -> Network | Chain:

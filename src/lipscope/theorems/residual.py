@@ -216,13 +216,13 @@ class Around:
         """What rounding may hide of a bound with the identity inside; ``hidden``: without it."""
         norm = hidden / UNIT
         second = float(self._sizes(self.second).max())
-        off = [0.0 if one is None else float(one.max()) for one in self._errors]
-        total = float(self.lefts.max()) * hidden + UNIT * self.width * float(self.beside.max())
-        return total + off[1] * (1 + second * norm) + float(self.beside.max()) * off[0] * norm
-
-    @property
-    def _errors(self) -> list[Tensor | None]:
-        return [None if one is None else one.error for one in (self.second, self.outer)]
+        inner, outer = (
+            0.0 if one is None or one.error is None else float(one.error.max())
+            for one in (self.second, self.outer)
+        )
+        beside = float(self.beside.max())
+        total = float(self.lefts.max()) * hidden + UNIT * self.width * beside
+        return total + outer * (1 + second * norm) + beside * inner * norm
 
     def _sizes(self, norm: Behind | None) -> Tensor:
         return torch.ones(self.tokens, dtype=torch.float64) if norm is None else norm.sizes
