@@ -102,14 +102,14 @@ class AttentionBall:
         total = 2 * torch.minimum((upper - p).sum(-1), (p - lower).sum(-1)).clamp_min(0)
         beyond = p * (first + at.bend * r[..., None].square())
         beyond = torch.minimum(beyond, change + p * at.a.norm(dim=-1) * r[..., None])
-        key_upper, key_change = (graded(at.key_spread, w, rows=True) for w in (upper, change))
+        key_upper, key_change = (graded(at.key_spread, w) for w in (upper, change))
         # of one key alone: the largest p (1 - p)
         largest = torch.maximum(upper * (1 - upper), lower * (1 - lower))
         largest = torch.where((lower < 0.5) & (upper > 0.5), 0.25, largest)
         varied = torch.where(at.single, largest, upper)
         own_bent = 2 * r * at.bent_rows(varied, key_upper)
         spread_upper, spread_change, spread_beyond = (
-            graded(at.spread, w, rows=True) for w in (upper, change, beyond)
+            graded(at.spread, w) for w in (upper, change, beyond)
         )
         path = (r[0] * (spread_upper + own_bent)).cumsum(0)
         length = torch.minimum(change.norm(dim=-1), total / 2**0.5)
@@ -184,7 +184,7 @@ class AttentionBall:
             size = torch.minimum(size, norm_above(w) * at.value_norms[:, None, None])
             gram = torch.einsum("higjk,higlk->higjl", y, y)
             c_upper, c_change, c_beyond = (
-                graded(lambda w: _top_weighted(gram, w).sqrt(), x(w), rows=True)
+                graded(lambda w: _top_weighted(gram, w).sqrt(), x(w))
                 for w in (one.upper, one.change, one.beyond)
             )
             largest = y.norm(dim=-1)
@@ -357,7 +357,7 @@ class AttentionBall:
         q = q + bent + _product(of_a(most[..., None] * upper), bent)
         # 2 (Cov' - Cov)(y, q) and 2 Cov'(n(e), q)
         gram = n @ n.mT
-        size = r * graded(lambda w: _top_weighted(gram, w).sqrt(), w, rows=True)
+        size = r * graded(lambda w: _top_weighted(gram, w).sqrt(), w)
         w = turns[..., None] * (change * y.abs() + mean[..., None] * upper)
         if at.turns is not None:
             where, _, forms = at.turns

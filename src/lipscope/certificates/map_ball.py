@@ -141,7 +141,7 @@ def _norm_errors(one: TokenBranch) -> list[Tensor]:
     """``>= ‖S_i - D_i‖`` of secants of the norm from the centre, and of its slopes anywhere."""
     if one.norm is None:
         return [torch.zeros_like(one.radius)] * 2
-    change = one.norm.slope_change(one.center, one.radius)
+    change = one.norm.slope_change(one.at.value, one.radius)
     return [change, one.norm.largest_slope_change(one.radius)]
 
 

@@ -116,7 +116,7 @@ class TokenBranch:
         assert part is None or isinstance(part, Feed)
         assert branch.norm is None or isinstance(branch.norm, Norm)
         self.units = None if part is None else Units(part)
-        self.center, self.branch, self.reaches, self.at = at.value, branch, reach, at
+        self.branch, self.reaches, self.at = branch, reach, at
         n, d = at.value.shape
         eye = torch.eye(d, dtype=at.value.dtype)
         self.norm = None if branch.norm is None else NormBall(branch.norm, at.value)

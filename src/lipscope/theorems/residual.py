@@ -173,8 +173,6 @@ class Around:
     width: int  # of a token
     second: Behind | None = None  # ``N_s``, which takes the attention's own output, or None
     outer: Behind | None = None  # ``N_o``, which takes the sum, or None
-    # whether it speaks of one input, so that the identity can go inside a certificate
-    here: bool = True
 
     @cached_property
     def beside(self) -> Float[Tensor, " n"]:
@@ -308,7 +306,7 @@ class Residual:
             None if one is None else Behind(one, one.weight.new_tensor([one.steepest(0.0)]))
             for one in self.norms
         )
-        return Around(1, self.width, second, outer, here=False)
+        return Around(1, self.width, second, outer)
 
     def at(self, attention: Attention, heads: HeadsAt | None, x: Float[Tensor, "n d"]) -> Around:
         """What is around attention at ``x``; heads, at their own input, where a norm follows."""

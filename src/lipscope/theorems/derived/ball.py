@@ -320,6 +320,11 @@ class Ball:
         upper, blocks = nonnegative_norm(torch.stack([self.p.upper, self.p.upper * nu * self.rho]))
         return float(upper * c.head.norm_v + self.own.max() + blocks)
 
+    @property
+    def cheap(self) -> float:
+        """The better one of both."""
+        return min(self.by_rows, self.by_blocks)
+
     @cached_property
     def change(self) -> float:
         """``>= ‖J(X') - J(X)‖``: to be added to any bound of ``‖J(X)‖``."""
@@ -349,8 +354,7 @@ class Ball:
     def forms(self, local: float | None = None) -> dict[str, float]:
         """Every form that is finite, by name."""
         if local is None:
-            at = Ball(self.c, 0.0)
-            local = min(at.by_rows, at.by_blocks)
+            local = Ball(self.c, 0.0).cheap
         found = {
             "rows": self.by_rows,
             "blocks": self.by_blocks,
