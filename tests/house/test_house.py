@@ -37,7 +37,7 @@ INSIDE = {
     "pages": "compare identity page",
     "records": "changed charlm cli_rows compare engine_bounds folder growth normed parquet perturb "
     "questions record reliability reliability_sweep reproduce residual_bounds run sweep",
-    "theorems": "bounds bounds_kinds bounds_values certify control inputs local normed zero_token",
+    "theorems": "bounds bounds_values certify control inputs local normed zero_token",
 }
 # What they share: all that a layer says of what it does; sweeps in this process; run folders.
 SHARED = {

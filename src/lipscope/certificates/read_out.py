@@ -18,8 +18,9 @@ from torch import Tensor
 
 from lipscope.attention import DotProduct
 from lipscope.certificates.forms import gradient
+from lipscope.linalg import eigenvalue
 from lipscope.models import Network
-from lipscope.theorems import UNIT, Ball, BallName, HeadAt, NotApplicableError, eigenvalue, heads_of
+from lipscope.theorems import UNIT, Ball, BallName, HeadAt, NotApplicableError, heads_of
 
 Form = tuple[Tensor, Tensor, Tensor]
 _SLACK = 1e-9  # float64 rounding of the sums, with room

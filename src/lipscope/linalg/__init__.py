@@ -5,9 +5,13 @@ from lipscope.linalg.norms import (
     SPECTRAL as SPECTRAL,
     Metric as Metric,
     bracketed as bracketed,
+    eigenvalue as eigenvalue,
     frobenius_interval as frobenius_interval,
     infinity_norm as infinity_norm,
     max_token_norm as max_token_norm,
+    nonnegative_norm as nonnegative_norm,
+    norm_in_double as norm_in_double,
+    norms_of_many as norms_of_many,
 )
 from lipscope.linalg.operator import (
     Operator as Operator,

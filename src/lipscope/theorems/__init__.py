@@ -75,4 +75,3 @@ from lipscope.theorems.residual import (
     absorb as absorb,
     norm_of as norm_of,
 )
-from lipscope.theorems.spectrum import eigenvalue as eigenvalue

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from lipscope.attention import DotProduct, Rotary, Softmax, product_norm
 from lipscope.errors import InputError
+from lipscope.linalg import norm_in_double, norms_of_many
 from lipscope.theorems.register import NotApplicableError
-from lipscope.theorems.spectrum import norm_in_double, norms_of_many
 
 UNIT = 8 * torch.finfo(torch.float64).eps  # rounding of a product of matrices, with room
 

@@ -17,11 +17,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.errors import InputError
+from lipscope.linalg import eigenvalue, nonnegative_norm
 from lipscope.theorems.derived.global_bounds import global_rows_capped
+from lipscope.theorems.derived.local_bounds import of_both_parts
 from lipscope.theorems.derived.row_gram import Weighted
 from lipscope.theorems.head import HeadAt
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
-from lipscope.theorems.spectrum import eigenvalue, nonnegative_norm, of_both_parts
 
 BallName = Literal["token", "frobenius"]
 

@@ -26,12 +26,12 @@ from lipscope.attention import (
     row_gain,
     spectral_norm,
 )
+from lipscope.linalg import norm_in_double
 from lipscope.theorems.derived.layer_constants import LayerHeads, Tokens, sigmoid_moves
 from lipscope.theorems.directions import pair_directions, star_direction
 from lipscope.theorems.head import Head
 from lipscope.theorems.papers.castin2024 import two_cluster_value
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
-from lipscope.theorems.spectrum import norm_in_double
 
 _CELLS = 4096
 

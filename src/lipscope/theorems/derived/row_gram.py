@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from lipscope.attention import Rotary
+from lipscope.linalg import eigenvalue, norm_in_double
 from lipscope.theorems.head import UNIT, HeadAt, HeadsAt
 from lipscope.theorems.register import DERIVED, theorem
 from lipscope.theorems.residual import Around
-from lipscope.theorems.spectrum import eigenvalue, norm_in_double
 
 PROBES = 8  # directions of a row's output space that one round follows
 _CHUNK = 2**23  # bytes of the largest tensor of the rows that are taken at a time

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lipscope.attention import L2Attention, phi_inverse
 from lipscope.errors import InputError
+from lipscope.linalg import norms_of_many
 from lipscope.theorems.head import Head
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
-from lipscope.theorems.spectrum import norms_of_many
 
 
 @theorem(cite="kim2021", statement="Theorem 3.1", kind="lower")
