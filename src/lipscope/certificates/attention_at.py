@@ -129,6 +129,11 @@ class AttentionAt:
         return self.a @ self.a.mT
 
     @cached_property
+    def sizes(self) -> Tensor:
+        """``|a_j|^2``, ``(h, i, j)``: for weights, never a bound."""
+        return self.a.square().sum(-1)
+
+    @cached_property
     def apart(self) -> Tensor:
         """``>= |a_j - a_l|``, ``(h, i, j, l)``."""
         diagonal = self.gram_a.diagonal(dim1=-2, dim2=-1)

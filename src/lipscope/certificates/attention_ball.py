@@ -244,9 +244,10 @@ class AttentionBall:
             return at.form(rest=min(averages, key=lambda form: float(form.trace())))
 
         def velocities(*each: tuple[Tensor, Tensor]) -> RowForm:
-            return self._velocities(
-                [c.sum(1, keepdim=True)[..., None] * w for c, w in each], shares
-            )
+            """Of ``sum w_hij <a_hij, f>^2``, averaged: the form of smallest trace."""
+            weights = (c.sum(1, keepdim=True)[..., None] * w for c, w in each)
+            means = [_averaged(w, (w * at.sizes).flatten(1).sum(1), shares) for w in weights]
+            return at.form(min(means, key=lambda w: float((w * at.sizes).sum())))
 
         def bends(c: Tensor, w: Tensor, key_w: Tensor) -> RowForm:
             whole = c.sum(1, keepdim=True).expand_as(c)
@@ -302,12 +303,6 @@ class AttentionBall:
         rows = torch.einsum("hjvu,hjup->hjvp", each, at.value).flatten(1, 2)
         return torch.einsum("hvp,hvq->pq", flat, rows)
 
-    def _velocities(self, weights: Sequence[Float[Tensor, "b h i j"]], shares: Tensor) -> RowForm:
-        """Of ``sum w_hij <a_hij, f>^2``, averaged: the form of smallest trace."""
-        sizes = self.at.a.square().sum(-1)
-        each = [_averaged(w, (w * sizes).flatten(1).sum(1), shares) for w in weights]
-        return self.at.form(min(each, key=lambda w: float((w * sizes).sum())))
-
     # --- change of the Hessian
 
     def hessian_change(self, bend: Bend, shares: Float[Tensor, " b"]) -> Float[Tensor, "p p"]:
@@ -315,7 +310,6 @@ class AttentionBall:
         at, used, y = self.at, shares > 0, bend.y
         one, shares = self.grid.of(used), shares[used]
         r, upper, lower, change = one.radius[:, None, None], one.upper, one.lower, one.change
-        sizes = at.a.square().sum(-1)
 
         def shared(w: Tensor) -> Tensor:
             return torch.einsum("b,b...->...", shares, w)
@@ -342,7 +336,7 @@ class AttentionBall:
         above = moved + extreme_mean(y, lower, upper)
         fall = (own * r[..., None] + above[..., None] - y).amax(-1).clamp_min(0)
         whole = at.p * y + upper * fall[..., None]
-        less = (whole * sizes).sum(-1) < (each * sizes).sum(-1)
+        less = (whole * at.sizes).sum(-1) < (each * at.sizes).sum(-1)
         q = q + of_a(rows * torch.where(less[..., None], whole, each))
         # rows whose query moves bend: 2 Cov'(n, alpha), and E'[y' ((a + alpha)^2 - a^2)]
         turns = (at.norm_query > 0).to(upper.dtype)
@@ -426,8 +420,7 @@ class AttentionBall:
         ratio = ((one.upper.sum(-1) + TINY) / (one.change.sum(-1) + TINY)).sqrt()[..., None]
         each = (one.change * ratio + one.upper / ratio) / 2
         by_change = (deviation * one.total.sqrt())[..., None] * each
-        sizes = self.at.a.square().sum(-1)
-        less = (by_change * sizes).sum(-1) < (by_path * sizes).sum(-1)
+        less = (by_change * self.at.sizes).sum(-1) < (by_path * self.at.sizes).sum(-1)
         return torch.where(less[..., None], by_change, by_path)
 
 

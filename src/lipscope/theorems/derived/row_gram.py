@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -361,22 +361,6 @@ def _expand(matrices: Tensor, times: int) -> Tensor:
     return matrices.repeat_interleave(times, -2).repeat_interleave(times, -1)
 
 
-class _ColumnParts(NamedTuple):
-    """Gram matrices before their weights, ``V^T A V + V^T M K + (…)^T + K^T C K`` each.
-
-    Their diagonal block has more: what it is without the covariance, ``Y``, and the covariance.
-    """
-
-    values: Tensor  # A, (r, H k_v, H k_v)
-    mixed: Tensor  # M, (r, H k_v, H k)
-    keys: Tensor  # C, (r, H k, H k)
-    own: Tensor  # P_jj, (r, H)
-    y: Tensor  # P_jj y_jj, (r, H, k_v)
-    q: Tensor  # (r, H, k)
-    covariance: Tensor  # (r, H, k_v, k)
-    inverse: Tensor  # 1 / p_jj, (r,)
-
-
 class JacobianColumns(JacobianRows):
     """Its transpose, row by row: block ``ji`` is ``J_ij^T``.
 
@@ -487,7 +471,12 @@ class JacobianColumns(JacobianRows):
     def _inverse(self, weights: Tensor, rows: slice) -> Tensor:
         return torch.where(self.support[rows], 1 / weights[rows], 0.0)
 
-    def _parts(self, weights: Tensor, rows: slice) -> _ColumnParts:
+    def _parts(self, weights: Tensor, rows: slice) -> tuple[Tensor, ...]:
+        """Gram matrices before their weights, ``V^T A V + V^T M K + (…)^T + K^T C K`` each.
+
+        ``A``, ``M`` and ``C``; then, as their diagonal block has more, ``P_jj``, ``P_jj y_jj`` and
+        ``q_j``, of which it is made without the covariance, the covariance, and ``1 / p_jj``.
+        """
         inverse = self._inverse(weights, rows)
         heads, _, kv = self.at.v.shape
         (c, y), q = self._at_rows(rows), self._readers(rows)
@@ -504,7 +493,7 @@ class JacobianColumns(JacobianRows):
         inner = (written @ written.mT) * inverse[..., None, None]
         right = inner[..., None] * q.transpose(1, 2)[:, :, None]  # (r, n, h, g, k)
         crossed = q.mT @ right.transpose(1, 2).flatten(3)
-        return _ColumnParts(
+        return (
             (scalars * blocks).reshape(-1, self.concat, self.concat),
             mixed.reshape(len(q), self.concat, -1),
             crossed.flatten(1, 2),
