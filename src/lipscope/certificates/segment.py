@@ -116,7 +116,7 @@ class TokenBranch:
         assert part is None or isinstance(part, Feed)
         assert branch.norm is None or isinstance(branch.norm, Norm)
         self.units = None if part is None else Units(part)
-        self.branch, self.reaches, self.at = branch, reach, at
+        self.reaches, self.at = reach, at
         n, d = at.value.shape
         eye = torch.eye(d, dtype=at.value.dtype)
         self.norm = None if branch.norm is None else NormBall(branch.norm, at.value)
@@ -174,10 +174,6 @@ class TokenBranch:
         if not self.skip:
             return m
         return m + torch.eye(m.shape[-1], dtype=m.dtype)
-
-    def __call__(self, v: Tensor) -> Tensor:
-        """The branch itself."""
-        return self.branch(v)
 
     def minorant(self, v: Float[Tensor, "n d"], above: Quadratic, spread: Tensor) -> Quadratic:
         """A minorant of what is above, in this branch's input, around ``v``."""

@@ -16,6 +16,7 @@ from lipscope.attention import (
     ScaledCosineAttention,
     Softmax,
     TokenNorm,
+    spectral_norm,
     uncast,
 )
 from lipscope.control.alarm import largest_logits
@@ -596,19 +597,10 @@ class WeightNorms(Restraint):
         del data
         with uncast(self.probe.device):
             values = [
-                torch.stack([_spectral_norm(getattr(*one)) for one in held]).mean()
+                torch.stack([spectral_norm(getattr(*one)) for one in held]).mean()
                 for held in map(self.probe.weights, self.probe.indices)
             ]
         return _above(torch.stack(values), self.cap)
-
-
-def _spectral_norm(weight: Tensor) -> Tensor:
-    """``u^T W v`` with the top singular vectors, found without gradients: those of ``‖W‖``."""
-    w = weight if weight.shape[0] >= weight.shape[1] else weight.T
-    with torch.no_grad():
-        v = torch.linalg.eigh(w.T @ w).eigenvectors[:, -1]
-        u = unit_vector(w @ v)
-    return u @ w @ v
 
 
 def restrain(
