@@ -294,21 +294,20 @@ def certify_network(
     check_memory(net, x.shape, int(tokens.sum()), ball)
     with few_threads(x.numel(), _SMALL):
         asked = _Question(net, x.double(), ball, tokens, progress)
-        found = _Found(0.0, None)
+        found = _Found(0.0, None, asked.others[0])
         if before is not None:
-            found = _Found(before.radius, before.attack, bound=before.bound)
+            found = _Found(before.radius, before.attack, asked.others[0], before.bound)
         try:
             _search(asked, found)
         except KeyboardInterrupt:
             found.stopped, found.note = True, "interrupted: a larger radius may be provable"
-    rival = asked.others[0] if found.rival is None else found.rival
     return NetworkCertificate(
         decision=asked.label,
         decision_name=net.name(asked.label),
-        rival=rival,
-        rival_name=net.name(rival),
-        margin=float(asked.margins[rival]),
-        slope=float(asked.slopes[rival]),
+        rival=found.rival,
+        rival_name=net.name(found.rival),
+        margin=float(asked.margins[found.rival]),
+        slope=float(asked.slopes[found.rival]),
         ball=ball,
         tokens=tuple(tokens.nonzero()[:, 0].tolist()),
         radius=found.radius,
@@ -327,7 +326,7 @@ class _Found:
 
     radius: float
     attack: float | None  # the smallest flip
-    rival: int | None = None  # the class that limits the radius
+    rival: int  # the class that limits the radius
     bound: DecisionBound = "expansion"
     note: str | None = None
     stopped: bool = False
