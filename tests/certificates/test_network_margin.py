@@ -355,7 +355,7 @@ def test_arguments_stay_in_ranges_that_are_close_where_it_matters(kind: str) -> 
                 z = branch.units.arguments(one[k])
                 assert bool((branch.low <= z).all() and (z <= branch.high).all())
             close = segment.reads.of(branch.at, branch.units.into @ branch.slope)
-            wider, z = branch.reach > close, branch.units.arguments(branch.center)
+            wider, z = branch.reach > close, branch.units.arguments(branch.at.value)
             assert bool((branch.reach >= close * (1 - 1e-12)).all())
             last = kind == "no variance" and segment.last
             relu = kind in ("no variance", "post")

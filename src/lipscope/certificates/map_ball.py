@@ -110,11 +110,10 @@ class MapReach:
 def _tokenwise(branch: Branch, at: MapReach, reads: BallReads) -> MapReach:
     """Behind a norm, a token-wise network, or both."""
     one = TokenBranch(branch, at.point, reads)
-    errors, wide, hidden = _norm_errors(one), one.slope, norm_above(one.slope)
+    errors, hidden = _norm_errors(one), norm_above(one.slope)
     if one.units is not None:
         mid, m = one.mid, one.units.through(one.mid)
         into = one.units.into.expand(len(mid), -1, -1)
-        wide = m @ one.slope
         # tangents have a wider range of slopes than secants from the centre
         least, most = one.units.tangents(one.low, one.high)
         halves = one.half, torch.maximum(most - mid, mid - least)
@@ -125,10 +124,8 @@ def _tokenwise(branch: Branch, at: MapReach, reads: BallReads) -> MapReach:
         ]
         hidden = hidden * norm_above(one.units.out) * norm_above(one.units.into)
         hidden = hidden * mid.abs().amax(-1)
-    if branch.skip:
-        wide = wide + torch.eye(wide.shape[-1], dtype=wide.dtype)
     rounding = _ROUNDING * (1 + hidden.max()) * at.size
-    kept, lost = norm_above(wide), at.bent(errors)
+    kept, lost = norm_above(one.wide), at.bent(errors)
     near, anywhere = (
         kept.max() * left + new + rounding for left, new in zip(at.left, lost, strict=True)
     )
@@ -139,8 +136,6 @@ def _tokenwise(branch: Branch, at: MapReach, reads: BallReads) -> MapReach:
 
 def _norm_errors(one: TokenBranch) -> list[Tensor]:
     """``>= ‖S_i - D_i‖`` of secants of the norm from the centre, and of its slopes anywhere."""
-    if one.norm is None:
-        return [torch.zeros_like(one.radius)] * 2
     change = one.norm.slope_change(one.at.value, one.radius)
     return [change, one.norm.largest_slope_change(one.radius)]
 

@@ -112,52 +112,41 @@ class TokenBranch:
 
     def __init__(self, branch: Branch, at: Point, reach: Reads, last: bool = False) -> None:
         self.skip = float(branch.skip)
-        part = branch.part
-        assert part is None or isinstance(part, Feed)
-        assert branch.norm is None or isinstance(branch.norm, Norm)
+        norm, part, one = branch.norm, branch.part, at.value.new_ones(at.value.shape[1])
+        if norm is None:  # one that leaves tokens as they are
+            norm = Norm(one, 0 * one, centred=False, scaled=False)
+        assert isinstance(norm, Norm) and (part is None or isinstance(part, Feed))
         self.units = None if part is None else Units(part)
         self.reaches, self.at = reach, at
-        n, d = at.value.shape
-        eye = torch.eye(d, dtype=at.value.dtype)
-        self.norm = None if branch.norm is None else NormBall(branch.norm, at.value)
-        slope, beyond = eye.expand(n, d, d), at.rest.new_zeros(n)
-        y = at.value
-        if self.norm is not None and self.norm.norm.scaled:
+        self.norm, self.bends = NormBall(norm, at.value), norm.scaled
+        value, slope, beyond = self.norm.value, self.norm.slope, torch.zeros_like(at.rest)
+        if self.bends:
             radial = torch.minimum(reach.of(at, self.norm.radial[:, None])[:, 0], self.radius)
             if not self.norm.within(radial):
                 raise OutOfReachError
             beyond = self.norm.most * self.norm.remainder(self.radius)
-        if self.norm is not None:
-            y, slope = self.norm.value, self.norm.slope
-        self.slope = slope
-        wide = self._plus_skip(slope)
-        extra = norm_above(wide) * at.rest + beyond
-        value = y
+        self.slope, self.wide = slope, self._plus_skip(slope)
+        extra = norm_above(self.wide) * at.rest + beyond
         if self.units is not None:
-            z0 = self.units.arguments(y)
-            into = self.units.into.expand(n, -1, -1)
+            z0 = self.units.arguments(value)
+            into = self.units.into.expand(len(value), -1, -1)
             read = into @ slope
             curve = z0.new_zeros(())
-            if self.norm is not None and self.norm.norm.scaled:
+            if self.bends:
                 curve = self.norm.read(self.units.into) * self.norm.remainder(self.radius)[:, None]
             self.reach = curve + reach.of(at, read, self.units.close(z0, last) - curve)
             self.low, self.high = z0 - self.reach, z0 + self.reach
             self.mid, half = self.units.secants(z0, self.low, self.high)
             self.half, m = half, self.units.through(self.mid)
-            wide = self._plus_skip(m @ slope)
+            self.wide = self._plus_skip(m @ slope)
             moved = (half * self.reach).norm(dim=-1) * norm_above(self.units.out)
             if bool((at.rest + beyond).any()):  # where a norm bends, distances are known
                 apart = self.units.apart(half, into) * (reach.radius(at, slope) + beyond)
                 moved = torch.minimum(moved, apart)
-            extra = norm_above(wide) * at.rest + norm_above(m) * beyond + moved
-            assert isinstance(part, Feed)
-            value = part(y)
-        self.point = Point(
-            (at.value if branch.skip else 0.0) + value,
-            wide @ at.jacobian,
-            wide @ at.lin,
-            extra,
-        )
+            extra = norm_above(self.wide) * at.rest + norm_above(m) * beyond + moved
+            value = self.units.feed(value)
+        value = (at.value if branch.skip else 0.0) + value
+        self.point = Point(value, self.wide @ at.jacobian, self.wide @ at.lin, extra)
 
     @cached_property
     def radius(self) -> Tensor:
@@ -166,9 +155,7 @@ class TokenBranch:
 
     def _slope_change(self, v: Tensor) -> Tensor:
         """`NormBall.slope_change`; 0 where the norm is linear."""
-        if self.norm is None or not self.norm.norm.scaled:
-            return v.new_zeros(len(v))
-        return self.norm.slope_change(v, self.radius)
+        return self.norm.slope_change(v, self.radius) if self.bends else v.new_zeros(len(v))
 
     def _plus_skip(self, m: Tensor) -> Tensor:
         if not self.skip:
@@ -177,11 +164,11 @@ class TokenBranch:
 
     def minorant(self, v: Float[Tensor, "n d"], above: Quadratic, spread: Tensor) -> Quadratic:
         """A minorant of what is above, in this branch's input, around ``v``."""
-        y = v if self.norm is None else self.norm.norm(v)
+        y = self.norm.norm(v)
         slope, blocks, gap = above.slope, above.blocks, above.gap
         d0, apart = self.slope, self._slope_change(v)
         own = v.new_zeros(len(v), y.shape[-1], y.shape[-1])
-        middle, error = d0, apart
+        middle, error, read = d0, apart, slope
         if self.units is not None:
             z = self.units.arguments(y)
             c = slope @ self.units.feed.outer
@@ -197,16 +184,10 @@ class TokenBranch:
             error = (
                 wide + (norm_above(m) + self.units.apart(half, into.expand(len(v), -1, -1))) * apart
             )
-        else:
-            read = slope
-        blocks = _pulled(blocks, self._plus_skip(middle), error)
-        if self.norm is not None:
-            blocks = blocks + _pulled(own, d0, apart)
-            if self.norm.norm.scaled:
-                blocks = blocks + self.norm.curvature(read, v, self.radius)
-            read = torch.einsum("nd,nde->ne", read, self.norm.jacobian(v))
-        else:
-            blocks = blocks + own
+        blocks = _pulled(blocks, self._plus_skip(middle), error) + _pulled(own, d0, apart)
+        if self.bends:
+            blocks = blocks + self.norm.curvature(read, v, self.radius)
+        read = torch.einsum("nd,nde->ne", read, self.norm.jacobian(v))
         return Quadratic(self.skip * slope + read, blocks, gap)
 
     def secant(self, v: Float[Tensor, "n d"], at: Secant) -> Secant:
@@ -218,8 +199,8 @@ class TokenBranch:
             slip = _shared(apart, norm_above(x), norm_above(at.middle)) + apart.max() * at.slack()
         if self.units is None:
             return self._after(at, d0, torch.eye(d, dtype=v.dtype).expand(n, d, d), slip)
-        y = v if self.norm is None else self.norm.norm(v)
-        mid, half = self.units.secants(self.units.arguments(y), self.low, self.high)
+        z = self.units.arguments(self.norm.norm(v))
+        mid, half = self.units.secants(z, self.low, self.high)
         m, side = self.units.through(mid), half.sqrt()[:, :, None]
         found = self._after(at, m @ d0, m, slip)
         into, used = side * self.units.into, (half > 0).flatten()
