@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lipscope import DotProduct, to_dense
+from lipscope.linalg import eigenvalue
 from lipscope.theorems import (
     HeadAt,
     HeadsAt,
@@ -24,7 +25,6 @@ from lipscope.theorems import (
 from lipscope.theorems.derived.ball import Ball
 from lipscope.theorems.derived.local_bounds import local_rows
 from lipscope.theorems.derived.row_gram import JacobianColumns, JacobianRows, weighted_rows
-from lipscope.theorems.spectrum import eigenvalue
 
 
 def drawn(seed: int, heads: int) -> tuple[DotProduct, torch.Tensor]:

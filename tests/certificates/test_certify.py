@@ -14,7 +14,7 @@ from lipscope.certificates.balls import certify_ball
 from lipscope.theorems import HeadAt, heads_of
 from lipscope.theorems.derived.ball import Ball, ball_certificate, softmax_over
 from lipscope.theorems.derived.local_bounds import local_norms, local_rows
-from lipscope.theorems.derived.row_gram import weighted_head
+from lipscope.theorems.derived.row_gram import weighted_heads
 from small_layers import KINDS, case, move
 
 
@@ -33,7 +33,7 @@ def test_every_form_and_interval_holds(kind: str, ball: str) -> None:
         layer, x = case(kind, seed)
         head = heads_of(layer)[0]
         centre = HeadAt(head, x)
-        weighted = weighted_head(centre)
+        weighted = weighted_heads(centre)
         for relative in (1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0):
             eps = relative * float(x.norm(dim=1).max())
             inside = Ball(centre, eps, ball, weighted)

@@ -11,7 +11,7 @@ from lipscope import DotProduct, InputError
 from lipscope.attacks import attack_in_ball
 from lipscope.attention import Rotary
 from lipscope.certificates import certify_map
-from lipscope.certificates.activation import Units
+from lipscope.certificates.tokenwise import Units
 from lipscope.models import ActivationName, Branch, Chain, Feed, Norm, read_map, whole_text
 from small_layers import move
 from tiny import TINY

@@ -5,11 +5,11 @@ import torch
 
 from lipscope import DotProduct, InputError
 from lipscope.certificates import NetworkBall, certify_network
-from lipscope.certificates.activation import Units
 from lipscope.certificates.attention_at import AttentionAt, bend_of, graded
 from lipscope.certificates.attention_ball import AttentionBall
 from lipscope.certificates.forms import top_bilinear
 from lipscope.certificates.segment import Entry
+from lipscope.certificates.tokenwise import Units
 from lipscope.models import Branch, Feed, Network, Norm
 
 F64 = torch.float64

@@ -14,9 +14,7 @@ import lipscope as ls
 from command import BERT, TEXT
 from lipscope.engine.direction_words import read
 from lipscope.errors import InputError
-from lipscope.linalg.operator import Operator
-from lipscope.linalg.singular import top_singular
-from lipscope.linalg.top_subspace import leading
+from lipscope.linalg import Operator, leading, top_singular
 from lipscope.models import Readings, build_map, trace
 from lipscope.models.tracing.sites import attention_sites
 from opened import layer_of

@@ -31,13 +31,13 @@ INSIDE = {
     "engine": "changed cli_habits directions measure model_decision monitor push ranges "
     "reliability_sweep split sweep sweep_cluster sweep_spec",
     "explore": "explore_server",
-    "linalg": "ascent directions interval operator singular",
+    "linalg": "ascent interval operator singular",
     "measures": "splitting",
     "models": "block_by_block block_run capture changed dinov2 directions families settings sides",
     "pages": "compare identity page",
     "records": "changed charlm cli_rows compare engine_bounds folder growth normed parquet perturb "
     "questions record reliability reliability_sweep reproduce residual_bounds run sweep",
-    "theorems": "bounds bounds_kinds bounds_values certify control inputs local normed zero_token",
+    "theorems": "bounds bounds_values certify control inputs local normed zero_token",
 }
 # What they share: all that a layer says of what it does; sweeps in this process; run folders.
 SHARED = {

@@ -29,8 +29,8 @@ from lipscope.theorems import (
     norm_of,
 )
 from lipscope.theorems.directions import eigen_directions, pair_directions, star_direction
-from lipscope.theorems.papers.yudin2025 import norm_of_rows
-from lipscope.theorems.spectrum import balanced_mass, softmax_norm, top_two
+from lipscope.theorems.papers.emadi2026 import balanced_mass
+from lipscope.theorems.papers.yudin2025 import norm_of_rows, softmax_norm, top_two
 from searched import searched
 
 ROUNDING = 1e-9

@@ -50,19 +50,16 @@ def extreme_size(g: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
     return torch.maximum(above, below).clamp_min(0)
 
 
-def graded(
-    f: Callable[[Tensor], Tensor], w: Float[Tensor, "b ..."], rows: bool = False
-) -> Float[Tensor, "b ..."]:
+def graded(f: Callable[[Tensor], Tensor], w: Float[Tensor, "b *r k"]) -> Tensor:
     """``f(w_b)``, from above, of norms ``f(w) = λ(sum_k w_k g_k g_k^T)^(1/2)`` on a grid of balls.
 
-    Once for every few of them: ``w_b <= c w'`` gives ``f(w_b) <= c^(1/2) f(w')``. ``rows``: ``f``
-    gives a norm for each row of weights, not one for all.
+    One of each row of weights, once for every few balls: ``w_b <= c w'`` gives
+    ``f(w_b) <= c^(1/2) f(w')``.
     """
     found = []
     for some in w.clamp_min(0).chunk(_MARKS):
         most = some.amax(0)
-        share = torch.where(most > 0, some / most, 0.0)
-        share = share.amax(-1) if rows else share.flatten(1).amax(1)
+        share = torch.where(most > 0, some / most, 0.0).amax(-1)
         found.append(share.sqrt() * f(most))
     return torch.cat(found)
 
@@ -118,8 +115,8 @@ class AttentionAt:
         centred = v0[:, None] - (p @ v0)[:, :, None]
         self.v = torch.einsum("hdk,hijk->hijd", self.output, centred)
         self.v = self.v.masked_fill(self.hidden[..., None], 0.0)
-        self.mean_value = torch.einsum("hij,hjkp->hikp", p, dv)
-        self.jacobian = torch.einsum("hdk,hikp->idp", self.output, self.mean_value)
+        moved_mean = torch.einsum("hij,hjkp->hikp", p, dv)
+        self.jacobian = torch.einsum("hdk,hikp->idp", self.output, moved_mean)
         self.jacobian = self.jacobian + torch.einsum("hij,hijd,hijp->idp", p, self.v, self.a)
         self.n, self.heads, self.count = n, heads, t.shape[-1]
         self._leads: list[tuple[Tensor, Tensor]] = []
@@ -130,6 +127,11 @@ class AttentionAt:
     def gram_a(self) -> Tensor:
         """``<a_j, a_l>``, ``(h, i, j, l)``."""
         return self.a @ self.a.mT
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """``|a_j|^2``, ``(h, i, j)``: for weights, never a bound."""
+        return self.a.square().sum(-1)
 
     @cached_property
     def apart(self) -> Tensor:
@@ -472,9 +474,8 @@ def _rounding_of_powers(x: Float[Tensor, "q p"]) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Bend:
-    """A read-out ``sum_i <l_i, f_i(x)>``: its gradient and Hessian at the centre, and its parts."""
+    """A read-out ``sum_i <l_i, f_i(x)>``: its Hessian at the centre, and its parts."""
 
-    gradient: Tensor  # (p,)
     hessian: Tensor  # (p, p)
     y: Tensor  # centred values as read, (h, i, j)
     read: Tensor  # functionals of moving values, (h, i, j, p)
@@ -496,5 +497,4 @@ def bend_of(at: AttentionAt, reads: Float[Tensor, "i d"]) -> Bend:
     keys = torch.einsum("hij,hjkp->hikp", py, at.key)
     h = h + at.query.flatten(0, 2).T @ keys.flatten(0, 2)
     h = h + h.T + weighted_gram(a, py.flatten())
-    gradient = py.flatten() @ a + torch.einsum("hiv,hivp->p", w, at.mean_value)
-    return Bend(gradient, h, y, read, n, size)
+    return Bend(h, y, read, n, size)

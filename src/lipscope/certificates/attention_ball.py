@@ -102,14 +102,14 @@ class AttentionBall:
         total = 2 * torch.minimum((upper - p).sum(-1), (p - lower).sum(-1)).clamp_min(0)
         beyond = p * (first + at.bend * r[..., None].square())
         beyond = torch.minimum(beyond, change + p * at.a.norm(dim=-1) * r[..., None])
-        key_upper, key_change = (graded(at.key_spread, w, rows=True) for w in (upper, change))
+        key_upper, key_change = (graded(at.key_spread, w) for w in (upper, change))
         # of one key alone: the largest p (1 - p)
         largest = torch.maximum(upper * (1 - upper), lower * (1 - lower))
         largest = torch.where((lower < 0.5) & (upper > 0.5), 0.25, largest)
         varied = torch.where(at.single, largest, upper)
         own_bent = 2 * r * at.bent_rows(varied, key_upper)
         spread_upper, spread_change, spread_beyond = (
-            graded(at.spread, w, rows=True) for w in (upper, change, beyond)
+            graded(at.spread, w) for w in (upper, change, beyond)
         )
         path = (r[0] * (spread_upper + own_bent)).cumsum(0)
         length = torch.minimum(change.norm(dim=-1), total / 2**0.5)
@@ -159,17 +159,57 @@ class AttentionBall:
         self, reads: Float[Tensor, "i g k d"]
     ) -> tuple[Float[Tensor, "b i g"], Float[Tensor, "b i g"]]:
         """`change_of` without ``lead``, and what ``lead`` leaves out."""
-        at = self.at
+        at, one = self.at, self.grid
         w = torch.einsum("igkd,hdv->higkv", reads, at.output)
-        y = torch.einsum("igkd,hijd->higjk", reads, at.v)
+        y = torch.einsum("igkd,hijd->higjk", reads, at.v)  # values read
+
+        def x(t: Tensor) -> Tensor:
+            return t[:, :, :, None]
+
+        r, upper, change = one.radius[:, None, None, None], x(one.upper), x(one.change)
         if reads.shape[2] == 1:  # one read-out alone: rank 1
-            w1 = w[:, :, :, 0]
+            w1, alone = w[:, :, :, 0], y[..., 0]
             of_values = torch.einsum("higv,hjvlu,higu->higjl", w1, at.gram_value, w1)
             size = top_value(of_values).sqrt()
+            c_upper, c_change, c_beyond = (
+                torch.einsum("bhij,higj->bhig", w, alone.square()).sqrt()
+                for w in (one.upper, one.change, one.beyond)
+            )
+            lower = x(one.lower)
+            mean = extreme_size(alone, lower, upper)
+            largest = alone.abs().amax(-1) + mean
+            c_upper = torch.minimum(c_upper, extreme_mean(alone.square(), lower, upper).sqrt())
         else:
             size = norm_above(reads)[None] * at.read_norms[:, None, None]
             size = torch.minimum(size, norm_above(w) * at.value_norms[:, None, None])
-        return _changes(self.grid, at, y, size)
+            gram = torch.einsum("higjk,higlk->higjl", y, y)
+            c_upper, c_change, c_beyond = (
+                graded(lambda w: _top_weighted(gram, w).sqrt(), x(w))
+                for w in (one.upper, one.change, one.beyond)
+            )
+            largest = y.norm(dim=-1)
+            mean = (change * largest).sum(-1)
+            largest = largest.amax(-1) + mean
+        f = x(1 + one.total)
+        shared = size * r * x(one.carried.sqrt())
+        plain = size * x(one.value_length) + c_upper * x(one.own_bent)
+        plain = plain + torch.minimum(
+            f * c_change * x(one.spread_change), largest * x(one.path * one.spread_upper)
+        )
+        plain = plain + shared * x(one.spread_upper + one.own_bent)
+        rest = size * x((one.beyond * at.carries).norm(dim=-1)) + c_beyond * x(one.spread_beyond)
+        # |E'y|: a mean that has moved meets E'a and, as bends are not centred, all of E'alpha
+        mean = torch.minimum(
+            mean, torch.minimum(x(one.total.sqrt()) * c_change, x(one.path) * c_upper)
+        )
+        rest = rest + mean * x(one.path * one.spread_upper)
+        rest = rest + torch.minimum(
+            c_change * x(one.change_bent) + mean * x(one.mean_bent),
+            largest * x(one.path * one.own_bent),
+        )
+        rest = rest + size * r * x(_uneven(one, at) * one.spread_change)
+        rest = rest + shared * x(one.own_bent)
+        return plain.sum(1), rest.sum(1)
 
     def joint_change(
         self,
@@ -204,9 +244,10 @@ class AttentionBall:
             return at.form(rest=min(averages, key=lambda form: float(form.trace())))
 
         def velocities(*each: tuple[Tensor, Tensor]) -> RowForm:
-            return self._velocities(
-                [c.sum(1, keepdim=True)[..., None] * w for c, w in each], shares
-            )
+            """Of ``sum w_hij <a_hij, f>^2``, averaged: the form of smallest trace."""
+            weights = (c.sum(1, keepdim=True)[..., None] * w for c, w in each)
+            means = [_averaged(w, (w * at.sizes).flatten(1).sum(1), shares) for w in weights]
+            return at.form(min(means, key=lambda w: float((w * at.sizes).sum())))
 
         def bends(c: Tensor, w: Tensor, key_w: Tensor) -> RowForm:
             whole = c.sum(1, keepdim=True).expand_as(c)
@@ -262,12 +303,6 @@ class AttentionBall:
         rows = torch.einsum("hjvu,hjup->hjvp", each, at.value).flatten(1, 2)
         return torch.einsum("hvp,hvq->pq", flat, rows)
 
-    def _velocities(self, weights: Sequence[Float[Tensor, "b h i j"]], shares: Tensor) -> RowForm:
-        """Of ``sum w_hij <a_hij, f>^2``, averaged: the form of smallest trace."""
-        sizes = self.at.a.square().sum(-1)
-        each = [_averaged(w, (w * sizes).flatten(1).sum(1), shares) for w in weights]
-        return self.at.form(min(each, key=lambda w: float((w * sizes).sum())))
-
     # --- change of the Hessian
 
     def hessian_change(self, bend: Bend, shares: Float[Tensor, " b"]) -> Float[Tensor, "p p"]:
@@ -275,7 +310,6 @@ class AttentionBall:
         at, used, y = self.at, shares > 0, bend.y
         one, shares = self.grid.of(used), shares[used]
         r, upper, lower, change = one.radius[:, None, None], one.upper, one.lower, one.change
-        sizes = at.a.square().sum(-1)
 
         def shared(w: Tensor) -> Tensor:
             return torch.einsum("b,b...->...", shares, w)
@@ -302,7 +336,7 @@ class AttentionBall:
         above = moved + extreme_mean(y, lower, upper)
         fall = (own * r[..., None] + above[..., None] - y).amax(-1).clamp_min(0)
         whole = at.p * y + upper * fall[..., None]
-        less = (whole * sizes).sum(-1) < (each * sizes).sum(-1)
+        less = (whole * at.sizes).sum(-1) < (each * at.sizes).sum(-1)
         q = q + of_a(rows * torch.where(less[..., None], whole, each))
         # rows whose query moves bend: 2 Cov'(n, alpha), and E'[y' ((a + alpha)^2 - a^2)]
         turns = (at.norm_query > 0).to(upper.dtype)
@@ -317,7 +351,7 @@ class AttentionBall:
         q = q + bent + _product(of_a(most[..., None] * upper), bent)
         # 2 (Cov' - Cov)(y, q) and 2 Cov'(n(e), q)
         gram = n @ n.mT
-        size = r * graded(lambda w: _top_weighted(gram, w).sqrt(), w, rows=True)
+        size = r * graded(lambda w: _top_weighted(gram, w).sqrt(), w)
         w = turns[..., None] * (change * y.abs() + mean[..., None] * upper)
         if at.turns is not None:
             where, _, forms = at.turns
@@ -386,8 +420,7 @@ class AttentionBall:
         ratio = ((one.upper.sum(-1) + TINY) / (one.change.sum(-1) + TINY)).sqrt()[..., None]
         each = (one.change * ratio + one.upper / ratio) / 2
         by_change = (deviation * one.total.sqrt())[..., None] * each
-        sizes = self.at.a.square().sum(-1)
-        less = (by_change * sizes).sum(-1) < (by_path * sizes).sum(-1)
+        less = (by_change * self.at.sizes).sum(-1) < (by_path * self.at.sizes).sum(-1)
         return torch.where(less[..., None], by_change, by_path)
 
 
@@ -399,52 +432,6 @@ def _uneven(one: Reach, at: AttentionAt) -> Tensor:
     # of one key s, V e ((P'_s - P_s) a_s - P'_s E'a)
     alone = ((change.sqrt() + one.upper * moved[..., None]) * at.single).amax(-1)
     return torch.where(at.single.any(-1), torch.minimum(found, alone), found)
-
-
-def _changes(one: Reach, at: AttentionAt, y: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-    """`AttentionBall.changes_of`; ``y``: values read, (h, i, g, j, k)."""
-
-    def x(t: Tensor) -> Tensor:
-        return t[:, :, :, None]
-
-    r, upper, change = one.radius[:, None, None, None], x(one.upper), x(one.change)
-    if y.shape[-1] == 1:
-        alone = y[..., 0]
-        c_upper, c_change, c_beyond = (
-            torch.einsum("bhij,higj->bhig", w, alone.square()).sqrt()
-            for w in (one.upper, one.change, one.beyond)
-        )
-        lower = x(one.lower)
-        mean = extreme_size(alone, lower, upper)
-        largest = alone.abs().amax(-1) + mean
-        c_upper = torch.minimum(c_upper, extreme_mean(alone.square(), lower, upper).sqrt())
-    else:
-        gram = torch.einsum("higjk,higlk->higjl", y, y)
-        c_upper, c_change, c_beyond = (
-            graded(lambda w: _top_weighted(gram, w).sqrt(), x(w), rows=True)
-            for w in (one.upper, one.change, one.beyond)
-        )
-        largest = y.norm(dim=-1)
-        mean = (change * largest).sum(-1)
-        largest = largest.amax(-1) + mean
-    f = x(1 + one.total)
-    shared = size * r * x(one.carried.sqrt())
-    plain = size * x(one.value_length) + c_upper * x(one.own_bent)
-    plain = plain + torch.minimum(
-        f * c_change * x(one.spread_change), largest * x(one.path * one.spread_upper)
-    )
-    plain = plain + shared * x(one.spread_upper + one.own_bent)
-    rest = size * x((one.beyond * at.carries).norm(dim=-1)) + c_beyond * x(one.spread_beyond)
-    # |E'y|: a mean that has moved meets E'a and, as bends are not centred, all of E'alpha
-    mean = torch.minimum(mean, torch.minimum(x(one.total.sqrt()) * c_change, x(one.path) * c_upper))
-    rest = rest + mean * x(one.path * one.spread_upper)
-    rest = rest + torch.minimum(
-        c_change * x(one.change_bent) + mean * x(one.mean_bent),
-        largest * x(one.path * one.own_bent),
-    )
-    rest = rest + size * r * x(_uneven(one, at) * one.spread_change)
-    rest = rest + shared * x(one.own_bent)
-    return plain.sum(1), rest.sum(1)
 
 
 def _evened(sizes: Float[Tensor, " b"], shares: Float[Tensor, " b"]) -> Float[Tensor, " b"]:

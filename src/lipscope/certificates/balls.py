@@ -26,13 +26,12 @@ from lipscope.theorems import (
     BallName,
     HeadAt,
     NotApplicableError,
-    Weighted,
     check_scores,
     least,
     per_token,
     row_gram_joint,
     tokens_in_double,
-    weighted_head,
+    weighted_heads,
 )
 
 
@@ -52,8 +51,11 @@ class BallLayer:
         self.layer = AskedLayer(layer, map, x=x)
         self.sharp = sharp
         self.centres = [HeadAt(head, x) for head in self.layer.heads]
-        self.weighted = [weighted_head(c) if sharp else None for c in self.centres]
-        self.local = [_local(*pair) for pair in zip(self.centres, self.weighted, strict=True)]
+        self.weighted = [weighted_heads(c) if sharp else None for c in self.centres]
+        self.local = [
+            min(Ball(centre, 0.0).cheap, math.inf if weighted is None else weighted.value)
+            for centre, weighted in zip(self.centres, self.weighted, strict=True)
+        ]
         self.several, self.projected = len(self.centres) > 1, self.layer.projected
         self.joint = row_gram_joint(self.layer.together) if sharp and self.several else math.inf
         self.resting: dict[int, float] = {}  # bounds of bare heads at X, once they are known
@@ -111,7 +113,7 @@ class BallLayer:
             value, alone = least(forms) + centre.slack, math.inf
             if self.several and self.projected:
                 if index not in self.resting:
-                    self.resting[index] = _best(still)
+                    self.resting[index] = still.cheap
                 alone = least(own.forms(self.resting[index])) + bare.slack
             name = min(forms, key=lambda name: forms[name])
             found.append(_HeadValue(value, name, one.change, alone))
@@ -146,15 +148,6 @@ class _HeadValue:
     form: str
     change: float
     alone: float
-
-
-def _local(centre: HeadAt, weighted: Weighted | None) -> float:
-    return min(_best(Ball(centre, 0.0)), math.inf if weighted is None else weighted.value)
-
-
-def _best(at: Ball) -> float:
-    """The best cheap bound over a ball."""
-    return min(at.by_rows, at.by_blocks)
 
 
 def sigma_of(

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lipscope.attention import Rotary
-from lipscope.theorems import Ball, BallName, HeadAt, eigenvalue
+from lipscope.linalg import eigenvalue
+from lipscope.theorems import Ball, BallName, HeadAt
 
 _PIECES = 8  # of the way from X to X + E; intervals are taken at the end of each
 ENDS = tuple((piece + 1) / _PIECES for piece in range(_PIECES))  # as shares of the way

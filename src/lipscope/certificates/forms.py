@@ -161,12 +161,6 @@ def positive_part(h: Float[Tensor, "*b m m"]) -> Float[Tensor, "*b m m"]:
     return (vectors * values.clamp_min(0)[..., None, :]) @ vectors.mT
 
 
-def root(h: Float[Tensor, "*b m m"]) -> Float[Tensor, "*b m m"]:
-    """Symmetric root of positive semidefinite matrices."""
-    values, vectors = torch.linalg.eigh(_finite(h))
-    return (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
-
-
 def thin_root(h: Float[Tensor, "b m m"]) -> tuple[Float[Tensor, "b k m"], Float[Tensor, " b"]]:
     """``R`` and ``s`` with ``H <= R^T R + s``, with as many rows as the largest rank needs.
 
@@ -201,7 +195,9 @@ def jacobian(f: Callable[[Tensor], Tensor], x: Float[Tensor, "n d"]) -> Tensor:
 
 def ellipsoid(e: Float[Tensor, "*b m m"]) -> Float[Tensor, "*b m m"]:
     """Symmetric ``T`` with ``T T^T >= E``, small axes too: rounding of the largest is added."""
-    return root(e + SLACK * top_value(e)[..., None, None] * torch.eye(e.shape[-1], dtype=e.dtype))
+    wide = e + SLACK * top_value(e)[..., None, None] * torch.eye(e.shape[-1], dtype=e.dtype)
+    values, vectors = torch.linalg.eigh(_finite(wide))
+    return (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
 
 
 def young(*sizes: float) -> list[float]:

@@ -77,8 +77,8 @@ class BallReads(Reads):
             return rows.norm(dim=-1) * self.r
         return rows.unflatten(1, (len(self.radii), -1)).norm(dim=-1) @ self.radii
 
-    def radius_of(self, at: Point, m: Tensor | None) -> Float[Tensor, " n"]:
-        """``>= |M_i (v_i - v_0i)|``."""
+    def radius(self, at: Point, m: Float[Tensor, "n k d"] | None = None) -> Float[Tensor, " n"]:
+        """``>= |M_i (v_i - v_0i)|``, of the identity if None."""
         j = at.jacobian if m is None else m @ at.jacobian
         moved = norm_above(j) * self.r
         if self.ball_name == "token":
@@ -90,17 +90,11 @@ class BallReads(Reads):
 
 @dataclass(frozen=True, eq=False)
 class MapReach:
-    """A point on the way through a map: its linear part ``M``, and what that leaves out.
+    """A point on the way through a map: its linear part ``M``, and what that leaves out."""
 
-    Attributes:
-        point: The value at the centre, ``M``, and how far every token can be beyond it.
-        size: ``>= ‖M‖``.
-        left: ``>= |v' - v_0 - M E| / |E|`` for every ``E`` of the ball, and ``>= ‖dv / dE - M‖``
-            all over it.
-    """
-
-    point: Point
-    size: Tensor
+    point: Point  # the value at the centre, ``M``, and how far every token can be beyond it
+    size: Tensor  # ``>= ‖M‖``
+    # ``>= |v' - v_0 - M E| / |E|`` for every ``E`` of the ball; ``>= ‖dv / dE - M‖`` all over it
     left: tuple[Tensor, Tensor]
 
     def bent(self, errors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -116,15 +110,13 @@ class MapReach:
 def _tokenwise(branch: Branch, at: MapReach, reads: BallReads) -> MapReach:
     """Behind a norm, a token-wise network, or both."""
     one = TokenBranch(branch, at.point, reads)
-    errors, wide, hidden = _norm_errors(one), one.slope, norm_above(one.slope)
+    errors, hidden = _norm_errors(one), norm_above(one.slope)
     if one.units is not None:
-        y = at.point.value if one.norm is None else one.norm.value
-        mid, half = one.units.secants(one.units.arguments(y), one.low, one.high)
-        m, into = one.units.through(mid), one.units.into.expand(len(y), -1, -1)
-        wide = m @ one.slope
+        mid, m = one.mid, one.units.through(one.mid)
+        into = one.units.into.expand(len(mid), -1, -1)
         # tangents have a wider range of slopes than secants from the centre
         least, most = one.units.tangents(one.low, one.high)
-        halves = half, torch.maximum(most - mid, mid - least)
+        halves = one.half, torch.maximum(most - mid, mid - least)
         errors = [
             one.units.apart(wider, into @ one.slope)
             + (norm_above(m) + one.units.apart(wider, into)) * bent
@@ -132,10 +124,8 @@ def _tokenwise(branch: Branch, at: MapReach, reads: BallReads) -> MapReach:
         ]
         hidden = hidden * norm_above(one.units.out) * norm_above(one.units.into)
         hidden = hidden * mid.abs().amax(-1)
-    if branch.skip:
-        wide = wide + torch.eye(wide.shape[-1], dtype=wide.dtype)
     rounding = _ROUNDING * (1 + hidden.max()) * at.size
-    kept, lost = norm_above(wide), at.bent(errors)
+    kept, lost = norm_above(one.wide), at.bent(errors)
     near, anywhere = (
         kept.max() * left + new + rounding for left, new in zip(at.left, lost, strict=True)
     )
@@ -146,9 +136,7 @@ def _tokenwise(branch: Branch, at: MapReach, reads: BallReads) -> MapReach:
 
 def _norm_errors(one: TokenBranch) -> list[Tensor]:
     """``>= ‖S_i - D_i‖`` of secants of the norm from the centre, and of its slopes anywhere."""
-    if one.norm is None:
-        return [torch.zeros_like(one.radius)] * 2
-    change = one.norm.slope_change(one.center, one.radius)
+    change = one.norm.slope_change(one.at.value, one.radius)
     return [change, one.norm.largest_slope_change(one.radius)]
 
 

@@ -53,44 +53,29 @@ _MATRICES = 16  # of all coordinates that move by all that are held at a time
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class NetworkCertificate(Shown):
-    """A decision and the radius within which it is certified not to change.
+    """A decision and the radius within which it is certified not to change."""
 
-    Attributes:
-        decision: Class with the largest score at the centre.
-        decision_name: What it is called.
-        rival: The class that limits the radius.
-        rival_name: What it is called.
-        margin: Difference of their scores at the centre.
-        slope: Norm of that margin's gradient, in the norm dual to the ball's.
-        ball: ``joint``: all moving tokens together; ``token``: one of them; ``each``: every one of
-            them by at most the radius.
-        tokens: Indices of the tokens that may move.
-        radius: Within it no move changes the decision; 0 where nothing is proved, infinite where
-            the scores do not depend on the input.
-        bound: What proved it: ``expansion``, to second order all over the ball, or ``moments``, of
-            the rows of an attention layer by itself.
-        first_order: ``margin / slope``: where a linear margin would end, not a bound.
-        attack: Size of the smallest move found that changes the decision; None if none was.
-        seconds: How long it took.
-        note: What to know, or None.
-        stopped: Whether it was interrupted: a larger radius may be provable.
-    """
-
-    decision: int
+    decision: int  # class with the largest score at the centre
     decision_name: str
-    rival: int
+    rival: int  # the class that limits the radius
     rival_name: str
-    margin: float
-    slope: float
+    margin: float  # difference of their scores at the centre
+    slope: float  # norm of that margin's gradient, in the norm dual to the ball's
+    # ``joint``: all moving tokens together; ``token``: one of them; ``each``: every one of them by
+    # at most the radius
     ball: DecisionBall
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # indices of those that may move
+    # within it no move changes the decision; 0 where nothing is proved, infinite where the scores
+    # do not depend on the input
     radius: float
-    first_order: float
-    attack: float | None
+    first_order: float  # ``margin / slope``: where a linear margin would end, not a bound
+    attack: float | None  # size of the smallest move found that changes the decision, or None
     seconds: float
+    # what proved it: ``expansion``, to second order all over the ball, or ``moments``, of the rows
+    # of an attention layer by itself
     bound: DecisionBound = "expansion"
-    note: str | None = None
-    stopped: bool = False
+    note: str | None = None  # what to know, or None
+    stopped: bool = False  # interrupted: a larger radius may be provable
 
 
 class _Question:
@@ -309,21 +294,20 @@ def certify_network(
     check_memory(net, x.shape, int(tokens.sum()), ball)
     with few_threads(x.numel(), _SMALL):
         asked = _Question(net, x.double(), ball, tokens, progress)
-        found = _Found(0.0, None)
+        found = _Found(0.0, None, asked.others[0])
         if before is not None:
-            found = _Found(before.radius, before.attack, bound=before.bound)
+            found = _Found(before.radius, before.attack, asked.others[0], before.bound)
         try:
             _search(asked, found)
         except KeyboardInterrupt:
             found.stopped, found.note = True, "interrupted: a larger radius may be provable"
-    rival = asked.others[0] if found.rival is None else found.rival
     return NetworkCertificate(
         decision=asked.label,
         decision_name=net.name(asked.label),
-        rival=rival,
-        rival_name=net.name(rival),
-        margin=float(asked.margins[rival]),
-        slope=float(asked.slopes[rival]),
+        rival=found.rival,
+        rival_name=net.name(found.rival),
+        margin=float(asked.margins[found.rival]),
+        slope=float(asked.slopes[found.rival]),
         ball=ball,
         tokens=tuple(tokens.nonzero()[:, 0].tolist()),
         radius=found.radius,
@@ -342,7 +326,7 @@ class _Found:
 
     radius: float
     attack: float | None  # the smallest flip
-    rival: int | None = None  # the class that limits the radius
+    rival: int  # the class that limits the radius
     bound: DecisionBound = "expansion"
     note: str | None = None
     stopped: bool = False

@@ -17,8 +17,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import DotProduct
+from lipscope.certificates.forms import gradient
+from lipscope.linalg import eigenvalue
 from lipscope.models import Network
-from lipscope.theorems import UNIT, Ball, BallName, HeadAt, NotApplicableError, eigenvalue, heads_of
+from lipscope.theorems import UNIT, Ball, BallName, HeadAt, NotApplicableError, heads_of
 
 Form = tuple[Tensor, Tensor, Tensor]
 _SLACK = 1e-9  # float64 rounding of the sums, with room
@@ -102,7 +104,7 @@ class ReadOut:
         self.ball: BallName = ball
         self.layer, self.x, self.w = layer, x, w
         self.share = share
-        self.gradients = torch.stack([_score_gradient(layer, x, each, self.share) for each in w])
+        self.gradients = torch.stack([gradient(lambda z, u=u: share @ layer(z) @ u, x) for u in w])
         parts = w if layer.output is None else w @ layer.output
         seen = (w != 0).double()
         if layer.output is not None:
@@ -333,11 +335,3 @@ def _root_of(weights: Tensor, z: Tensor, dz: Tensor) -> Tensor:
     grams = [(part[..., None] * z).mT @ z for part in weights.view(-1, *z.shape[:2])]
     roots = torch.stack([eigenvalue(gram).sqrt() for gram in grams])
     return roots.view(weights.shape[:-1]) + (weights * dz.square()).sum(-1).sqrt()
-
-
-def _score_gradient(layer: DotProduct, x: Tensor, w: Tensor, share: Tensor) -> Tensor:
-    """``∇g(X)``, all heads and rows together."""
-    point = x.clone().requires_grad_(True)
-    with torch.enable_grad():
-        (found,) = torch.autograd.grad(share @ layer(point) @ w, point)
-    return found

@@ -15,7 +15,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import DotProduct
-from lipscope.certificates.activation import Units
 from lipscope.certificates.attention_at import AttentionAt, bend_of, moves_apart
 from lipscope.certificates.attention_ball import PIECES, AttentionBall
 from lipscope.certificates.forms import (
@@ -30,7 +29,7 @@ from lipscope.certificates.forms import (
     top_value,
     young,
 )
-from lipscope.certificates.norm_ball import NormBall
+from lipscope.certificates.tokenwise import NormBall, Units
 from lipscope.models import Branch, Feed, Norm
 
 _ENTRIES = 2_000_000  # of tensors of weights by read-outs
@@ -113,52 +112,41 @@ class TokenBranch:
 
     def __init__(self, branch: Branch, at: Point, reach: Reads, last: bool = False) -> None:
         self.skip = float(branch.skip)
-        part = branch.part
-        assert part is None or isinstance(part, Feed)
-        assert branch.norm is None or isinstance(branch.norm, Norm)
+        norm, part, one = branch.norm, branch.part, at.value.new_ones(at.value.shape[1])
+        if norm is None:  # one that leaves tokens as they are
+            norm = Norm(one, 0 * one, centred=False, scaled=False)
+        assert isinstance(norm, Norm) and (part is None or isinstance(part, Feed))
         self.units = None if part is None else Units(part)
-        self.center, self.branch, self.reaches, self.at = at.value, branch, reach, at
-        n, d = at.value.shape
-        eye = torch.eye(d, dtype=at.value.dtype)
-        self.norm = None if branch.norm is None else NormBall(branch.norm, at.value)
-        slope, beyond = eye.expand(n, d, d), at.rest.new_zeros(n)
-        y = at.value
-        if self.norm is not None and self.norm.norm.scaled:
+        self.reaches, self.at = reach, at
+        self.norm, self.bends = NormBall(norm, at.value), norm.scaled
+        value, slope, beyond = self.norm.value, self.norm.slope, torch.zeros_like(at.rest)
+        if self.bends:
             radial = torch.minimum(reach.of(at, self.norm.radial[:, None])[:, 0], self.radius)
             if not self.norm.within(radial):
                 raise OutOfReachError
             beyond = self.norm.most * self.norm.remainder(self.radius)
-        if self.norm is not None:
-            y, slope = self.norm.value, self.norm.slope
-        self.slope = slope
-        wide = self._plus_skip(slope)
-        extra = norm_above(wide) * at.rest + beyond
-        value = y
+        self.slope, self.wide = slope, self._plus_skip(slope)
+        extra = norm_above(self.wide) * at.rest + beyond
         if self.units is not None:
-            z0 = self.units.arguments(y)
-            into = self.units.into.expand(n, -1, -1)
+            z0 = self.units.arguments(value)
+            into = self.units.into.expand(len(value), -1, -1)
             read = into @ slope
             curve = z0.new_zeros(())
-            if self.norm is not None and self.norm.norm.scaled:
+            if self.bends:
                 curve = self.norm.read(self.units.into) * self.norm.remainder(self.radius)[:, None]
             self.reach = curve + reach.of(at, read, self.units.close(z0, last) - curve)
             self.low, self.high = z0 - self.reach, z0 + self.reach
-            mid, half = self.units.secants(z0, self.low, self.high)
-            m = self.units.through(mid)
-            wide = self._plus_skip(m @ slope)
+            self.mid, half = self.units.secants(z0, self.low, self.high)
+            self.half, m = half, self.units.through(self.mid)
+            self.wide = self._plus_skip(m @ slope)
             moved = (half * self.reach).norm(dim=-1) * norm_above(self.units.out)
             if bool((at.rest + beyond).any()):  # where a norm bends, distances are known
-                apart = self.units.apart(half, into) * (reach.radius_of(at, slope) + beyond)
+                apart = self.units.apart(half, into) * (reach.radius(at, slope) + beyond)
                 moved = torch.minimum(moved, apart)
-            extra = norm_above(wide) * at.rest + norm_above(m) * beyond + moved
-            assert isinstance(part, Feed)
-            value = part(y)
-        self.point = Point(
-            (at.value if branch.skip else 0.0) + value,
-            wide @ at.jacobian,
-            wide @ at.lin,
-            extra,
-        )
+            extra = norm_above(self.wide) * at.rest + norm_above(m) * beyond + moved
+            value = self.units.feed(value)
+        value = (at.value if branch.skip else 0.0) + value
+        self.point = Point(value, self.wide @ at.jacobian, self.wide @ at.lin, extra)
 
     @cached_property
     def radius(self) -> Tensor:
@@ -167,26 +155,20 @@ class TokenBranch:
 
     def _slope_change(self, v: Tensor) -> Tensor:
         """`NormBall.slope_change`; 0 where the norm is linear."""
-        if self.norm is None or not self.norm.norm.scaled:
-            return v.new_zeros(len(v))
-        return self.norm.slope_change(v, self.radius)
+        return self.norm.slope_change(v, self.radius) if self.bends else v.new_zeros(len(v))
 
     def _plus_skip(self, m: Tensor) -> Tensor:
         if not self.skip:
             return m
         return m + torch.eye(m.shape[-1], dtype=m.dtype)
 
-    def __call__(self, v: Tensor) -> Tensor:
-        """The branch itself."""
-        return self.branch(v)
-
     def minorant(self, v: Float[Tensor, "n d"], above: Quadratic, spread: Tensor) -> Quadratic:
         """A minorant of what is above, in this branch's input, around ``v``."""
-        y = v if self.norm is None else self.norm.norm(v)
+        y = self.norm.norm(v)
         slope, blocks, gap = above.slope, above.blocks, above.gap
         d0, apart = self.slope, self._slope_change(v)
         own = v.new_zeros(len(v), y.shape[-1], y.shape[-1])
-        middle, error = d0, apart
+        middle, error, read = d0, apart, slope
         if self.units is not None:
             z = self.units.arguments(y)
             c = slope @ self.units.feed.outer
@@ -202,16 +184,10 @@ class TokenBranch:
             error = (
                 wide + (norm_above(m) + self.units.apart(half, into.expand(len(v), -1, -1))) * apart
             )
-        else:
-            read = slope
-        blocks = _pulled(blocks, self._plus_skip(middle), error)
-        if self.norm is not None:
-            blocks = blocks + _pulled(own, d0, apart)
-            if self.norm.norm.scaled:
-                blocks = blocks + self.norm.curvature(read, v, self.radius)
-            read = torch.einsum("nd,nde->ne", read, self.norm.jacobian(v))
-        else:
-            blocks = blocks + own
+        blocks = _pulled(blocks, self._plus_skip(middle), error) + _pulled(own, d0, apart)
+        if self.bends:
+            blocks = blocks + self.norm.curvature(read, v, self.radius)
+        read = torch.einsum("nd,nde->ne", read, self.norm.jacobian(v))
         return Quadratic(self.skip * slope + read, blocks, gap)
 
     def secant(self, v: Float[Tensor, "n d"], at: Secant) -> Secant:
@@ -223,8 +199,8 @@ class TokenBranch:
             slip = _shared(apart, norm_above(x), norm_above(at.middle)) + apart.max() * at.slack()
         if self.units is None:
             return self._after(at, d0, torch.eye(d, dtype=v.dtype).expand(n, d, d), slip)
-        y = v if self.norm is None else self.norm.norm(v)
-        mid, half = self.units.secants(self.units.arguments(y), self.low, self.high)
+        z = self.units.arguments(self.norm.norm(v))
+        mid, half = self.units.secants(z, self.low, self.high)
         m, side = self.units.through(mid), half.sqrt()[:, :, None]
         found = self._after(at, m @ d0, m, slip)
         into, used = side * self.units.into, (half > 0).flatten()
@@ -315,12 +291,8 @@ class Reads:
         lead = self.at.lead_rows
         return self.ball.joint_change(self._eye, shares, lambda: lead and lead[1])
 
-    def radius(self, at: Point) -> Float[Tensor, " n"]:
-        """``>= |v_i - v_0i|``."""
-        return self.radius_of(at, None)
-
-    def radius_of(self, at: Point, m: Tensor | None) -> Float[Tensor, " n"]:
-        """``>= |M_i (v_i - v_0i)|``."""
+    def radius(self, at: Point, m: Float[Tensor, "n k d"] | None = None) -> Float[Tensor, " n"]:
+        """``>= |M_i (v_i - v_0i)|``, of the identity if None."""
         j = at.jacobian if m is None else m @ at.jacobian
         rest = at.rest if m is None else norm_above(m) * at.rest
         moved = norm_above(j) * self.r + rest
@@ -436,40 +408,40 @@ class Segment:
         self.last = last
         self.branches, self.x, self.t = branches, x, t
         self.rows = torch.arange(len(x)) if rows is None else rows
-        self.first = branches[0] if branches else None
-        self.part = self.first.part if self.first is not None else None
-        self.mixes = isinstance(self.part, DotProduct)
+        self.mixes = bool(branches) and isinstance(branches[0].part, DotProduct)
+        # without attention, what leaves tokens as they are
+        self.first = branches[0] if self.mixes else Branch(skip=False)
         self.rest = branches[1:] if self.mixes else branches
-        self.skip = not self.mixes or (self.first is not None and self.first.skip)
         self.at: AttentionAt | None = None
         self.entry: Entry | None = None
-        self.jacobian, self.value = t[self.rows], x[self.rows]
-        if self.mixes:
-            assert self.first is not None and isinstance(self.part, DotProduct)
-            self.value = self.first(x)[self.rows]
-            if self.first.norm is None:
-                self._attend(x, t)
+        self.jacobian, self.value = t[self.rows], self.first(x)[self.rows]
+        if self.mixes and self.first.norm is None:
+            self._attend(x, t)
+
+    @property
+    def part(self) -> DotProduct:
+        """The attention."""
+        assert isinstance(self.first.part, DotProduct)
+        return self.first.part
 
     def _attend(self, x: Tensor, t: Tensor) -> None:
-        assert isinstance(self.part, DotProduct)
         self.at = AttentionAt(self.part, x, t, self.rows)
         moved = self.at.jacobian if self.entry is None else self.entry.moved
-        self.jacobian = moved + self.t[self.rows] if self.skip else moved
+        self.jacobian = moved + self.t[self.rows] if self.first.skip else moved
 
-    def grow(self, radius: float, pieces: int | None = None) -> None:
+    def grow(self, radius: float) -> None:
         """Bound everything on the balls up to this radius.
 
         Raises:
             OutOfReachError: Where the input of a norm could vanish.
         """
-        self.pieces = pieces or PIECES
         self.r = radius
-        if self.first is not None and self.mixes and self.first.norm is not None:
-            assert isinstance(self.part, DotProduct) and isinstance(self.first.norm, Norm)
+        if self.mixes and self.first.norm is not None:
+            assert isinstance(self.first.norm, Norm)
             self.entry = Entry(self.part, self.first.norm, self.x, self.t, radius)
             self.entry.of_rows(self.rows)
             self._attend(self.entry.y, self.entry.t)
-        ball = None if self.at is None else AttentionBall(self.at, radius, self.pieces)
+        ball = None if self.at is None else AttentionBall(self.at, radius)
         self.reads = Reads(ball, radius, self.entry)
         n, d = self.value.shape
         eye = torch.eye(d, dtype=self.x.dtype).expand(n, d, d)
@@ -484,7 +456,7 @@ class Segment:
 
     def through(self, x: Tensor) -> list[Tensor]:
         """What enters every token-wise branch, and what comes out."""
-        found = [(self.first(x) if self.mixes and self.first is not None else x)[self.rows]]
+        found = [self.first(x)[self.rows]]
         for branch in self.rest:
             found.append(branch(found[-1]))
         return found
@@ -495,12 +467,12 @@ class Segment:
         At ``t`` the way is within ``(1 - t) start + t r`` of the centre. ``hessian``: weights
         ``2 (1 - t)``; ``jacobian``: 1. Right ends of the grid, so an upper bound.
         """
-        found = self.x.new_zeros(self.pieces)
+        found = self.x.new_zeros(PIECES)
         for step in range(_STEPS):
             a, b = step / _STEPS, (step + 1) / _STEPS
             far = max((1 - s) * start + s * self.r for s in (a, b))
             # a hair inside the ball of the next grid point is taken for its edge
-            piece = min(self.pieces, math.ceil(far / self.r * self.pieces * (1 - 1e-12))) - 1
+            piece = min(PIECES, math.ceil(far / self.r * PIECES * (1 - 1e-12))) - 1
             found[piece] += (1 - a) ** 2 - (1 - b) ** 2 if kind == "hessian" else 1 / _STEPS
         return found
 
@@ -526,15 +498,13 @@ class Segment:
         base = torch.einsum("ndp,nde,neq->pq", j, q.blocks, j)
         if not self.mixes:
             return q.gap, torch.einsum("nd,ndp->p", q.slope, self.t[self.rows]), -base
-        assert self.at is not None and self.reads.ball is not None and self.first is not None
-        assert isinstance(self.part, DotProduct)
-        part = self.part
-        first, eye = self.first, torch.eye(len(base), dtype=base.dtype)
+        assert self.at is not None and self.reads.ball is not None
+        eye = torch.eye(len(base), dtype=base.dtype)
         bend, start = bend_of(self.at, q.slope), self._start(x, start)
         b = bend.hessian - self.reads.ball.hessian_change(bend, self.averages(start, "hessian"))
         if self.entry is not None:
             b = -self.entry.pulled(positive_part(-b), x)
-            y = gradient(lambda z: part(z)[self.rows] * q.slope, self.entry.norm.norm(x))
+            y = gradient(lambda z: self.part(z)[self.rows] * q.slope, self.entry.norm.norm(x))
             curve = self.entry.norm.curvature(y, x, self.entry.radius)
             b = b - torch.einsum("ndp,nde,neq->pq", self.t, curve, self.t)
         if bool(q.blocks.any()):  # nothing above attention bends where it is alone
@@ -549,7 +519,7 @@ class Segment:
                 lost = self.entry.lost(x, half).square() + left.max() * self.entry.lost(x).square()
                 forms[1:] = self.entry.pulled(joint, x), lost * eye
             b = b - added(forms)
-        g = gradient(lambda z: first(z)[self.rows] * q.slope, x)
+        g = gradient(lambda z: self.first(z)[self.rows] * q.slope, x)
         return q.gap, torch.einsum("nd,ndp->p", g, self.t), b
 
     def secant(self, x: Tensor, start: float) -> Secant:

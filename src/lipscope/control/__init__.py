@@ -1,14 +1,11 @@
 """Layers that are kept smooth, what a monitor reads of them, and blocks that can be inverted."""
 
 from lipscope.control.alarm import (
-    PAST as PAST,
-    WARM as WARM,
     Alarm as Alarm,
     Alert as Alert,
     Reading as Reading,
     attention_received as attention_received,
     entropy_and_sink as entropy_and_sink,
-    excess_of as excess_of,
     furthest as furthest,
     joint_norm as joint_norm,
     largest_logits as largest_logits,

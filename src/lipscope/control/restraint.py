@@ -16,12 +16,13 @@ from lipscope.attention import (
     ScaledCosineAttention,
     Softmax,
     TokenNorm,
+    spectral_norm,
     uncast,
 )
 from lipscope.control.alarm import largest_logits
 from lipscope.control.probe import Layers, Probe, ProbedLayer
 from lipscope.errors import InputError, check_count, shown
-from lipscope.linalg import draws_from, sigma, start_named, top_singular
+from lipscope.linalg import draws_from, sigma, start_named, top_singular, unit_vector
 from lipscope.theorems import AskedLayer, JacobianRows, NotApplicableError, weighted_rows
 
 Batch = Tensor | Mapping[str, Any] | None
@@ -472,8 +473,8 @@ class SigmaEstimate(Penalty):
             start = start_named(f"{self.seed}|{seen.index}|{seen.entry}")
             v = torch.randn(seen.x.shape, generator=start, dtype=torch.float64).to(seen.x)
         op = seen.attention.linearise(seen.x)
-        u = _unit_vector(op.matvec(v))
-        v = _unit_vector(op.rmatvec(u))
+        u = unit_vector(op.matvec(v))
+        v = unit_vector(op.rmatvec(u))
         if bool(v.any()) and bool(v.isfinite().all()):  # else a new start is as good
             self._held[place] = v
         return seen.attention.stretch(seen.x, u, v)
@@ -596,24 +597,10 @@ class WeightNorms(Restraint):
         del data
         with uncast(self.probe.device):
             values = [
-                torch.stack([_spectral_norm(getattr(*one)) for one in held]).mean()
+                torch.stack([spectral_norm(getattr(*one)) for one in held]).mean()
                 for held in map(self.probe.weights, self.probe.indices)
             ]
         return _above(torch.stack(values), self.cap)
-
-
-def _spectral_norm(weight: Tensor) -> Tensor:
-    """``u^T W v`` with the top singular vectors, found without gradients: those of ``‖W‖``."""
-    w = weight if weight.shape[0] >= weight.shape[1] else weight.T
-    with torch.no_grad():
-        v = torch.linalg.eigh(w.T @ w).eigenvectors[:, -1]
-        u = _unit_vector(w @ v)
-    return u @ w @ v
-
-
-def _unit_vector(x: Tensor) -> Tensor:
-    norm = x.norm()
-    return x / norm if norm > 0 else x
 
 
 def restrain(

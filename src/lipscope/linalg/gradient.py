@@ -74,11 +74,11 @@ def sigma(
     >>> round(float(value.detach()), 3), round(float(x.grad[1]), 3)
     (27.0, 18.0)
     """
-    inputs = _Inputs(layer, memory)
+    whole = _Stretch(layer, memory)
     _refuse_hidden(layer, x)
     op = _operator(layer, x, memory)
     top = top_singular(op, tol=tol, memory=memory // 2, generator=generator)
-    return _Sigma.apply(inputs, top, x, *inputs.weights)  # pyright: ignore[reportReturnType]
+    return _Sigma.apply(whole, top, x, *whole.weights)  # pyright: ignore[reportReturnType]
 
 
 @runtime_checkable
@@ -100,28 +100,16 @@ class _Stretch(nn.Module):
     def __init__(self, layer: nn.Module | Callable[[Tensor], Tensor], memory: int) -> None:
         super().__init__()
         self.layer, self.memory = layer, memory
+        named = [*self.named_parameters(), *self.named_buffers()]
+        # those that need gradients
+        self.names = [name for name, t in named if t.requires_grad]
+        self.weights = [t for _, t in named if t.requires_grad]
 
     def forward(self, x: Tensor, g: Tensor, e: Tensor) -> Tensor:
         if isinstance(self.layer, Stretchable):
             return self.layer.stretch(x, g, e, memory=self.memory)
         with sdpa_kernel(SDPBackend.MATH), _still(self.layer):
             return stretch(_output(self.layer, x), x, g, e)
-
-
-class _Inputs:
-    """A layer and its tensors that need gradients."""
-
-    def __init__(self, layer: nn.Module | Callable[[Tensor], Tensor], memory: int) -> None:
-        self.layer, self.memory = layer, memory
-        self.module = _Stretch(layer, memory)
-        named = [*self.module.named_parameters(), *self.module.named_buffers()]
-        self.names = [name for name, t in named if t.requires_grad]
-        self.weights = [t for _, t in named if t.requires_grad]
-
-    def stretch(self, tensors: list[Tensor], g: Tensor, e: Tensor) -> Tensor:
-        """``<g, J e>`` as a function of ``tensors``, the input and the weights."""
-        x, *weights = tensors
-        return functional_call(self.module, dict(zip(self.names, weights, strict=True)), (x, g, e))
 
     def gradients(
         self,
@@ -138,18 +126,21 @@ class _Inputs:
             copies = [
                 t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors
             ]
-            value = torch.stack([self.stretch(copies, g, e) for g, e in pairs]).sum()
+            x, *weights = copies
+            named = dict(zip(self.names, weights, strict=True))
+            values = [functional_call(self, named, (x, g, e)) for g, e in pairs]
+            value = torch.stack(values).sum()
             return torch.autograd.grad(
                 value, copies, weight, create_graph=create_graph, allow_unused=True
             )
 
 
 class _OfTop(torch.autograd.Function):
-    """A function of `_Inputs`, the solver's answer for them, the input and the weights."""
+    """A function of `_Stretch`, the solver's answer for it, the input and the weights."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.inputs, ctx.top, *tensors = inputs
+        ctx.whole, ctx.top, *tensors = inputs
         ctx.save_for_backward(*tensors)
 
 
@@ -167,8 +158,8 @@ class _Sigma(_OfTop):
         if top.sigma == 0.0:  # J = 0: zero is a subgradient
             return None, None, *[None] * len(tensors)
         again = torch.is_grad_enabled()
-        u, v = _Vectors.apply(ctx.inputs, top, *tensors) if again else (top.u, top.v)  # pyright: ignore
-        found = ctx.inputs.gradients(tensors, [(u, v)], *grad_outputs, create_graph=again)
+        u, v = _Vectors.apply(ctx.whole, top, *tensors) if again else (top.u, top.v)  # pyright: ignore
+        found = ctx.whole.gradients(tensors, [(u, v)], *grad_outputs, create_graph=again)
         return None, None, *found
 
 
@@ -191,11 +182,11 @@ class _Vectors(_OfTop):
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
         top, tensors = ctx.top, ctx.saved_tensors
-        op = _operator(ctx.inputs.layer, tensors[0].detach(), ctx.inputs.memory)
+        op = _operator(ctx.whole.layer, tensors[0].detach(), ctx.whole.memory)
         gu, gv = (_orthogonal_to(g, w) for g, w in zip(grad_outputs, (top.u, top.v), strict=True))
         q = _solve(op.matvec, op.rmatvec, top, top.sigma * gv + op.rmatvec(gu))
         p = (gu + op.matvec(q)) / top.sigma
-        found = ctx.inputs.gradients(tensors, [(_orthogonal_to(p, top.u), top.v), (top.u, q)])
+        found = ctx.whole.gradients(tensors, [(_orthogonal_to(p, top.u), top.v), (top.u, q)])
         return None, None, *found
 
 

@@ -1,6 +1,6 @@
-"""Norms of a Jacobian in other metrics: largest entry, largest token norm.
+"""Norms of matrices; of a Jacobian in other metrics: largest entry, largest token norm.
 
-Both are maxima over outputs, and each maximum over inputs is attained at an extreme point.
+Both of these are maxima over outputs, and each maximum over inputs is attained at an extreme point.
 The first has a closed form, the second none: there, a lower value by a power-type iteration
 and an upper value by weighted Cauchy–Schwarz stand on its two sides.
 """
@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.linalg.operator import Operator, start_named, to_dense
 from lipscope.linalg.singular import TopSingular
+from lipscope.linalg.torch_state import by_threads
 
 # How inputs and outputs are measured. ``frobenius``: by the root of the sum of squares, which makes
 # the norm of a Jacobian its top singular value. ``token-relative``: the same, each token's move in
@@ -28,6 +30,8 @@ SPECTRAL = ("frobenius", "token-relative")  # those whose constant is a singular
 _DENSE = 2**24
 _STARTS = 8
 _ITERATIONS = 50
+_SHARED = 2**16  # entries of a batch from which a thread more pays: 64 matrices of 32 rows
+_EXACT_NORM = 1024  # rows up to which the norm of a nonnegative matrix is a full decomposition
 
 
 @dataclass(frozen=True)
@@ -196,3 +200,55 @@ def frobenius_interval(
     s = sigma * math.sqrt(math.log(2 / delta) / probes)
     low = math.sqrt(max(value**2 - s**2, 0.0)) - s
     return max(low, 0.0), s + math.sqrt(value**2 + s**2)
+
+
+# --- of matrices
+
+
+def norm_in_double(matrix: Float[Tensor, "r c"]) -> float:
+    """``‖M‖``, on the CPU in float64."""
+    return float(torch.linalg.matrix_norm(matrix.detach().to("cpu", torch.float64), 2))
+
+
+def norms_of_many(m: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b"]:
+    """Of many small matrices, from the smaller Gram matrix of each."""
+    size = m.abs().amax((-2, -1), keepdim=True)  # squares must not underflow
+    m = m / torch.where(size > 0, size, 1.0)
+    return size[..., 0, 0] * eigenvalue(m @ m.mT if m.shape[-2] <= m.shape[-1] else m.mT @ m).sqrt()
+
+
+def nonnegative_norm(m: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b"]:
+    """``‖M‖`` of matrices without negative entries, from above.
+
+    Exact up to rounding where they are small; else Collatz and Wielandt's bound
+    ``lam_max(G) <= max_j (G w)_j / w_j`` for ``G = M^T M`` and any ``w > 0``.
+    """
+    gram = m.mT @ m
+    if m.shape[-2] <= _EXACT_NORM:
+        return eigenvalue(gram).sqrt()
+    w, best = m.new_ones(*m.shape[:-2], m.shape[-1], 1), m.new_tensor(math.inf)
+    for _ in range(100):
+        moved = gram @ w
+        best = torch.minimum(best, (moved / w).amax((-2, -1)))
+        w = (moved / moved.amax(-2, keepdim=True).clamp_min(1e-300)).clamp_min(1e-12)
+    return best.sqrt().nan_to_num(math.inf, math.inf)
+
+
+def eigenvalue(m: Float[Tensor, "*b k k"]) -> Float[Tensor, "*b"]:
+    """Largest eigenvalues of positive semidefinite matrices; inf where they overflow."""
+    finite = None
+    if not bool(torch.isfinite(m.sum())):  # else no entry is infinite or NaN
+        finite = torch.isfinite(m).all(-1).all(-1)
+        m = m.masked_fill(~finite[..., None, None], 0.0)
+    tops = m[..., 0, 0] if m.shape[-1] == 1 else _tops(m)
+    tops = tops.clamp_min(0.0)
+    return tops if finite is None else tops.masked_fill(~finite, torch.inf)
+
+
+def _tops(m: Float[Tensor, "*b k k"]) -> Float[Tensor, "*b"]:
+    def of(some: Tensor) -> Tensor:
+        return torch.linalg.eigvalsh(some)[..., -1]
+
+    if m.ndim < 3 or m.numel() < _SHARED or m.device.type != "cpu":
+        return of(m)
+    return by_threads(of, m.flatten(0, -3)).view(m.shape[:-2])

@@ -172,16 +172,12 @@ def linearise(f: Callable[[Tensor], Tensor], x: Tensor, **options: object) -> Op
     own = getattr(f, "linearise", None)
     if own is not None:
         return own(x, **options)
-    return _linearise_by_autograd(f, x)
-
-
-def _linearise_by_autograd(f: Callable[[Tensor], Tensor], x: Tensor) -> Operator:
     tape = Tape(f, x)
-    _check_deterministic(f, tape.point, tape.y)
+    y = tape.y
+    _check_deterministic(f, tape.point, y)
     if tape.constant:
         _check_uncut(f, tape)
-        return _zero_operator(x, tape.y)
-    y = tape.y
+        return _zero_operator(x, y)
     op = Operator(
         over_leading(tape.matvec, x.ndim),
         over_leading(tape.rmatvec, y.ndim),
@@ -190,7 +186,7 @@ def _linearise_by_autograd(f: Callable[[Tensor], Tensor], x: Tensor) -> Operator
         y.dtype,
         y.device,
     )
-    size = tape.y.detach().norm() / tape.point.detach().norm()
+    size = y.detach().norm() / tape.point.detach().norm()
     with derivatives():
         check_adjoint(op, 1e3 * torch.finfo(y.dtype).eps * float(size) if size.isfinite() else 0.0)
     if not op.matvec(_random_direction(x)).any():
@@ -248,37 +244,26 @@ class Tape:
                 return
             self.weight = torch.zeros_like(self.y, requires_grad=True)
             with derivatives():
-                self.pulled = _pulled(self.y, self.point, self.weight)
+                self.pulled = _pulled(self.y, self.point, self.weight, graph=True)
         self.constant = not self.pulled.requires_grad
 
     def matvec(self, e: Tensor) -> Tensor:
         """``J e``: the pullback is linear in its weight, so its own pullback is J."""
-        (out,) = torch.autograd.grad(
-            self.pulled,
-            self.weight,
-            e,
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        return out
+        return _pulled(self.pulled, self.weight, e)
 
     def rmatvec(self, g: Tensor) -> Tensor:
         """``J^T g``."""
-        (out,) = torch.autograd.grad(
-            self.y, self.point, g, retain_graph=True, allow_unused=True, materialize_grads=True
-        )
-        return out
+        return _pulled(self.y, self.point, g)
 
 
 def stretch(y: Tensor, x: Tensor, g: Tensor, e: Tensor) -> Tensor:
     """``<g, J e>`` for ``y = f(x)`` with its graph, differentiable in everything."""
-    return (_pulled(y, x, g) * e).sum()
+    return (_pulled(y, x, g, graph=True) * e).sum()
 
 
-def _pulled(y: Tensor, x: Tensor, g: Tensor) -> Tensor:
+def _pulled(y: Tensor, x: Tensor, g: Tensor, *, graph: bool = False) -> Tensor:
     (out,) = torch.autograd.grad(
-        y, x, g, create_graph=True, allow_unused=True, materialize_grads=True
+        y, x, g, retain_graph=True, create_graph=graph, materialize_grads=True
     )
     return out
 

@@ -1,4 +1,4 @@
-"""The top singular value of an operator, with a two-sided interval, by Golub–Kahan.
+"""Leading singular values of an operator, each with a two-sided interval, by Golub–Kahan.
 
 The lower end is a Ritz value, hence never above the truth; the upper end holds with
 probability ``1 - delta`` over the random start. Statements and proofs: ``docs/theory/interval.md``.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -341,8 +341,7 @@ def top_singular(
 
     Source: derived here (``docs/theory/interval.md``), after [golub1965], [hochstenbach2013].
 
-    >>> import torch
-    >>> from lipscope.linalg.operator import linearise
+    >>> from lipscope.linalg import linearise
     >>> scale = torch.tensor([3.0, 4.0, 5.0])
     >>> top = top_singular(linearise(lambda x: scale * x, torch.ones(3)))
     >>> f"{top.sigma:.3f} {top.status}"
@@ -393,16 +392,13 @@ def top_singular_batch(
             if watch is not None:
                 watch(
                     lambda run=run: [
-                        _ends(one) or stop.interval(run, i) for i, one in enumerate(answers)
+                        (one.sigma, one.upper) if one else stop.interval(run, i)
+                        for i, one in enumerate(answers)
                     ]
                 )
             if all(answers):
                 break
     return [answer for answer in answers if answer is not None]
-
-
-def _ends(answer: TopSingular | None) -> tuple[float, float] | None:
-    return None if answer is None else (answer.sigma, answer.upper)
 
 
 def _check_solver(op: Operator, tol: float, delta: float, max_steps: int) -> None:
@@ -429,11 +425,8 @@ def _random_starts(op: Operator, generators: Sequence[torch.Generator | None]) -
     in which it is computed, and a small `delta` holds: normal numbers of float32 are exactly
     zero once in 2^24 draws.
     """
-    cpu = torch.device("cpu")
     drawn = [
-        torch.randn(
-            op.in_shape, generator=g, device=cpu if g is None else g.device, dtype=torch.float64
-        )
+        torch.randn(op.in_shape, generator=g, device=g.device if g else "cpu", dtype=torch.float64)
         for g in generators
     ]
     return torch.stack([x.to(op.device, op.dtype) for x in drawn])
@@ -479,8 +472,7 @@ class _Stop:
 
     def __init__(self, tol: float, delta: float, op: Operator) -> None:
         self.tol, self.delta, self.op = tol, delta, op
-        self.in_size = op.in_size
-        self.threshold = start_threshold(self.in_size, delta)
+        self.threshold = start_threshold(op.in_size, delta)
 
     def interval(self, run: _Restarts, i: int) -> tuple[float, float]:
         """The interval of entry ``i`` so far."""
@@ -557,7 +549,7 @@ class _Stop:
     def _complete(self, run: _Restarts, i: int, theta: float) -> bool:
         """Whether nothing is left to chance: J is zero, or the Krylov space is everything."""
         # J x = 0 for a random x: J = 0 with probability one.
-        return theta == 0.0 or (run.state.steps >= self.in_size and not run.cycles[i])
+        return theta == 0.0 or (run.state.steps >= self.op.in_size and not run.cycles[i])
 
     def _evidence(self, run: _Restarts, i: int, theta: float) -> Evidence:
         alpha, beta = run.state.alpha[i].numpy(), run.state.beta[i].numpy()
@@ -568,14 +560,10 @@ class _Stop:
         """``J v / sigma`` for entry ``i`` of the batch: the left vector, from one product."""
         copies = v.new_zeros(b, *v.shape)
         copies[i] = v
-        image = self.op.matvec(copies)[i]
-        norm = image.norm()
-        return image / norm if norm > 0 else image
+        return unit_vector(self.op.matvec(copies)[i])
 
     def _vector(self, basis: Tensor, weights: np.ndarray, shape: tuple[int, ...]) -> Tensor:
-        vector = torch.from_numpy(weights).to(basis) @ basis
-        norm = vector.norm()
-        return (vector / norm if norm > 0 else vector).reshape(shape)
+        return unit_vector(torch.from_numpy(weights).to(basis) @ basis).reshape(shape)
 
     def close_cycle(self, state: Bidiagonal, i: int, cycles: list[Cycle]) -> Tensor:
         """Record a full cycle and return the top Ritz vector, the next start."""
@@ -585,13 +573,14 @@ class _Stop:
         return torch.from_numpy(right).to(state.v) @ state.v[i, :-1]
 
     def _non_finite(self, run: _Restarts) -> TopSingular:
-        nan = math.nan
+        nan, kind = math.nan, {"dtype": self.op.dtype, "device": self.op.device}
+        u, v = (torch.full(shape, nan, **kind) for shape in (self.op.out_shape, self.op.in_shape))
         return TopSingular(
             nan,
             nan,
             self.delta,
-            torch.full(self.op.out_shape, nan, dtype=self.op.dtype, device=self.op.device),
-            torch.full(self.op.in_shape, nan, dtype=self.op.dtype, device=self.op.device),
+            u,
+            v,
             nan,
             run.products,
             "non_finite",
@@ -599,8 +588,112 @@ class _Stop:
         )
 
 
+def unit_vector(vector: Tensor) -> Tensor:
+    """A tensor divided by its norm, all entries together; 0 stays 0."""
+    norm = vector.norm()
+    return vector / norm if norm > 0 else vector
+
+
 def _top_triplet(alpha: np.ndarray, beta: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
     """Top singular triplet of the bidiagonal matrix ``B_k``."""
     matrix = np.diag(alpha) + np.diag(beta[:-1], k=1)
     left, values, right = np.linalg.svd(matrix)
     return float(values[0]), left[:, 0], right[0]
+
+
+@dataclass(frozen=True, repr=False)
+class Leading(Shown):
+    """One of the leading singular directions."""
+
+    sigma: float  # at most the singular value of this rank
+    upper: float  # at least it, with probability ``1 - delta`` for each rank
+    u: Tensor  # left vector, ``out_shape``, unit norm
+    v: Tensor  # right vector, ``in_shape``, unit norm
+    residual: float  # ``‖J^T J v - theta^2 v‖ / (sqrt(2) theta^2)``, ``theta = ‖J v‖``
+    # upper bound of the sine of the angle between ``v`` and the singular vector of this rank; None
+    # where the intervals do not tell its value from its neighbours'
+    sine: float | None = None
+
+
+def leading(
+    op: Operator,
+    first: TopSingular,
+    start: Callable[[int], torch.Generator],
+    *,
+    count: int,
+    **solver: Any,
+) -> list[Leading]:
+    """The first ``count`` singular directions of ``op``, largest first.
+
+    Direction j is the top one of ``J P`` with ``P`` the projection onto what is orthogonal to the
+    right vectors ``W`` before it. ``sigma_j(J) <= ‖J P‖`` for every such ``W`` (Courant, Fischer),
+    so the upper end of its top singular value is one of ``sigma_j``; and ``sigma_j(J) >=
+    sigma_min(J [W, v_j])`` (Cauchy). The angle is that of Davis and Kahan for ``J^T J``:
+    ``sin <= ‖J^T J v - theta^2 v‖ / distance``, with the distance of ``theta^2`` from the squares
+    of the neighbours' intervals.
+
+    Holds for any real operator; equal singular values have no directions of their own, and no sine.
+
+    Source: derived here (``docs/theory/directions.md``), after [davis1970].
+
+    >>> matrix = torch.diag(torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64))
+    >>> one = Operator(lambda e: e @ matrix.T, lambda g: g @ matrix, (3,), (3,), matrix.dtype)
+    >>> seeded = torch.Generator().manual_seed
+    >>> top = top_singular(one, generator=seeded(0))
+    >>> [round(each.sigma, 6) for each in leading(one, top, seeded, count=2)]
+    [3.0, 2.0]
+    """
+    found = [_measured_direction(op, first.v, first.sigma, first.upper)]
+    images, uppers = [_image(op, first.v)], [first.upper]
+    while len(found) <= count and len(found) < op.in_size:  # one more says what comes after
+        basis = torch.stack([one.v for one in found]).flatten(1)
+        top = top_singular_batch(_deflated(op, basis), [start(len(found) + 1)], **solver)[0]
+        # Products are rounded in units of the whole operator, whatever is taken away from it.
+        uppers.append(top.upper + SLACK[op.dtype] * first.sigma)
+        if not top.sigma > 16 * torch.finfo(op.dtype).eps * first.sigma:
+            break
+        v = _away(top.v.flatten(), basis)
+        v = (v / v.norm()).reshape(op.in_shape)
+        images.append(_image(op, v))
+        least = float(torch.linalg.svdvals(torch.stack(images))[-1])
+        found.append(_measured_direction(op, v, min(least, uppers[-1]), uppers[-1]))
+    above = [math.inf, *(one.sigma for one in found)]
+    below = [*uppers[1:], 0.0]  # where the space is exhausted, nothing comes after
+    thetas = [float(image.norm()) for image in images]
+    return [
+        replace(one, sine=_sine(one.residual, thetas[j], above[j], below[j]))
+        for j, one in enumerate(found[:count])
+    ]
+
+
+def _deflated(op: Operator, basis: Tensor) -> Operator:
+    """``J P``, with ``P`` the projection onto what is orthogonal to the rows of ``basis``."""
+
+    def away(e: Tensor) -> Tensor:
+        return _away(e.flatten(-len(op.in_shape)), basis).reshape(e.shape)
+
+    return replace(op, matvec=lambda e: op.matvec(away(e)), rmatvec=lambda g: away(op.rmatvec(g)))
+
+
+def _away(e: Tensor, basis: Tensor) -> Tensor:
+    for _ in range(2):  # the second time for what rounding left
+        e = e - (e @ basis.T) @ basis
+    return e
+
+
+def _image(op: Operator, v: Tensor) -> Tensor:
+    return op.matvec(v[None])[0].double().flatten()
+
+
+def _measured_direction(op: Operator, v: Tensor, sigma: float, upper: float) -> Leading:
+    image = op.matvec(v[None])
+    theta = image.double().norm()
+    off = op.rmatvec(image)[0].double() - theta**2 * v.double()
+    residual = float(off.norm() / (math.sqrt(2) * theta**2))
+    return Leading(sigma, upper, (image[0].double() / theta).to(v), v, residual)
+
+
+def _sine(residual: float, theta: float, above: float, below: float) -> float | None:
+    """At most the sine of the angle, if the neighbours' values are known to be others."""
+    distance = min(theta**2 - below**2, above**2 - theta**2)
+    return min(residual * math.sqrt(2) * theta**2 / distance, 1.0) if distance > 0 else None

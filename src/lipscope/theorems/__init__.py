@@ -4,8 +4,7 @@
 # isort: off
 from lipscope.theorems.papers import castin2024, geshkovski2023, kim2021  # noqa: F401
 from lipscope.theorems.papers import dasoulas2021, lipsformer2023, yudin2025, emadi2026  # noqa: F401
-from lipscope.theorems.derived import global_bounds, local_bounds, row_gram, sink, ball  # noqa: F401
-from lipscope.theorems.derived import layer_constants  # noqa: F401
+from lipscope.theorems.derived import global_bounds, local_bounds, row_gram, ball  # noqa: F401
 
 # isort: on
 from lipscope.theorems.derived.ball import (
@@ -18,7 +17,7 @@ from lipscope.theorems.derived.row_gram import (
     JacobianRows as JacobianRows,
     Weighted as Weighted,
     row_gram_joint as row_gram_joint,
-    weighted_head as weighted_head,
+    weighted_heads as weighted_heads,
     weighted_rows as weighted_rows,
 )
 from lipscope.theorems.directions import (
@@ -76,4 +75,3 @@ from lipscope.theorems.residual import (
     absorb as absorb,
     norm_of as norm_of,
 )
-from lipscope.theorems.spectrum import eigenvalue as eigenvalue

@@ -202,8 +202,7 @@ def first_token_gain(
 
     Source: derived here (``docs/theory/inputs.md``), after Lemma C.7 of [castin2024].
     """
-    a = (rest @ head.query.T + head.query_bias) @ head.key
-    s = first - rest
+    a, s = _reads(head, rest), first - rest
     others = head.visible(num_tokens)[1:].to(torch.float64) - 1
     p = torch.sigmoid((a * s).sum(-1, keepdim=True) - others.log())
     zero, one, two = ((p**2 * (1 - p) ** j).sum(-1)[..., None, None] for j in range(3))
@@ -234,8 +233,7 @@ def split_gain(head: Head, first: Tensor, rest: Tensor, num_tokens: int) -> floa
     if head.causal or num_tokens < 3:
         return 0.0
     s = first - rest
-    gap = ((head.query @ rest + head.query_bias) @ head.key) @ s
-    p = float(torch.sigmoid(gap - torch.tensor(float(num_tokens - 1)).log()))
+    p = float(torch.sigmoid(_reads(head, rest) @ s - torch.tensor(float(num_tokens - 1)).log()))
     return p * (1 - p) * float((head.value @ s).norm() * ((s @ head.key.T) @ head.query).norm())
 
 
@@ -281,7 +279,7 @@ def pair_directions(head: Head, num_tokens: int, radius: float) -> OpposedPair |
     best, most = None, 0.0
     for direction in toward if num_tokens > 2 else ():
         rest = inside * shares[:, None] * direction
-        pull = (rest @ head.query.T + head.query_bias) @ head.key
+        pull = _reads(head, rest)
         size = pull.norm(dim=1, keepdim=True)
         y = pull / size.clamp_min(1e-300)
         z = sides - (y @ sides.T)[..., None] * y[:, None]
@@ -301,26 +299,19 @@ def pair_directions(head: Head, num_tokens: int, radius: float) -> OpposedPair |
         z = z - (z @ y) * y
         z = z / z.norm().clamp_min(1e-300)
     f, z = inside * angle.cos() * y, inside * angle.sin() * z
-    gain, size = pair_gain(head, f, z, rest, num_tokens), _reads(head, rest).norm()
-    if (
-        not gain > _NOTHING * head.size_v * float(z.norm() * size)
-        or abs(float(z @ y)) > 8 * UNIT * radius
-    ):
+    a = _reads(head, rest)
+    shared = _shared(head, a @ (f - rest), num_tokens)
+    moved = float((head.value @ z).norm()) - UNIT * head.size_v * float(z.norm())
+    gain = math.sqrt(2) * max(moved, 0.0) * float(a.norm() * shared)
+    nothing = _NOTHING * head.size_v * float(z.norm() * a.norm())
+    if not gain > nothing or abs(float(z @ y)) > 8 * UNIT * radius:
         return None
     return OpposedPair(f + z, f - z, rest, gain)
 
 
-def pair_gain(head: Head, f: Tensor, z: Tensor, rest: Tensor, num_tokens: int) -> float:
-    """``√2 |V z| |a| √(Σ_{i>=3} p_i²)`` of `pair_directions`, for ``z`` perpendicular to ``a``."""
-    a = _reads(head, rest)
-    shared = _shared(head, a @ (f - rest), num_tokens)
-    moved = float((head.value @ z).norm()) - UNIT * head.size_v * float(z.norm())
-    return math.sqrt(2) * max(moved, 0.0) * float(a.norm() * shared)
-
-
-def _reads(head: Head, token: Tensor) -> Float[Tensor, " d"]:
+def _reads(head: Head, token: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
     """``A r + b``: what the keys of others are multiplied with."""
-    return (head.query @ token + head.query_bias) @ head.key
+    return (token @ head.query.T + head.query_bias) @ head.key
 
 
 def _shared(

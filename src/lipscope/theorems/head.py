@@ -14,7 +14,7 @@ factor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from lipscope.attention import DotProduct, Rotary, Softmax, product_norm
 from lipscope.errors import InputError
+from lipscope.linalg import norm_in_double, norms_of_many
 from lipscope.theorems.register import NotApplicableError
-from lipscope.theorems.spectrum import norm_in_double, norms_of_many
 
 UNIT = 8 * torch.finfo(torch.float64).eps  # rounding of a product of matrices, with room
 
@@ -172,13 +172,12 @@ class Head:
         self.without_bias()
 
 
-def heads_of(layer: DotProduct, *, fold: bool = True, turn: bool = True) -> list[Head]:
+def heads_of(layer: DotProduct, *, fold: bool = True) -> list[Head]:
     """The query heads of a layer, on the CPU in float64; grouped keys and values are repeated.
 
-    ``fold`` makes a head's part of the output projection part of ``V`` (map ``attention``), and
-    ``turn`` lets its outputs be turned then, which keeps all norms; not where something is added.
+    ``fold`` makes a head's part of the output projection part of ``V`` (map ``attention``).
     """
-    return [head_from(one, fold=fold, turn=turn) for one in single_heads(layer)]
+    return [head_from(one, fold=fold) for one in single_heads(layer)]
 
 
 def single_heads(layer: DotProduct, head: int | None = None) -> list[DotProduct]:
@@ -189,7 +188,10 @@ def single_heads(layer: DotProduct, head: int | None = None) -> list[DotProduct]
 
 
 def head_from(one: DotProduct, *, fold: bool, turn: bool = True) -> Head:
-    """A layer of one head, as theorems see it; see `heads_of`."""
+    """A layer of one head, as theorems see it; ``fold`` as in `heads_of`.
+
+    ``turn`` lets what is folded be turned, which keeps all norms; not where something is added.
+    """
     value, zeros, size = one.value, one.query.new_zeros(one.head_width), None
     if fold and one.output is not None:
         size = float(one.output.norm() * value.norm())
@@ -464,11 +466,17 @@ class HeadAt(AtInput):
         (one,) = parts
         return one
 
-    @cached_property
+    @property
     def pieces(self) -> Iterable[tuple[slice, Tensor, Tensor]]:
         """`chunks` with their ``y`` and ``z``; these are kept where there is one chunk."""
-        found = _Pieces(self)
-        return [*found] if len(self.chunks) == 1 else found
+        if len(self.chunks) == 1:
+            return [self._whole]
+        return ((rows, self.y(rows), self.z(rows)) for rows in self.chunks)
+
+    @cached_property
+    def _whole(self) -> tuple[slice, Tensor, Tensor]:
+        (rows,) = self.chunks
+        return rows, self.y(rows), self.z(rows)
 
     @cached_property
     def allowed(self) -> Bool[Tensor, "n n"]:
@@ -524,16 +532,6 @@ class HeadAt(AtInput):
     def tokens_in_queries(self) -> Float[Tensor, "n k"]:
         """``A^T x_i`` in the basis of ``Q``'s factor, without a bias or a rotation."""
         return (self.x @ self.head.key.T) @ self.factor_q.T
-
-
-class _Pieces:
-    """Rows of a head with what is large there, made anew in every pass."""
-
-    def __init__(self, at: HeadAt) -> None:
-        self.at = at
-
-    def __iter__(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        return ((rows, self.at.y(rows), self.at.z(rows)) for rows in self.at.chunks)
 
 
 def tokens_in_double(x: Tensor, width: int) -> Float[Tensor, "n d"]:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lipscope.attention import Attention, DotProduct, Map
 from lipscope.errors import InputError
-from lipscope.linalg import Metric
+from lipscope.linalg import Metric, norm_in_double
 from lipscope.records import Bound
 from lipscope.theorems.head import (
     AtInput,
@@ -39,7 +39,6 @@ from lipscope.theorems.head import (
 )
 from lipscope.theorems.register import PATIENCE, NotApplicableError, Theorem, catalogue
 from lipscope.theorems.residual import Around, Normed, Residual
-from lipscope.theorems.spectrum import norm_in_double
 
 _TOO_LARGE = "its value exceeds the float64 range"
 # Tokens up to which heads at an input are kept: each then holds some tensors of 2 MiB.

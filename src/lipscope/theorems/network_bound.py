@@ -39,7 +39,7 @@ from lipscope.theorems.derived.layer_constants import (
     product_above,
     reach,
 )
-from lipscope.theorems.register import NotApplicableError
+from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
 
 _ROUNDING = 1e-12  # relative, of the constant of one part
 _FAR, _GRID = 12.0, 240_001  # where slopes of activations are looked for
@@ -47,27 +47,16 @@ _FAR, _GRID = 12.0, 240_001  # where slopes of activations are looked for
 
 @dataclass(frozen=True, repr=False)
 class PartBound(Shown):
-    """One factor of a bound: ``constant = stream + norm * rows * weights``.
+    """One factor of a bound: ``constant = stream + norm * rows * weights``."""
 
-    Attributes:
-        name: Which part it is.
-        what: What it does.
-        constant: How much it moves.
-        stream: Weight of the stream in a residual sum, 0 without one.
-        norm: Slope of the norm before the part.
-        rows: How much a row of attention moves in its steepest head, 1 of what is token-wise.
-        weights: What the weights make of it: values and output of all heads, or a network's maps.
-        radius: Largest norm of a token that enters it.
-    """
-
-    name: str
-    what: str
-    constant: float
-    stream: float
-    norm: float
-    rows: float
-    weights: float
-    radius: float
+    name: str  # which part it is
+    what: str  # what it does
+    constant: float  # how much it moves
+    stream: float  # weight of the stream in a residual sum, 0 without one
+    norm: float  # slope of the norm before the part
+    rows: float  # how much a row of attention moves in its steepest head, 1 of what is token-wise
+    weights: float  # of the weights: values and output of all heads, or a network's maps
+    radius: float  # largest norm of a token that enters it
 
 
 @dataclass(frozen=True, repr=False)
@@ -151,7 +140,52 @@ def lipschitz_bound(
     >>> f"{float(bound):.4f}"  # √(1 + R⁴) + R²
     '2.4142'
     """
-    return bound_of_network(_parts(model, data), norm=norm, radius=radius, num_tokens=num_tokens)
+    network = _parts(model, data)
+    if norm not in get_args(BoundNorm):
+        raise InputError(f"`norm` should be `max-token` or `frobenius`. Found `{norm}`.")
+    if radius is not None:
+        check_positive("radius", radius)
+    if num_tokens is not None:
+        check_count("num_tokens", num_tokens)
+    pooled = isinstance(network, Network)
+    if pooled and num_tokens is None and len(network.share):
+        num_tokens = len(network.share)
+    r = torch.as_tensor(math.inf if radius is None else radius, dtype=torch.float64)
+    run = _Run(norm, num_tokens, r)
+    for branch in network.branches:
+        run.through(branch)
+    if pooled and len(network.head):
+        run.pool(network.share.double())
+        for branch in network.tail:
+            run.through(branch)
+        run.score(network.head.double())
+    return LipschitzBound(run.value, norm, float(r.detach()), num_tokens, tuple(run.parts))
+
+
+@theorem(
+    cite=DERIVED,
+    statement="Largest token norm, heads together",
+    metric="max-token",
+    scope="global",
+)
+def layer_max_token(layer: Attention, num_tokens: int, radius: float) -> float:
+    """How far any token of a whole layer moves when no token moves by more than 1.
+
+    ``√(Σ_h c_h) ‖Σ_h (a_h + t_h)² M_h M_h^T / c_h‖^(1/2)``, ``M_h = O_h V_h``, with
+    ``a_h = √(1 + β²)`` and ``t_h = α`` for inner products of affine maps; other scores and
+    variants have their own.
+
+    Holds for any mask and biases, rotary embeddings, soft caps, norms of queries and keys, and the
+    variants, on n tokens of norm at most R.
+
+    Source: derived here (``docs/theory/network-bound.md``).
+    """
+    r = torch.tensor(radius, dtype=torch.float64)
+    own = layer.in_double()
+    found = attention_constant(own, Tokens(r), norm="max-token", num_tokens=num_tokens)
+    if not bool(found.constant.isfinite()):
+        raise NotApplicableError("it overflows")
+    return float(found.constant)
 
 
 def _parts(model: Any, data: Any) -> Network | Chain:
@@ -176,45 +210,6 @@ def _parts(model: Any, data: Any) -> Network | Chain:
             "give one, or the module a method `as_network`."
         )
     return read_parts(model, (data,) if isinstance(data, Tensor) else data)[0]
-
-
-def bound_of_network(
-    network: Network | Chain,
-    *,
-    norm: BoundNorm = "max-token",
-    radius: float | Float[Tensor, ""] | None = None,
-    num_tokens: int | None = None,
-) -> LipschitzBound:
-    """The bound of a network from its parts, differentiable in their weights.
-
-    Args:
-        network: The parts; a `Chain` gives all tokens, a `Network` scores of pooled ones.
-        norm: ``max-token`` or ``frobenius``.
-        radius: Largest norm of a token of the input; None for all inputs.
-        num_tokens: Number of tokens; needed where a bound depends on it.
-
-    Raises:
-        InputError: Where no bound is known, or it is infinite: of which part, and what to do.
-    """
-    if norm not in get_args(BoundNorm):
-        raise InputError(f"`norm` should be `max-token` or `frobenius`. Found `{norm}`.")
-    if radius is not None:
-        check_positive("radius", radius)
-    if num_tokens is not None:
-        check_count("num_tokens", num_tokens)
-    pooled = isinstance(network, Network)
-    if pooled and num_tokens is None and len(network.share):
-        num_tokens = len(network.share)
-    r = torch.as_tensor(math.inf if radius is None else radius, dtype=torch.float64)
-    run = _Run(norm, num_tokens, r)
-    for branch in network.branches:
-        run.through(branch)
-    if pooled and len(network.head):
-        run.pool(network.share.double())
-        for branch in network.tail:
-            run.through(branch)
-        run.score(network.head.double())
-    return LipschitzBound(run.value, norm, float(r.detach()), num_tokens, tuple(run.parts))
 
 
 class _Run:

@@ -14,7 +14,7 @@ Proofs: ``docs/theory/local-certificates.md`` and ``global-bounds.md``, on these
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -133,16 +133,23 @@ def absorb(layer: DotProduct, norm: Norm) -> DotProduct:
 
 @dataclass(frozen=True)
 class Behind:
-    """The derivative of a norm after attention: ``s_i D_g (I - u_i u_i^T) Π`` in row i."""
+    """The derivative of a norm after attention: ``s_i D_g (I - u_i u_i^T) Π`` in row i.
 
-    gain: Float[Tensor, " d"]  # ``√d g``, ``(d,)``
-    centred: bool  # whether ``Π`` takes the mean away (LayerNorm) or does nothing (RMSNorm)
+    ``D_g`` has ``√d γ``; ``Π`` takes the mean away (LayerNorm) or does nothing (RMSNorm).
+    """
+
+    norm: Norm
     # ``s_i`` from above, ``(n,)``; the largest one, ``(1,)``, for all inputs
     slope: Float[Tensor, " n"]
     # where tokens end up in the unit ball, ``(n, d)``; None for all inputs
     u: Float[Tensor, "n d"] | None = None
     # ``>= `` what rounding of the norm's input changes in the derivative, ``(n,)``
     error: Float[Tensor, " n"] | None = None
+
+    @property
+    def gain(self) -> Float[Tensor, " d"]:
+        """``√d γ``."""
+        return len(self.norm.weight) ** 0.5 * self.norm.weight
 
     @property
     def sizes(self) -> Float[Tensor, " n"]:
@@ -154,7 +161,7 @@ class Behind:
         assert self.u is not None
         u = self.u[rows]
         m = torch.eye(u.shape[1], dtype=u.dtype) - u[:, :, None] * u[:, None]
-        m = m - m.mean(-1, keepdim=True) if self.centred else m
+        m = m - m.mean(-1, keepdim=True) if self.norm.centred else m
         return self.slope[rows, None, None] * self.gain[:, None] * m
 
 
@@ -166,8 +173,6 @@ class Around:
     width: int  # of a token
     second: Behind | None = None  # ``N_s``, which takes the attention's own output, or None
     outer: Behind | None = None  # ``N_o``, which takes the sum, or None
-    # whether it speaks of one input, so that the identity can go inside a certificate
-    here: bool = True
 
     @cached_property
     def beside(self) -> Float[Tensor, " n"]:
@@ -209,13 +214,13 @@ class Around:
         """What rounding may hide of a bound with the identity inside; ``hidden``: without it."""
         norm = hidden / UNIT
         second = float(self._sizes(self.second).max())
-        off = [0.0 if one is None else float(one.max()) for one in self._errors]
-        total = float(self.lefts.max()) * hidden + UNIT * self.width * float(self.beside.max())
-        return total + off[1] * (1 + second * norm) + float(self.beside.max()) * off[0] * norm
-
-    @property
-    def _errors(self) -> list[Tensor | None]:
-        return [None if one is None else one.error for one in (self.second, self.outer)]
+        inner, outer = (
+            0.0 if one is None or one.error is None else float(one.error.max())
+            for one in (self.second, self.outer)
+        )
+        beside = float(self.beside.max())
+        total = float(self.lefts.max()) * hidden + UNIT * self.width * beside
+        return total + outer * (1 + second * norm) + beside * inner * norm
 
     def _sizes(self, norm: Behind | None) -> Tensor:
         return torch.ones(self.tokens, dtype=torch.float64) if norm is None else norm.sizes
@@ -298,12 +303,10 @@ class Residual:
     def everywhere(self) -> Around:
         """What is around attention at all inputs: norms are steepest at 0."""
         second, outer = (
-            None
-            if one is None
-            else _behind(one, torch.tensor([one.steepest(0.0)], dtype=torch.float64))
+            None if one is None else Behind(one, one.weight.new_tensor([one.steepest(0.0)]))
             for one in self.norms
         )
-        return Around(1, self.width, second, outer, here=False)
+        return Around(1, self.width, second, outer)
 
     def at(self, attention: Attention, heads: HeadsAt | None, x: Float[Tensor, "n d"]) -> Around:
         """What is around attention at ``x``; heads, at their own input, where a norm follows."""
@@ -323,12 +326,6 @@ class Residual:
         return Around(len(x), self.width, after, last)
 
 
-def _behind(
-    norm: Norm, slope: Tensor, u: Tensor | None = None, error: Tensor | None = None
-) -> Behind:
-    return Behind(len(norm.weight) ** 0.5 * norm.weight, norm.centred, slope, u, error)
-
-
 def _behind_at(norm: Norm, y: Tensor, off: Tensor) -> Behind:
     """The derivative of a norm at ``y``, every token of which is known up to ``off``.
 
@@ -339,8 +336,8 @@ def _behind_at(norm: Norm, y: Tensor, off: Tensor) -> Behind:
     share = slope * off
     if not bool((share < _KNOWN).all()):
         raise NotApplicableError("a norm after it takes what cancels beyond float64")
-    found = _behind(norm, slope, norm.direction(y))
-    return _behind(norm, slope, found.u, 3 * found.sizes * share)
+    found = Behind(norm, slope, norm.direction(y))
+    return replace(found, error=3 * found.sizes * share)
 
 
 def _biases(layer: Attention) -> float:

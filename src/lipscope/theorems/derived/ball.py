@@ -17,11 +17,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.errors import InputError
+from lipscope.linalg import eigenvalue, nonnegative_norm
 from lipscope.theorems.derived.global_bounds import global_rows_capped
+from lipscope.theorems.derived.local_bounds import of_both_parts
 from lipscope.theorems.derived.row_gram import Weighted
 from lipscope.theorems.head import HeadAt
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
-from lipscope.theorems.spectrum import eigenvalue, nonnegative_norm, of_both_parts
 
 BallName = Literal["token", "frobenius"]
 
@@ -320,16 +321,20 @@ class Ball:
         upper, blocks = nonnegative_norm(torch.stack([self.p.upper, self.p.upper * nu * self.rho]))
         return float(upper * c.head.norm_v + self.own.max() + blocks)
 
+    @property
+    def cheap(self) -> float:
+        """The better one of both."""
+        return min(self.by_rows, self.by_blocks)
+
     @cached_property
     def change(self) -> float:
         """``>= ‖J(X') - J(X)‖``: to be added to any bound of ``‖J(X)‖``."""
         c, sums = self.c, self.sums
         weights = self.p.change.sum(-1).sqrt() * c.head.norm_v
-        reader = c.rho.amax(-1) if c.rotary is None else None
-        if reader is None:
-            turned = (self.p.change * (c.nu * c.rho).square()).sum(-1).sqrt()
+        if c.rotary is None:
+            turned = c.rho[:, 0] * sums["change_v"].sqrt()
         else:
-            turned = reader * sums["change_v"].sqrt()
+            turned = (self.p.change * (c.nu * c.rho).square()).sum(-1).sqrt()
         blocks = (weights + turned).square()
         moved = self.rho.amax(-1) * (c.head.norm_v * self.spread + self.mean_moved)
         moved = moved + c.norm_a * self.eps * sums["upper_v"].sqrt()
@@ -350,8 +355,7 @@ class Ball:
     def forms(self, local: float | None = None) -> dict[str, float]:
         """Every form that is finite, by name."""
         if local is None:
-            at = Ball(self.c, 0.0)
-            local = min(at.by_rows, at.by_blocks)
+            local = Ball(self.c, 0.0).cheap
         found = {
             "rows": self.by_rows,
             "blocks": self.by_blocks,
@@ -360,14 +364,6 @@ class Ball:
             "radius": self.by_radius,
         }
         return {name: value for name, value in found.items() if math.isfinite(value)}
-
-    @property
-    def outputs(self) -> Tensor:
-        """``>= sup |df_i(E)|`` for ``E`` of unit size in the ball's own norm, ``(n,)``."""
-        row = self.row.sqrt()
-        if self.ball == "frobenius":  # sum_j P'_ij |e_j|^2 <= max_j U_ij ‖E‖^2
-            row = row * self.p.upper.amax(-1).sqrt()
-        return row + self.own
 
 
 @theorem(cite=DERIVED, statement="ball certificate")

@@ -23,15 +23,15 @@ from lipscope.attention import (
     SinkhornAttention,
     of_heads,
     on_ball,
-    product_norm,
     row_gain,
     spectral_norm,
 )
+from lipscope.linalg import norm_in_double
+from lipscope.theorems.derived.layer_constants import LayerHeads, Tokens, sigmoid_moves
 from lipscope.theorems.directions import pair_directions, star_direction
 from lipscope.theorems.head import Head
 from lipscope.theorems.papers.castin2024 import two_cluster_value
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
-from lipscope.theorems.spectrum import norm_in_double
 
 _CELLS = 4096
 
@@ -296,10 +296,9 @@ def sinkhorn_ball(layer: SinkhornAttention, radius: float) -> float:
 
     Source: derived here (``docs/theory/global-bounds.md``).
     """
-    own = layer.in_double()
-    query, key, value = _weights_by_head(own)
-    alpha = abs(own.scale) * product_norm(key, query) * radius**2
-    return float(of_heads(spectral_norm(value) * (1 + 2 * alpha), own.output))
+    at = _heads_in_ball(layer, None, radius)
+    alpha = at.norm_a * radius**2
+    return float(of_heads(spectral_norm(at.v) * (1 + 2 * alpha), at.layer.output))
 
 
 @theorem(cite=DERIVED, statement="Sigmoid weights in a ball")
@@ -316,29 +315,14 @@ def sigmoid_ball(layer: SigmoidAttention, num_tokens: int, radius: float) -> flo
     Source: derived here (``docs/theory/global-bounds.md``).
     """
     _mask_of(layer, num_tokens)
-    own, n = layer.in_double(), num_tokens
-    scale = abs(own.scale)
-    query, key, value = _weights_by_head(own)
-    query_bias, key_bias, value_bias = (
-        w.new_zeros(w.shape[:2]) if bias is None else bias.unflatten(0, (own.num_heads, -1))
-        for w, bias in ((query, own.query_bias), (key, own.key_bias), (value, own.value_bias))
-    )
-    norm_v, a = spectral_norm(value), scale * product_norm(key, query)
-    of_query = scale * (key.mT @ query_bias[..., None]).norm(dim=(1, 2))
-    of_key = scale * (query.mT @ key_bias[..., None]).norm(dim=(1, 2))
-    fixed = scale * (query_bias * key_bias).sum(-1).abs()
-    scores = a * radius**2 + (of_query + of_key) * radius + fixed
-    b = torch.as_tensor(own.shift(n), dtype=scores.dtype, device=scores.device).flatten()
-    top = torch.sigmoid(scores + b)
-    nearest = (b.abs() - scores).clamp_min(0).sigmoid()  # to the steepest point, 0
-    steep = nearest * (1 - nearest)
-    moved = (norm_v * radius + value_bias.norm(dim=-1)) * (2 * a * radius + of_query + of_key)
-    return float(of_heads(n * (norm_v * top + moved * steep), own.output))
+    at = _heads_in_ball(layer, num_tokens, radius)
+    moves, _, _ = sigmoid_moves(at)
+    return float(of_heads(moves, at.layer.output))
 
 
-def _weights_by_head(layer: Attention) -> list[Tensor]:
-    weights = (layer.query, layer.key, layer.value)
-    return [w.unflatten(0, (layer.num_heads, -1)) for w in weights]
+def _heads_in_ball(layer: Attention, num_tokens: int | None, radius: float) -> LayerHeads:
+    tokens = Tokens(torch.tensor(radius, dtype=torch.float64))
+    return LayerHeads(layer.in_double(), tokens, num_tokens)
 
 
 def _mask_of(layer: Attention, num_tokens: int) -> None:

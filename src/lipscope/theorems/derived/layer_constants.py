@@ -31,7 +31,7 @@ from lipscope.attention import (
     spectral_norm,
 )
 from lipscope.theorems.head import UNIT
-from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
+from lipscope.theorems.register import NotApplicableError
 
 BoundNorm = Literal["max-token", "frobenius"]
 _TOKENS = "the number of tokens counts in it: give `num_tokens`"
@@ -134,7 +134,7 @@ def heads_together(
     return torch.stack(found).amin().sqrt()
 
 
-class _Heads:
+class LayerHeads:
     """The weights of a layer by head, in float64, for the tokens that enter it."""
 
     def __init__(self, layer: Attention, tokens: Tokens, num_tokens: int | None) -> None:
@@ -224,7 +224,7 @@ def attention_constant(
     Raises:
         NotApplicableError: Where none is known, and why.
     """
-    at = _Heads(layer, tokens, num_tokens)
+    at = LayerHeads(layer, tokens, num_tokens)
     if isinstance(layer, SigmoidAttention):
         found = _sigmoid(at)
     elif isinstance(layer, SinkhornAttention | LipschitzNormAttention):
@@ -236,34 +236,7 @@ def attention_constant(
     return found._replace(constant=at.slope * found.constant)
 
 
-@theorem(
-    cite=DERIVED,
-    statement="Largest token norm, heads together",
-    metric="max-token",
-    scope="global",
-)
-def layer_max_token(layer: Attention, num_tokens: int, radius: float) -> float:
-    """How far any token of a whole layer moves when no token moves by more than 1.
-
-    ``√(Σ_h c_h) ‖Σ_h (a_h + t_h)² M_h M_h^T / c_h‖^(1/2)``, ``M_h = O_h V_h``, with
-    ``a_h = √(1 + β²)`` and ``t_h = α`` for inner products of affine maps; other scores and
-    variants have their own.
-
-    Holds for any mask and biases, rotary embeddings, soft caps, norms of queries and keys, and the
-    variants, on n tokens of norm at most R.
-
-    Source: derived here (``docs/theory/network-bound.md``).
-    """
-    r = torch.tensor(radius, dtype=torch.float64)
-    found = attention_constant(
-        layer.in_double(), Tokens(r), norm="max-token", num_tokens=num_tokens
-    )
-    if not bool(found.constant.isfinite()):
-        raise NotApplicableError("it overflows")
-    return float(found.constant)
-
-
-def _softmax(at: _Heads, norm: BoundNorm) -> Constant:
+def _softmax(at: LayerHeads, norm: BoundNorm) -> Constant:
     layer, value_norm = at.layer, at.layer.norms()[2]
     right, radius, gain = at.v, at.radius.expand(layer.num_heads), 1.0
     if isinstance(layer, L2Attention):
@@ -294,7 +267,7 @@ def _plain(layer: Attention) -> bool:
     return layer.rotary is None and layer.softcap is None and not normed
 
 
-def _counted(at: _Heads, row: _Row, norm: BoundNorm) -> Float[Tensor, " h"]:
+def _counted(at: LayerHeads, row: _Row, norm: BoundNorm) -> Float[Tensor, " h"]:
     """A mean over what a row reads, in the norm: times the root of a column's sum."""
     if norm == "max-token":
         return row.others
@@ -307,14 +280,14 @@ def _counted(at: _Heads, row: _Row, norm: BoundNorm) -> Float[Tensor, " h"]:
     return row.others * sums.sqrt()
 
 
-def _inner_products(at: _Heads) -> _Row:
+def _inner_products(at: LayerHeads) -> _Row:
     """``<A x_i + b, x_j>``: ``√(1 + β²)`` and ``α``, ``β = (‖A‖ R + |b|) R``, ``α = ‖A‖ R²``."""
     alpha = reach(at.norm_a, at.radius.square())
     beta = alpha + reach(at.along_query, at.radius)
     return _Row((1 + beta.square()).sqrt(), alpha, 2 * beta)
 
 
-def _scores(at: _Heads, radius: Tensor, slope: Tensor) -> _Row:
+def _scores(at: LayerHeads, radius: Tensor, slope: Tensor) -> _Row:
     """Scores that are no plain products: ``slope + a r`` and ``t r`` by their two slopes."""
     layer, r = at.layer, at.radius
     query, key, _ = layer.norms()
@@ -332,7 +305,7 @@ def _scores(at: _Heads, radius: Tensor, slope: Tensor) -> _Row:
     return _Row(slope + reach(a, radius), reach(t, radius), logits)
 
 
-def _distances(at: _Heads, gain: Tensor) -> _Row:
+def _distances(at: LayerHeads, gain: Tensor) -> _Row:
     """``-|x̂_i - x̂_j|²``: on a ball, or for so many tokens, whichever is less."""
     r2 = reach(gain.square(), at.radius.square())
     others, own = (1 + 4 * reach((4 * r2 - 1).clamp_min(0), r2)).sqrt(), 2 * r2
@@ -350,8 +323,11 @@ def _distances(at: _Heads, gain: Tensor) -> _Row:
     return _Row(others, own, logits)
 
 
-def _sigmoid(at: _Heads) -> Constant:
-    """Weights that do not add up to 1: of ``n`` tokens, or of any number by ``b = -log m``."""
+def sigmoid_moves(at: LayerHeads) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights that do not add up to 1: of ``n`` tokens, or of any number by ``b = -log m``.
+
+    How much each head moves before the output projection, sizes of its values, sums of weights.
+    """
     layer, n, r = at.layer, at.n, at.radius
     assert isinstance(layer, SigmoidAttention)
     norm_v, a = spectral_norm(at.v), at.norm_a
@@ -367,12 +343,16 @@ def _sigmoid(at: _Heads) -> Constant:
         nearest = (b.abs() - scores).clamp_min(0).sigmoid()  # to the steepest point, 0
         steep = n * nearest * (1 - nearest)
     size = reach(norm_v, r) + length(at.bv)
-    moves = norm_v * top + reach(size * (2 * reach(a, r) + linear), steep)
+    return norm_v * top + reach(size * (2 * reach(a, r) + linear), steep), size, top
+
+
+def _sigmoid(at: LayerHeads) -> Constant:
+    moves, size, top = sigmoid_moves(at)
     most = at.together(at.unit, reach(size, top)) + length(at.bo)
     return Constant(at.together(at.unit, moves), most, moves.amax())
 
 
-def _of_all_rows(at: _Heads, norm: BoundNorm) -> Constant:
+def _of_all_rows(at: LayerHeads, norm: BoundNorm) -> Constant:
     """Weights that depend on all rows: bounds of sigma, times ``√n`` in the other norm."""
     if isinstance(at.layer, SinkhornAttention):
         right, moves = at.v, 1 + 2 * reach(at.norm_a, at.radius.square())

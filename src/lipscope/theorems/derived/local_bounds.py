@@ -8,13 +8,16 @@ of the norm, else ``s_j = 1``. Proofs: ``docs/theory/local-certificates.md``.
 
 from __future__ import annotations
 
+import math
+
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
+from lipscope.linalg import eigenvalue, norm_in_double
 from lipscope.theorems.head import HeadAt
 from lipscope.theorems.register import DERIVED, theorem
 from lipscope.theorems.residual import Around
-from lipscope.theorems.spectrum import eigenvalue, norm_in_double, of_both_parts
 
 
 @theorem(cite=DERIVED, statement="F1: three norms")
@@ -131,6 +134,35 @@ def local_max_token_scalar(at: HeadAt, slope: Tensor | None = None) -> float:
     rows = at.head.norm_v**2 + at.rho[:, 0] ** 2 * moved
     rows = (rows * (at.p @ s.square())).sqrt()
     return float((rows + (moved * turned).sqrt() * s).max())
+
+
+def of_both_parts(columns: Float[Tensor, " n"], own: Float[Tensor, " n"]) -> float:
+    """``min_θ sqrt(max_j (1 + θ) c_j + (1 + 1/θ) t_j²)`` over ``θ > 0``.
+
+    Bounds ``‖T + D‖`` for ``‖T E‖² ≤ Σ_j c_j |e_j|²`` and ``D`` block diagonal with norms ``t_j``;
+    never above ``max_j √c_j + max_j t_j``, which is one ``θ``. Any ``θ`` gives a bound, so
+    that the search need not be exact.
+
+    Source: derived here (``docs/theory/local-certificates.md``, F2).
+
+    One column each, where both are equal at ``θ = 9/4``:
+
+    >>> round(of_both_parts(torch.tensor([4.0, 0.0]), torch.tensor([0.0, 3.0])) ** 2, 6)
+    13.0
+    """
+    size = max(float(columns.max().sqrt()), float(own.max()))
+    if not 0 < size < torch.inf:
+        return size
+    columns, squares = columns.double() / size**2, (own.double() / size).square()
+    first = float((squares.max() / columns.max().clamp_min(1e-300)).sqrt())
+    middle = columns.new_tensor([max(first, 1e-150)])
+    best, width = math.inf, 20.0  # in powers of two; each round narrows the grid sixteenfold
+    for _ in range(6):
+        theta = middle * 2.0 ** torch.linspace(-width, width, 65).double()
+        values = ((1 + theta) * columns[:, None] + (1 + 1 / theta) * squares[:, None]).amax(0)
+        at = int(values.argmin())
+        best, middle, width = min(best, float(values[at])), theta[at], width / 16
+    return size * math.sqrt(best)
 
 
 def _trace(p: Tensor, v: Tensor) -> Tensor:

@@ -13,16 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lipscope.attention import Rotary
+from lipscope.linalg import eigenvalue, norm_in_double
 from lipscope.theorems.head import UNIT, HeadAt, HeadsAt
 from lipscope.theorems.register import DERIVED, theorem
 from lipscope.theorems.residual import Around
-from lipscope.theorems.spectrum import eigenvalue, norm_in_double
 
 PROBES = 8  # directions of a row's output space that one round follows
 _CHUNK = 2**23  # bytes of the largest tensor of the rows that are taken at a time
@@ -361,22 +361,6 @@ def _expand(matrices: Tensor, times: int) -> Tensor:
     return matrices.repeat_interleave(times, -2).repeat_interleave(times, -1)
 
 
-class _ColumnParts(NamedTuple):
-    """Gram matrices before their weights, ``V^T A V + V^T M K + (…)^T + K^T C K`` each.
-
-    Their diagonal block has more: what it is without the covariance, ``Y``, and the covariance.
-    """
-
-    values: Tensor  # A, (r, H k_v, H k_v)
-    mixed: Tensor  # M, (r, H k_v, H k)
-    keys: Tensor  # C, (r, H k, H k)
-    own: Tensor  # P_jj, (r, H)
-    y: Tensor  # P_jj y_jj, (r, H, k_v)
-    q: Tensor  # (r, H, k)
-    covariance: Tensor  # (r, H, k_v, k)
-    inverse: Tensor  # 1 / p_jj, (r,)
-
-
 class JacobianColumns(JacobianRows):
     """Its transpose, row by row: block ``ji`` is ``J_ij^T``.
 
@@ -487,7 +471,12 @@ class JacobianColumns(JacobianRows):
     def _inverse(self, weights: Tensor, rows: slice) -> Tensor:
         return torch.where(self.support[rows], 1 / weights[rows], 0.0)
 
-    def _parts(self, weights: Tensor, rows: slice) -> _ColumnParts:
+    def _parts(self, weights: Tensor, rows: slice) -> tuple[Tensor, ...]:
+        """Gram matrices before their weights, ``V^T A V + V^T M K + (…)^T + K^T C K`` each.
+
+        ``A``, ``M`` and ``C``; then, as their diagonal block has more, ``P_jj``, ``P_jj y_jj`` and
+        ``q_j``, of which it is made without the covariance, the covariance, and ``1 / p_jj``.
+        """
         inverse = self._inverse(weights, rows)
         heads, _, kv = self.at.v.shape
         (c, y), q = self._at_rows(rows), self._readers(rows)
@@ -504,7 +493,7 @@ class JacobianColumns(JacobianRows):
         inner = (written @ written.mT) * inverse[..., None, None]
         right = inner[..., None] * q.transpose(1, 2)[:, :, None]  # (r, n, h, g, k)
         crossed = q.mT @ right.transpose(1, 2).flatten(3)
-        return _ColumnParts(
+        return (
             (scalars * blocks).reshape(-1, self.concat, self.concat),
             mixed.reshape(len(q), self.concat, -1),
             crossed.flatten(1, 2),
@@ -569,7 +558,7 @@ def row_gram(at: HeadAt, slope: Tensor | None = None, around: Around | None = No
     as it stands through a norm in front, whose derivative is a part of ``J_ij``. A residual map of
     one head has its identity inside ``J_ii``.
     """
-    return weighted_heads(HeadsAt((at.head,), at.x), slope, around).value
+    return weighted_heads(at, slope, around).value
 
 
 @theorem(cite=DERIVED, statement="row-Gram certificate, all heads", cost=weighing)
@@ -614,15 +603,11 @@ class Weighted:
     weights: Tensor
 
 
-def weighted_head(at: HeadAt) -> Weighted:
-    """The certificate of one head, with its rows and weights."""
-    return weighted_heads(HeadsAt((at.head,), at.x))
-
-
 def weighted_heads(
-    at: HeadsAt, slope: Tensor | None = None, around: Around | None = None
+    at: HeadsAt | HeadAt, slope: Tensor | None = None, around: Around | None = None
 ) -> Weighted:
     """The lesser of the certificates by rows and by columns, with the rows and their weights."""
+    at = at if isinstance(at, HeadsAt) else HeadsAt(at.heads, at.x)
     rows = weighted_rows(JacobianRows(at, slope, around))
     if around is not None and not around.plain:
         return rows  # a column's matrix would not factor over the rows that read it
@@ -633,7 +618,10 @@ def weighted_heads(
 def weighted_rows(rows: JacobianRows, *, below: float = math.inf) -> Weighted:
     """The certificate with the best weights found; infinite where it is surely not ``below``."""
     best, weights = math.inf, rows.support.to(torch.float64)
-    probes = _random_probes(rows)
+    # the same Gaussian directions at every call: their mean square is a Frobenius norm
+    generator = torch.Generator().manual_seed(0)
+    probes = torch.randn(rows.width, PROBES, generator=generator, dtype=torch.float64)
+    probes = (probes / math.sqrt(rows.width * PROBES)).expand(len(rows.at.x), -1, -1)
     seen = rows.seen(probes)  # squared: what the probes see of every block
     for round_ in range(_ROUNDS):
         candidate = rows.weights(seen)
@@ -656,9 +644,40 @@ def _weighted_bound(weights: Tensor, omega: Tensor) -> float:
     return float((weights * omega[:, None]).sum(0).max().sqrt())
 
 
-def _random_probes(rows: JacobianRows) -> Tensor:
-    """The same Gaussian directions at every call: their mean square is a Frobenius norm."""
-    generator = torch.Generator().manual_seed(0)
-    n, size = len(rows.at.x), rows.width
-    probes = torch.randn(size, PROBES, generator=generator, dtype=torch.float64)
-    return (probes / math.sqrt(size * PROBES)).expand(n, -1, -1)
+# --- one token's column, ``D_s = (J_is)_i``: what the moves of token ``s`` alone do. With ``R_s``
+# the Jacobian without it, ``‖D_s‖² ≤ ‖J‖² ≤ ‖D_s‖² + ‖R_s‖²``. Proofs: ``docs/theory/sink.md``
+
+
+@theorem(cite=DERIVED, statement="one token's column", kind="lower", cost=weighing)
+def sink_column(at: HeadsAt) -> float:
+    """Sigma of moves of one token alone, the one for which it is largest.
+
+    ``max_s ‖D_s‖``, ``‖D_s‖² = λ_max(sum_i J_is^T J_is)``: attention weights move with the token.
+
+    Holds for any mask, bias and rotary embedding, at ``x``. Equal to sigma as attention becomes
+    one-hot (Theorem 3.7 of [castin2024]); where it is uniform, ``1 / √n`` of it.
+    """
+    low, _ = JacobianColumns(at).squares()
+    return max(float(low.max().sqrt()) * (1 - _SLACK) - at.slack, 0.0)
+
+
+@theorem(cite=DERIVED, statement="one token's column, and a bound of the rest", cost=weighing)
+def sink_column_upper(at: HeadsAt, slope: Tensor | None = None) -> float:
+    """`sink_column`'s token exactly, all others by the row-Gram certificate.
+
+    ``√(‖D_s‖² + c²)`` with ``c ≥ ‖R_s‖`` the lesser of the certificates by rows and by columns of
+    the Jacobian without column ``s``.
+
+    Holds for any mask, bias and rotary embedding, at ``x``, and through a norm in front. Equal to
+    sigma where attention is uniform, and as it becomes one-hot on ``s``.
+    """
+    rows, columns = JacobianRows(at, slope), JacobianColumns(at, slope)
+    _, high = columns.squares()
+    token = int(high.argmax())
+    rest = 0.0
+    if len(at.x) > 1:
+        rows.support[:, token] = False
+        columns.support[token] = False
+        rest = weighted_rows(rows).value
+        rest = min(rest, weighted_rows(columns, below=rest).value)
+    return float(high[token] + rest**2) ** 0.5 * (1 + _SLACK)

@@ -6,9 +6,13 @@ below follows from it by two lines, in the geometry of the paper (largest token 
 
 from __future__ import annotations
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
 from lipscope.theorems.head import HeadAt
+from lipscope.theorems.papers.yudin2025 import rest_of_top
 from lipscope.theorems.register import theorem
-from lipscope.theorems.spectrum import balanced_mass
 
 
 @theorem(cite="emadi2026", statement="Abstract: the balanced-mass factor", metric="max-token")
@@ -29,3 +33,20 @@ def emadi_balanced_mass(at: HeadAt) -> float:
     size = float((centred @ head.value.T).norm(dim=1).max())
     rows = balanced_mass(at.p) * (at.rho[:, 0] + back)
     return head.norm_v + size * float(rows.max())
+
+
+def balanced_mass(p: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
+    """An upper bound of ``‖L(p)‖`` from the maximum norm to the sum of magnitudes.
+
+    ``θ(p) = max_S 4 p(S) (1 - p(S))``, bounded by 1 and, if the largest probability exceeds
+    1/2, equal to ``4 p_(1) (1 - p_(1))``. The maximum itself is a subset-sum problem.
+
+    Holds for every probability vector.
+
+    Source: [emadi2026], whose balanced-mass factor this is.
+
+    >>> balanced_mass(torch.tensor([0.75, 0.125, 0.125])).item()
+    0.75
+    """
+    first = p.amax(-1)
+    return torch.where(first > 0.5, 4 * first * rest_of_top(p), torch.ones_like(first))

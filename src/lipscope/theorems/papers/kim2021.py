@@ -15,18 +15,9 @@ from torch import Tensor
 
 from lipscope.attention import L2Attention, phi_inverse
 from lipscope.errors import InputError
+from lipscope.linalg import norms_of_many
 from lipscope.theorems.head import Head
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
-from lipscope.theorems.spectrum import norms_of_many
-
-
-def phi(x: float) -> float:
-    """``φ(x) = x e^(x+1)``.
-
-    >>> phi(0.0), round(phi(phi_inverse(9.0)), 12)
-    (0.0, 9.0)
-    """
-    return x * math.exp(x + 1)
 
 
 @theorem(cite="kim2021", statement="Theorem 3.1", kind="lower")

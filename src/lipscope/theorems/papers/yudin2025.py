@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
+from lipscope.linalg import norms_of_many
 from lipscope.theorems.head import HeadAt
 from lipscope.theorems.register import theorem
-from lipscope.theorems.spectrum import norms_of_many, softmax_norm, top_two
+
+_BISECTIONS = 60
 
 
 @theorem(cite="yudin2025", statement="Theorem 3")
@@ -75,3 +78,52 @@ def _largest_softmax_norm(p: Tensor) -> float:
         best = max(best, float(softmax_norm(p[order[start : start + 32]]).max()))
         start += 32
     return best
+
+
+def top_two(p: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
+    """An upper bound of ``‖L(p)‖`` from the two largest probabilities.
+
+    ``λ_max(L(p)) ≤ p_(1) (1 - p_(1) + p_(2)) ≤ 1/2``, with equality for uniform ``p`` and for
+    two equal halves.
+
+    Holds for every probability vector.
+
+    Source: the function ``g_1`` of [yudin2025]; proof: ``docs/theory/global-bounds.md``.
+
+    >>> top_two(torch.tensor([0.5, 0.5, 0.0])).item()
+    0.5
+    """
+    top = p.topk(min(2, p.shape[-1]), dim=-1).values
+    first = top[..., 0]
+    second = top[..., 1] if top.shape[-1] > 1 else torch.zeros_like(first)
+    return first * (rest_of_top(p) + second)
+
+
+def softmax_norm(p: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
+    """``‖L(p)‖``, up to the rounding of 60 bisections and never below it by more.
+
+    The root in ``[p_(2), p_(1)]`` of ``Σ_i p_i² / (p_i - λ) = 1``: the upper end of the last
+    interval is returned.
+
+    Holds for every probability vector.
+
+    Source: the secular equation of a diagonal matrix minus one of rank one [golub1973].
+    """
+    if p.shape[-1] < 2:
+        return torch.zeros_like(p[..., 0])
+    top = p.topk(2, dim=-1).values
+    high, low = top[..., 0].clone(), top[..., 1].clone()
+    first = top[..., 0]
+    for _ in range(_BISECTIONS):
+        mid = (low + high) / 2
+        # Only the largest entry is above λ; all other terms are negative.
+        terms = p.square() / (p - mid[..., None])
+        value = torch.where(terms.isfinite(), terms, 0.0).sum(-1)
+        above = (value > 1) | (mid >= first)
+        high, low = torch.where(above, mid, high), torch.where(above, low, mid)
+    return torch.minimum(high, top_two(p)).clamp_min(0)
+
+
+def rest_of_top(p: Tensor) -> Tensor:
+    """``1 - p_(1)`` as the sum of the others, which does not cancel."""
+    return p.scatter(-1, p.argmax(-1, keepdim=True), 0.0).sum(-1)
