@@ -14,12 +14,12 @@ from lipscope.errors import InputError
 from lipscope.models import LoadedModel, rounded
 from lipscope.records.folder import RunFolder
 from lipscope_experiments import experiments
+from lipscope_experiments.data import Text
 from lipscope_experiments.experiment import Source, Study
 from lipscope_experiments.findings import chosen
 from lipscope_experiments.joint_test import correlations
 from lipscope_experiments.questions import long_context, precision, sink
 from lipscope_experiments.questions.precision import RoundedModel
-from lipscope_experiments.texts import Text
 from small import drawn
 from tiny import TEXT, tiny
 
@@ -166,7 +166,6 @@ def test_sources_are_texts_or_pictures(tmp_path, monkeypatch) -> None:
     with RunFolder(tmp_path / "run", {"a": 1}) as folder:
         study = Study(folder, (bert, vit, "dinov2"), texts, True, None, "random")
         load = study.load
-        missing: list[str] = []
 
         def without(name: str) -> LoadedModel:
             if name == "dinov2":
@@ -174,13 +173,13 @@ def test_sources_are_texts_or_pictures(tmp_path, monkeypatch) -> None:
             return load(name)
 
         monkeypatch.setattr(study, "load", without)
-        found = [(one.where, one.sees) for one in study.sources(missing)]
+        found = [(one.where, one.sees) for one in study.sources()]
     assert found == [
         (f"{bert}, one", False),
         (f"{bert}, two", False),
         (f"{vit}, random pixels", True),
     ]
-    assert missing == ["Not run: no package"]
+    assert study.missing == ["Not run: no package"]
 
 
 def test_they_are_registered() -> None:

@@ -190,7 +190,7 @@ def chosen(records: Iterable[Item], **wanted: Any) -> list[Item]:
     return [r for r in records if all(value_of(r, name) == v for name, v in wanted.items())]
 
 
-def grouped(records: Sequence[Record], *names: str) -> Iterator[tuple[Any, list[Record]]]:
+def grouped(records: Iterable[Record], *names: str) -> Iterator[tuple[Any, list[Record]]]:
     """The records of each value, or of each tuple of values of several names, as they come.
 
     >>> dict(grouped([{"n": 1}, {"n": 2}, {"n": 1}], "n"))

@@ -15,7 +15,7 @@ from lipscope import MultiheadAttention
 from lipscope.attention import Clip
 from lipscope.charts import Panel
 from lipscope.records import mean_interval
-from lipscope_experiments.digits import Digits, digits
+from lipscope_experiments.data import Task, digits
 from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, chosen, column_mean, grouped, line
 from lipscope_experiments.simple_layers import bound_values
@@ -29,7 +29,7 @@ _SYMBOLS = 3
 _ASCENTS = 10
 
 
-def marked_pairs(count: int = 2000) -> Digits:
+def marked_pairs(count: int = 2000) -> Task:
     """Images of 16 patches, each a symbol and a mark; 1 where both marked ones show one symbol.
 
     A patch ``(mark, symbol 1, 2, 3)``, one of three symbols, drawn alike; two patches are marked.
@@ -48,7 +48,7 @@ def marked_pairs(count: int = 2000) -> Digits:
     marks = torch.zeros(total, PATCHES).scatter_(1, places, 1.0)
     patches = torch.cat([marks[..., None], nn.functional.one_hot(shown, _SYMBOLS)], -1)
     images = nn.functional.fold(patches.mT, 8, 2, stride=2)
-    return Digits(images[:count], labels[:count], images[count:], labels[count:])
+    return Task((images[:count], labels[:count]), (images[count:], labels[count:]))
 
 
 class SmoothBlock(nn.Module):
@@ -135,7 +135,7 @@ class Linear(nn.Module):
 Net = TypeVar("Net", bound=VisionTransformer | Linear)
 
 
-def trained(net: Net, data: Digits, epochs: int, seed: int) -> tuple[Net, int]:
+def trained(net: Net, data: Task, epochs: int, seed: int) -> tuple[Net, int]:
     """The classifier, trained with Adam until its loss no longer falls, and for how many epochs.
 
     The rate is lowered after some epochs without 1 % less loss, and the last rate ends the
@@ -146,11 +146,11 @@ def trained(net: Net, data: Digits, epochs: int, seed: int) -> tuple[Net, int]:
     plan = torch.optim.lr_scheduler.ReduceLROnPlateau(
         optimiser, factor=_LOWER, patience=_PATIENCE, threshold=1e-2
     )
-    done = 0
+    (images, labels), done = data.train, 0
     while done < epochs and optimiser.param_groups[0]["lr"] >= _LEAST:
         total = 0.0
-        for some in torch.randperm(len(data.labels), generator=gen).split(_BATCH):
-            loss = nn.functional.cross_entropy(net(data.images[some]), data.labels[some])
+        for some in torch.randperm(len(labels), generator=gen).split(_BATCH):
+            loss = nn.functional.cross_entropy(net(images[some]), labels[some])
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
@@ -258,13 +258,13 @@ def attention_of(kind: str) -> MultiheadAttention | None:
 
 
 def _trained_run(
-    data: Mapping[str, Digits], task: str, kind: str, seed: int, epochs: int, **_: float
+    data: Mapping[str, Task], task: str, kind: str, seed: int, epochs: int, **_: float
 ) -> Record:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = Linear() if kind == _LINEAR else VisionTransformer(kind)
     net, done = trained(net, data[task], epochs, seed)
-    images, labels = data[task].test_images, data[task].test_labels
+    images, labels = data[task].test
     scores, slope = net(images).detach(), net.slope()
     radii = certified_radii(scores, net.head.weight, labels, slope)
     return {

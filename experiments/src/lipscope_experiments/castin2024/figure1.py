@@ -29,7 +29,15 @@ from lipscope.models import (
 )
 from lipscope.records import Growth, grouped, growth, slope_of, steps, top_held_fixed
 from lipscope_experiments.castin2024 import protocol
-from lipscope_experiments.experiment import Study, experiment, first_and_middle, is_deep
+from lipscope_experiments.data import AG_NEWS_TITLE, Text
+from lipscope_experiments.experiment import (
+    Study,
+    depth_of,
+    experiment,
+    first_and_middle,
+    first_middle_last,
+    is_deep,
+)
 from lipscope_experiments.findings import (
     Record,
     Value,
@@ -41,7 +49,6 @@ from lipscope_experiments.findings import (
     middle,
     plain_exponent,
 )
-from lipscope_experiments.texts import AG_NEWS_TITLE, Text
 
 
 @dataclass(frozen=True)
@@ -129,10 +136,9 @@ def _models_and_masked(study: Study) -> Iterator[LoadedModel]:
 
 def _every(loaded: LoadedModel) -> list[int]:
     """All layers; of deep models every fifth, of random ones (all alike) three."""
-    count = int(loaded.config.num_hidden_layers)
     if loaded.weights.startswith("random"):
-        return sorted({0, count // 2, count - 1})
-    return list(range(0, count, 5 if is_deep(loaded) else 1))
+        return first_middle_last(loaded)
+    return list(range(0, depth_of(loaded), 5 if is_deep(loaded) else 1))
 
 
 def _figure_column(study: Study, loaded: LoadedModel, text: Text) -> FigureColumn:
@@ -396,8 +402,7 @@ class _Ask:
     def __init__(self, study: Study, loaded: LoadedModel, text: Text) -> None:
         self.study, self.loaded, self.text = study, loaded, text
         self.where = f"{loaded.name}, {text.name}"
-        count = int(loaded.config.num_hidden_layers)
-        self.layers = study.pick([0, count // 2], [0, count // 2, count - 1])
+        self.layers = study.pick(first_and_middle, first_middle_last)(loaded)
         self.lengths = study.pick([16, 32, 64], [16, 32, 64, 128])
         self.samples = study.pick(3, 10)
         tokenizer = loaded.tokenizer

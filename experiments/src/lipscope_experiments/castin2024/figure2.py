@@ -9,9 +9,9 @@ from lipscope import DotProduct, InputError, LayerAtInput
 from lipscope.charts import Panel
 from lipscope.models import LoadedModel
 from lipscope.theorems import eigen_directions, heads_of, star_direction
+from lipscope_experiments.data import Text
 from lipscope_experiments.experiment import Study, experiment, layers_of
 from lipscope_experiments.findings import Record, curve, grouped, level, middle
-from lipscope_experiments.texts import Text
 
 _LENGTHS = (128, 512, 4096)
 

@@ -11,9 +11,9 @@ from lipscope.models import LoadedModel
 from lipscope.pages import number
 from lipscope.records import slope_of
 from lipscope_experiments.castin2024.protocol import disjoint
+from lipscope_experiments.data import Text
 from lipscope_experiments.experiment import Study, experiment, first_and_middle
 from lipscope_experiments.findings import curve, exponent, middle
-from lipscope_experiments.texts import Text
 
 _LEAST = 1.1  # range of the radius below which a slope in it says nothing
 
@@ -26,10 +26,9 @@ _LEAST = 1.1  # range of the radius below which a slope in it says nothing
 )
 def figure4(study: Study) -> None:
     """Consecutive windows: sigma and the radius against n, and sigma against the radius."""
-    missing: list[str] = []
     places = [
         (f"{where}, layer {layer}", [row for row in rows if row.layer == layer], fit)
-        for where, rows in _windows_or_pictures(study, missing)
+        for where, rows in _windows_or_pictures(study)
         for (_, layer, *_), fit in rows.growth().items()
     ]
     shown: dict[str, tuple[str, list[Measurement]]] = {}  # the middle layer on the first text
@@ -77,13 +76,12 @@ def figure4(study: Study) -> None:
         "with the radius at one n.",
         "Pictures: the same ones at every resolution; at any but the model's own the "
         "learnt positions are interpolated.",
-        *missing,
     )
 
 
-def _windows_or_pictures(study: Study, missing: list[str]) -> Iterator[tuple[str, Rows]]:
+def _windows_or_pictures(study: Study) -> Iterator[tuple[str, Rows]]:
     """Rows of every model on every text, or on pictures if it reads them."""
-    for one in study.sources(missing):
+    for one in study.sources():
         if one.sees:
             yield one.where, _seen(study, one.model)
         else:

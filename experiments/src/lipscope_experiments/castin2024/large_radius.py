@@ -11,7 +11,7 @@ from lipscope import DotProduct, InputError
 from lipscope.certificates import in_double
 from lipscope.charts import Panel
 from lipscope.theorems import HeadAt, NotApplicableError, castin_thm_3_7_limit, heads_of
-from lipscope_experiments.experiment import Study, experiment, layers_of
+from lipscope_experiments.experiment import Study, experiment, first_and_middle, layers_of
 from lipscope_experiments.findings import Record, chosen, curve, grouped, level, middle
 from lipscope_experiments.simple_layers import normal, top
 
@@ -94,7 +94,7 @@ def _model_heads(study: Study) -> Heads:
     found: Heads = {}
     for name in study.models:
         loaded = study.load(name)
-        layer = int(loaded.config.num_hidden_layers) // 2
+        _, layer = first_and_middle(loaded)
         for text in study.texts:
             try:
                 one = next(layers_of(loaded, text.content, layers=[layer], lengths=[32]))

@@ -13,10 +13,10 @@ from lipscope.linalg import Metric, infinity_norm
 from lipscope.models import LoadedModel
 from lipscope.records import looseness as looseness_of
 from lipscope.theorems import bounds_at
+from lipscope_experiments.data import Text
 from lipscope_experiments.experiment import Study, experiment, grid, layers_of, some_layers
 from lipscope_experiments.findings import Record, chosen, grouped, line, middle
 from lipscope_experiments.simple_layers import top
-from lipscope_experiments.texts import Text
 
 _DIVISOR = "global_rows_capped"
 _SHOWN = {

@@ -16,9 +16,9 @@ from lipscope import Attention, InputError, LayerAtInput, Measurement, Rows
 from lipscope.attacks import two_cluster
 from lipscope.models import LoadedModel
 from lipscope.records import MapName, off_line, percent_off, slope_of
+from lipscope_experiments.data import AG_NEWS_TITLE, Text
 from lipscope_experiments.experiment import Study, is_deep, layers_of
 from lipscope_experiments.findings import Record, middle
-from lipscope_experiments.texts import AG_NEWS_TITLE, Text
 
 
 def as_in_the_paper(study: Study, loaded: LoadedModel, text: Text) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from lipscope.charts import LineKind, Panel, Series
 from lipscope.measures import own_operator
 from lipscope.models import LoadedModel
 from lipscope.records import mean_interval, share_interval
+from lipscope_experiments.data import Text
 from lipscope_experiments.experiment import Study, experiment, layers_of
 from lipscope_experiments.findings import Record, Value, average, chosen, column_mean, grouped, line
 from lipscope_experiments.simple_layers import embedding, top
-from lipscope_experiments.texts import Text
 
 _TOKENS = 32
 _SHARES = (0.001, 0.01, 0.1, 0.3)  # size of the move as a share of ‖X‖

@@ -14,10 +14,10 @@ from lipscope.charts import Panel
 from lipscope.models import LoadedModel
 from lipscope.pages import number
 from lipscope.records import grouped as grouped_by, off_line, slope_of
+from lipscope_experiments.data import Text
 from lipscope_experiments.experiment import Study, experiment, grid, layers_of, some_layers
 from lipscope_experiments.findings import Record, Value, chosen, curve, grouped, middle
 from lipscope_experiments.simple_layers import bound_values
-from lipscope_experiments.texts import Text
 
 _STEPS = 5, 40  # the second is what `lipscope attack` takes
 _LONGER = 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -18,8 +17,7 @@ from lipscope.charts import Panel
 from lipscope.control import MeanPool
 from lipscope_experiments.certified.crown import peer, peer_radius
 from lipscope_experiments.certified.decisions import ratios
-from lipscope_experiments.certified.deept import folder_for, sentences, words_of
-from lipscope_experiments.digits import digits
+from lipscope_experiments.data import Task, digits, folder_for, sentences
 from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, line, middle, percentage
 from lipscope_experiments.training import SHARPER, certified_radii, norm_of, train
@@ -36,31 +34,21 @@ _PAIRS = (("certificate", "CROWN"), ("no flip", "certificate"))
 _RADII = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
-@dataclass(frozen=True)
-class Task:
-    """Inputs of one length with their classes, to train on and to test on."""
-
-    train: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
-    vocabulary: int | None = None  # of inputs that are ids
-
-
 def task(name: str) -> Task:
     """The digits as eight rows of eight pixels, or sentences of SST, cut or filled to 16 words."""
     if name == "digits":
         found = digits()
-        shown, tested = found.images.squeeze(1), found.test_images.squeeze(1)
-        return Task((shown, found.labels), (tested, found.test_labels))
+        return Task(*((images.squeeze(1), y) for images, y in (found.train, found.test)))
     parts = [sentences(folder_for("SST"), part) for part in ("train", "test")]
-    counts = Counter(w for one in parts[0] for w in words_of(one))
+    counts = Counter(w for words, _ in parts[0] for w in words)
     index = {w: i + 2 for i, w in enumerate(sorted(w for w, k in counts.items() if k > 9))}
 
-    def as_ids(one: Record) -> list[int]:
-        ids = [index.get(w, 1) for w in words_of(one)][:_WORDS]
+    def as_ids(words: list[str]) -> list[int]:
+        ids = [index.get(w, 1) for w in words[:_WORDS]]
         return ids + [0] * (_WORDS - len(ids))
 
     train, test = (
-        (torch.tensor([as_ids(one) for one in part]), torch.tensor([one["label"] for one in part]))
+        (torch.tensor([as_ids(words) for words, _ in part]), torch.tensor([y for _, y in part]))
         for part in parts
     )
     return Task(train, test, len(index) + 2)
@@ -193,12 +181,12 @@ def by_each(one: Record) -> list[Record]:
 )
 def smooth(study: Study) -> None:
     """Capped, ordinary and linear classifiers: accuracy, and certified accuracy by each way."""
-    missing, found = list[str](), dict[str, list[Record]]()
+    found = dict[str, list[Record]]()
     for name in _ASKED:
         try:
             of = task(name)
         except InputError as why:
-            missing.append(str(why))
+            study.missing.append(str(why))
             continue
         found[name] = classified(study, name, of)
         _of_task(study, name, found[name])
@@ -223,7 +211,6 @@ def smooth(study: Study) -> None:
         "same norm."
         if peer()
         else "CROWN was left out: auto_LiRPA cannot be imported.",
-        *missing,
     )
 
 

@@ -18,9 +18,9 @@ from lipscope.charts import Panel, Series
 from lipscope.control import ContractiveAttention
 from lipscope.models import LoadedModel
 from lipscope.records import RunFolder
+from lipscope_experiments.data import Corpus, corpus
 from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, chosen, curve, grouped
-from lipscope_experiments.texts import Corpus, corpus
 
 VARIANTS = ("dot product", "L2, untied", "L2, tied", "contractive L2")
 CONSTANT = 0.9  # of the contractive blocks

@@ -15,9 +15,9 @@ from lipscope.charts import Panel
 from lipscope.linalg import max_token_norm, start_named
 from lipscope.pages import number
 from lipscope.records import stable_id
+from lipscope_experiments.data import Corpus, corpus
 from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, average, chosen, geometric, grouped, line
-from lipscope_experiments.texts import Corpus, corpus
 from lipscope_experiments.training import SHARPER, norm_of, train
 
 CAPS = (1.0, 1.25, 1.5, 2.0, None)

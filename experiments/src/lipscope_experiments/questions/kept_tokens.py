@@ -16,12 +16,12 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from lipscope.charts import Panel
 from lipscope.models import LoadedModel
-from lipscope_experiments.experiment import Study, batch_of, experiment, layers_of
+from lipscope_experiments.data import Text
+from lipscope_experiments.experiment import Study, batch_of, depth_of, experiment, layers_of
 from lipscope_experiments.findings import Record, average, line, middle
 from lipscope_experiments.frozen import column_sizes
 from lipscope_experiments.joint_test import flips, ranks, shown, verdict
 from lipscope_experiments.questions.precision import WORDS, decides, output_changes
-from lipscope_experiments.texts import Text
 
 Texts = Sequence[Sequence[Record]]
 """Windows, text by text."""
@@ -122,8 +122,8 @@ def _left(columns: Tensor, given: Tensor) -> Tensor:
 
 def _windows(study: Study, loaded: LoadedModel, text: Text) -> list[Record]:
     """Windows of a text with scores of their tokens, and costs by treatment, policy, outcome."""
-    count = int(loaded.config.num_hidden_layers)
-    layers = [*range(0, count, study.pick(max(count // 2, 1), max(count // 6, 1)))]
+    count = depth_of(loaded)
+    layers = [*range(0, count, max(count // study.pick(2, 6), 1))]
     later = _LATER if decides(loaded) else 0
     ids = batch_of(loaded, text.content, lengths=[_CONTEXT + later], samples=2)["input_ids"]
     ids = ids[: study.pick(1, 1 if later else 2)]  # a decoder's take five times as long

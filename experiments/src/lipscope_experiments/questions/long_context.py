@@ -11,9 +11,9 @@ from lipscope import Measurement
 from lipscope.charts import Panel, training_end
 from lipscope.models import LoadedModel, reinitialised
 from lipscope.records import grouped, growth
+from lipscope_experiments.data import Text
 from lipscope_experiments.experiment import Study, experiment, first_and_middle, is_deep
 from lipscope_experiments.findings import average, exponent, line, share
-from lipscope_experiments.texts import Text
 
 _TOL = 1e-2
 _MOST, _MOST_IF_DEEP = 2**9, 2**8  # tokens; where there are more than twelve layers

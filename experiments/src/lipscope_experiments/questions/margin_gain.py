@@ -12,11 +12,19 @@ from torch import Tensor, nn
 from lipscope.charts import Panel
 from lipscope.models import LoadedModel
 from lipscope_experiments import joint_test
-from lipscope_experiments.experiment import Study, batch_of, experiment, grid, layers_of
+from lipscope_experiments.data import Text
+from lipscope_experiments.experiment import (
+    Study,
+    batch_of,
+    depth_of,
+    experiment,
+    grid,
+    is_deep,
+    layers_of,
+)
 from lipscope_experiments.findings import Record, average, chosen, grouped, line, middle
 from lipscope_experiments.questions.precision import decides
 from lipscope_experiments.simple_layers import embedding
-from lipscope_experiments.texts import Text
 
 Scores = Callable[[Tensor], Tensor]
 Windows = Sequence[Sequence[Record]]
@@ -91,8 +99,8 @@ def margin_gain(study: Study) -> None:
 
 
 def _windows(study: Study, loaded: LoadedModel, text: Text) -> Windows:
-    count = int(loaded.config.num_hidden_layers)
-    layers = [*range(0, count, study.pick(max(count // 2, 1), 6 if count > 12 else 1))]
+    count = depth_of(loaded)
+    layers = [*range(0, count, study.pick(max(count // 2, 1), 6 if is_deep(loaded) else 1))]
     # Of encoders more: those among which one finds a neighbour are no windows that are asked.
     samples = study.pick(12, 16) if decides(loaded) else study.pick(24, 60)
     options: Record = {"lengths": [_TOKENS], "samples": samples}

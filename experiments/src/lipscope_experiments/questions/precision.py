@@ -27,7 +27,15 @@ from lipscope.models import (
 )
 from lipscope.pages import number
 from lipscope.records import grouped, mean_interval
-from lipscope_experiments.experiment import Source, Study, batch_of, experiment, grid, layers_of
+from lipscope_experiments.experiment import (
+    Source,
+    Study,
+    batch_of,
+    even_layers,
+    experiment,
+    grid,
+    layers_of,
+)
 from lipscope_experiments.findings import Record, average, chosen, line
 from lipscope_experiments.joint_test import correlations
 
@@ -72,8 +80,7 @@ class RoundedCase:
 )
 def precision(study: Study) -> None:
     """Rank correlation over blocks of sigma and rounding errors with what rounding one does."""
-    missing: list[str] = []
-    cases = [case for one in study.sources(missing) for case in _trained_and_not(study, one)]
+    cases = [case for one in study.sources() for case in _trained_and_not(study, one)]
     _draw_rounding(study, cases)
     for case in cases:
         _of_rounding(study, case)
@@ -101,7 +108,6 @@ def precision(study: Study) -> None:
         "(pairs of one window); the index counts in the direction that suits it.",
         "What it does not show: formats with groups or outliers kept apart, and several blocks "
         "rounded together.",
-        *missing,
     )
 
 
@@ -113,13 +119,8 @@ def _trained_and_not(study: Study, source: Source) -> Iterator[RoundedCase]:
 
 
 def _rounded_model(study: Study, source: Source) -> RoundedCase:
-    count = int(source.model.config.num_hidden_layers)
-    layers = [*range(0, count, math.ceil(count / study.pick(6, _LAYERS)))]
-    asked = dict(source.asked)
-    if not source.sees:
-        asked["lengths"] = [_TOKENS]
-    if source.asked.get("images", "random") == "random":
-        asked["samples"] = study.pick(4, 8)
+    layers = even_layers(source.model, study.pick(6, _LAYERS))
+    asked = source.asking(_TOKENS, study.pick(4, 8))
     at = {"layers": layers, **asked}
     sigmas = {
         map: study.measure(f"{map}, {source.where}", source.model, map=map, tol=tol, **at)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lipscope.charts import Panel
 from lipscope.models import LoadedModel
 from lipscope.records import rank_correlation
+from lipscope_experiments.data import Text
 from lipscope_experiments.experiment import Study, experiment, grid, layers_of
 from lipscope_experiments.findings import (
     Record,
@@ -33,7 +34,6 @@ from lipscope_experiments.frozen import (
     frozen_column,
 )
 from lipscope_experiments.simple_layers import top
-from lipscope_experiments.texts import Text
 
 _WIDTH, _HEADS, _DEPTH, _LENGTH, _BATCH = 48, 4, 4, 64, 16
 _RATE, _WARM = 2e-3, 50
