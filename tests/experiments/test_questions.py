@@ -148,7 +148,8 @@ def test_uniform_attention_reads_its_last_token_with_a_part_of_one_over_root_n(t
         one.attention.self.query.bias.data.zero_()
     with RunFolder(tmp_path / "run", {"a": 1}) as folder:
         names = ["all tokens", "read at the last token", "first tenth moves"]
-        case = long_context._restricted_case(a_study(folder), loaded, Text("text", 3 * TEXT), names)
+        source = Source(loaded, "text", {"data": 3 * TEXT})
+        case = long_context._restricted_case(a_study(folder), source, names)
     assert case.lengths == [32, 64]
     for n, tenth in ((32, 4), (64, 7)):
         for layer in case.layers:

@@ -52,6 +52,11 @@ class Corpus:
     held: Tensor
     characters: int
 
+    def draw(self, count: int, length: int, gen: torch.Generator) -> Tensor:
+        """Windows ``(count, length + 1)`` of what is trained on."""
+        starts = torch.randint(0, len(self.train) - length, (count,), generator=gen)
+        return self.train[starts[:, None] + torch.arange(length + 1)]
+
     @property
     def chance(self) -> float:
         """Bits per held-out character of what knows how often each occurs, and nothing else."""

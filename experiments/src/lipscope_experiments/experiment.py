@@ -50,7 +50,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Source:
-    """A model with what it reads: the name of a text or pictures, and a verb's option for it."""
+    """A model with what it reads, a text or pictures, and a verb's option for that."""
 
     model: LoadedModel
     name: str
@@ -60,6 +60,11 @@ class Source:
     def sees(self) -> bool:
         """Whether it reads pictures."""
         return "images" in self.asked
+
+    @property
+    def text(self) -> Text:
+        """The text, where it reads one."""
+        return Text(self.name, self.asked["data"])
 
     @property
     def where(self) -> str:
@@ -131,12 +136,6 @@ class Study:
     def pick(self, quick: T, full: T) -> T:
         """One of two settings."""
         return quick if self.quick else full
-
-    def places(self) -> Iterator[tuple[LoadedModel, Text]]:
-        """Every model on every text."""
-        for name in self.models:
-            for text in self.texts:
-                yield self.load(name), text
 
     def sources(self) -> Iterator[Source]:
         """Every model on every text, or on pictures if it reads them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from lipscope_experiments.data import Task, digits
 from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, chosen, column_mean, grouped, line
 from lipscope_experiments.simple_layers import bound_values
-from lipscope_experiments.training import certified_radii, norm_of
+from lipscope_experiments.training import certified_radii, norm_of, seeded
 
 PATCHES, WIDTH, HEADS, BLOCKS = 16, 32, 2, 2
 RADIUS = 4.0  # of the ball that tokens are brought into before attention
@@ -84,7 +84,7 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.patches = nn.Linear(4, WIDTH)
         self.positions = nn.Parameter(0.3 * torch.randn(PATCHES, WIDTH))
-        self.blocks = nn.Sequential(*(SmoothBlock(attention_of(kind)) for _ in range(BLOCKS)))
+        self.blocks: Any = nn.Sequential(*(SmoothBlock(attention_of(kind)) for _ in range(BLOCKS)))
         self.head = nn.Linear(WIDTH, 10)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
@@ -102,16 +102,14 @@ class VisionTransformer(nn.Module):
         """
         found = norm_of(self.patches.weight)
         for block, layer in zip(self.blocks, self.constants(), strict=True):
-            assert isinstance(block, SmoothBlock)
-            up, down = cast("tuple[nn.Linear, nn.Linear]", (block.up, block.down))
-            found *= (1 + layer) * (1 + norm_of(up.weight) * norm_of(down.weight))
+            found *= (1 + layer) * (1 + norm_of(block.up.weight) * norm_of(block.down.weight))
         return found
 
     def constants(self) -> list[float]:
         """A bound of every attention layer on the ball: the least of the catalogue."""
-        layers = (block.attention for block in self.blocks if isinstance(block, SmoothBlock))
+        layers = (block.attention for block in self.blocks)
         return [
-            0.0 if one is None else min(bound_values(one.attention, PATCHES, RADIUS).values())
+            min(bound_values(one.attention, PATCHES, RADIUS).values()) if one else 0.0
             for one in layers
         ]
 
@@ -260,8 +258,7 @@ def attention_of(kind: str) -> MultiheadAttention | None:
 def _trained_run(
     data: Mapping[str, Task], task: str, kind: str, seed: int, epochs: int, **_: float
 ) -> Record:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         net = Linear() if kind == _LINEAR else VisionTransformer(kind)
     net, done = trained(net, data[task], epochs, seed)
     images, labels = data[task].test

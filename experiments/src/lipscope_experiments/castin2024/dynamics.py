@@ -33,8 +33,7 @@ from lipscope.dynamics import (
 from lipscope.models import LoadedModel
 from lipscope.pages import number
 from lipscope.records import slope_of
-from lipscope_experiments.data import Text
-from lipscope_experiments.experiment import Study, experiment, grid, layers_of
+from lipscope_experiments.experiment import Source, Study, experiment, grid, layers_of
 from lipscope_experiments.findings import (
     Record,
     average,
@@ -74,7 +73,7 @@ def dynamics(study: Study) -> None:
     keys = [{"beta": b, "d": d, "seed": s} for b, d in _BETAS for s in range(pick(2, 30))]
     sphere = study.values("sphere", keys, _sphere)
     flows = study.values("depth", grid(kind=_FLOWS, seed=range(pick(2, 6))), _sigma_of_flow)
-    models = [r for place in study.places() for r in _sigmas_of_blocks(study, *place)]
+    models = [r for source in study.sources() for r in _sigmas_of_blocks(study, source)]
     _draw_clusters(study, kinds, sphere)
     _draw_depth(study, flows, models)
     _animations(study)
@@ -346,12 +345,12 @@ def _sigma_of_flow(kind: str, seed: int) -> Record:
     return {name: getattr(found, name).tolist() for name in names}
 
 
-def _sigmas_of_blocks(study: Study, loaded: LoadedModel, text: Text) -> list[Record]:
-    count = study.pick(1, 4)
+def _sigmas_of_blocks(study: Study, source: Source) -> list[Record]:
+    model, text, count = source.model, source.asked["data"], study.pick(1, 4)
     return study.values(
         "blocks",
-        grid(model=[loaded.name], text=[text.name], window=range(count), length=[_LENGTH]),
-        lambda window, **_: _blocks(loaded, text.content[window * len(text.content) // count :]),
+        grid(model=[model.name], text=[source.name], window=range(count), length=[_LENGTH]),
+        lambda window, **_: _blocks(model, text[window * len(text) // count :]),
     )
 
 

@@ -11,7 +11,6 @@ from lipscope.models import LoadedModel
 from lipscope.pages import number
 from lipscope.records import slope_of
 from lipscope_experiments.castin2024.protocol import disjoint
-from lipscope_experiments.data import Text
 from lipscope_experiments.experiment import Study, experiment, first_and_middle
 from lipscope_experiments.findings import curve, exponent, middle
 
@@ -85,8 +84,7 @@ def _windows_or_pictures(study: Study) -> Iterator[tuple[str, Rows]]:
         if one.sees:
             yield one.where, _seen(study, one.model)
         else:
-            text = Text(one.name, one.asked["data"])
-            yield one.where, disjoint(study, one.model, text, first_and_middle(one.model))
+            yield one.where, disjoint(study, one.model, one.text, first_and_middle(one.model))
 
 
 def _seen(study: Study, loaded: LoadedModel) -> Rows:

@@ -38,13 +38,13 @@ def long_context(study: Study) -> None:
         _two_clusters,
     )
     real: dict[str, Rows] = {}
-    for loaded, text in study.places():
-        most = min(loaded.max_tokens or 2**13, study.pick(256, 2**13))
-        real[f"{loaded.name}, {text.name}"] = study.measure(
-            f"real-{loaded.name}-{text.name}",
-            loaded,
-            text.content,
-            layers=first_and_middle(loaded),
+    for source in study.sources():
+        most = min(source.model.max_tokens or 2**13, study.pick(256, 2**13))
+        real[source.where] = study.measure(
+            source.where,
+            source.model,
+            **source.asked,
+            layers=first_and_middle(source.model),
             lengths=[2**k for k in range(5, 14) if 2**k <= most],
             samples=study.pick(2, 5),
             special_tokens=False,

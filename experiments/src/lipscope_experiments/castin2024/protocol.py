@@ -132,16 +132,12 @@ def adversarial(
     for layer in layers:
         one = next(layers_of(loaded, layers=[layer], lengths=[16], dtype="float32"))
         norms = [r.radius_rms for r in real if r.layer == layer and r.radius_rms is not None]
-        at_text = round(statistics.median(norms), 2)
-        radii = {"the text": at_text}
+        radii = {"the text": round(statistics.median(norms), 2)}
         if family in _SCRIPTS:
             radii["the scripts"] = _SCRIPTS[family][min(layer, 1)]
-        try:
-            two_cluster(one.attention, num_tokens=2, radius=at_text)
-        except InputError as why:
-            if "real eigenvalue" not in str(why):
-                return  # rotary: nothing to place
         heads = [h for h in range(0, one.attention.num_heads, every) if _places(one.attention, h)]
+        if not heads:
+            return  # rotary: nothing to place
         options = {"layer": one.attention, "kind": "two_cluster", "of": loaded, "index": layer}
         found = {}
         for name, radius in radii.items():

@@ -15,10 +15,8 @@ from lipscope.attacks import ascent_move, of_size, random_move, sign_move
 from lipscope.certificates import certify_ball
 from lipscope.charts import LineKind, Panel, Series
 from lipscope.measures import own_operator
-from lipscope.models import LoadedModel
 from lipscope.records import mean_interval, share_interval
-from lipscope_experiments.data import Text
-from lipscope_experiments.experiment import Study, experiment, layers_of
+from lipscope_experiments.experiment import Source, Study, experiment, layers_of
 from lipscope_experiments.findings import Record, Value, average, chosen, column_mean, grouped, line
 from lipscope_experiments.simple_layers import embedding, top
 
@@ -45,7 +43,7 @@ _MOVES = [kind for kind in _KINDS if kind != "split"]  # of the input itself
 )
 def robustness(study: Study) -> None:
     """The first layer and the whole model of an encoder, perturbed at the first layer's input."""
-    found = [case for place in study.places() for case in _moved_windows(study, *place)]
+    found = [case for source in study.sources() for case in _moved_windows(study, source)]
     _draw_moves(study, found)
     moves = _by_kind(found)
     _of_sigma(study, moves)
@@ -76,19 +74,19 @@ def robustness(study: Study) -> None:
     )
 
 
-def _moved_windows(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Record]:
+def _moved_windows(study: Study, source: Source) -> Iterator[Record]:
     """Records of all windows and sizes of a model on one text."""
     every, windows = study.pick((3, 12), (6, 60))
-    options: Record = {"layers": [0], "lengths": [_TOKENS], "samples": windows}
-    chosen = range(0, windows, every)
-    maps = list(layers_of(loaded, text.content, map="model", dtype="float32", **options))
+    asked = source.asking(_TOKENS, windows) | {"layers": [0], "dtype": "float32"}
+    name, text = source.model.name, source.name
+    maps = list(layers_of(source.model, map="model", **asked))
     bank = torch.stack([embedding(one(one.x).detach()) for one in maps])
-    held = layers_of(loaded, text.content, dtype="float32", **options)
-    inputs = {c.sample: c for c in held if c.sample in chosen}
+    held = layers_of(source.model, **asked)
+    inputs = {c.sample: c for c in held if c.sample in range(0, windows, every)}
     for place, model in enumerate(maps):  # windows that repeat another are left out
         if model.sample in inputs:
-            key = {"model": loaded.name, "text": text.name, "sample": model.sample}
-            part = f"moves-{loaded.name}-{text.name}-{model.sample}"
+            key = {"model": name, "text": text, "sample": model.sample}
+            part = f"moves-{name}-{text}-{model.sample}"
             others = bank.clone()
             others[place] = 0.0  # not its own neighbour
             # Half a minute each: of a quick run one window, of a full one every fourth.

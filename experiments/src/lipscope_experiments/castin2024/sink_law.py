@@ -336,7 +336,7 @@ def _law_tables(study: Study, laws: Sequence[LayerLaw]) -> None:
         "sink": lambda law: "yes" if law.is_sink else "no",
     }
     for name, of in (*SLOPES.items(), ("predicted − measured", error)):
-        columns[name] = lambda law, of=of: _signed(law.over_texts(of))
+        columns[name] = lambda law, of=of: average(law.over_texts(of), digits=".2f")
     study.table("Exponents (mean over texts, 95 % interval over texts)", laws, columns)
 
     def top_token(law: LayerLaw) -> str:
@@ -359,12 +359,6 @@ def _law_tables(study: Study, laws: Sequence[LayerLaw]) -> None:
             "whole column / sigma": lambda law: middle(p["whole"] / p["sigma"] for p in law.ends),
         },
     )
-
-
-def _signed(values: Sequence[float]) -> str:
-    mean, low, high = records.mean_interval(values)
-    ends = f" [{low:.2f}, {high:.2f}]" if len(values) > 2 else ""
-    return f"{mean:.2f}{ends}"
 
 
 def _draw_law(study: Study, laws: Sequence[LayerLaw]) -> None:

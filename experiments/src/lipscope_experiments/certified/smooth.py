@@ -20,7 +20,7 @@ from lipscope_experiments.certified.decisions import ratios
 from lipscope_experiments.data import Task, digits, folder_for, sentences
 from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, line, middle, percentage
-from lipscope_experiments.training import SHARPER, certified_radii, norm_of, train
+from lipscope_experiments.training import SHARPER, certified_radii, norm_of, seeded, train
 
 CAPS = {"cap 0.5": 0.5, "cap 1": 1.0, "cap 2": 2.0, "ordinary": None}
 LINEAR = "linear"
@@ -28,6 +28,7 @@ _ASKED = {"SST": 10, "digits": 30}  # of the first test inputs, whose decisions 
 _MANY = 20  # of these, for a curve
 _STEPS = (150, 1000)  # of a quick run, and of a full one
 _SIZES: dict[str, Any] = {"width": 16, "heads": 4, "depth": 2}
+_CAPPED: dict[str, Any] = {"pool": "mean", "capped": "after-step", "activation": "relu", **_SIZES}
 _WORDS = 16  # of a sentence, the first ones
 _BY = ("bound", "certificate", "CROWN", "no flip")  # what proves radii, and an attack
 _PAIRS = (("certificate", "CROWN"), ("no flip", "certificate"))
@@ -66,36 +67,26 @@ def fitted(of: Task, kind: str, steps: int, seed: int) -> Any:
         some = torch.randint(len(y), (64,), generator=gen)
         return nn.functional.cross_entropy(SHARPER * model(x[some]), y[some])
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        if kind == LINEAR:
-            model: Any = nn.Sequential(nn.Flatten())
-            if of.vocabulary is not None:
-                model = nn.Sequential(
-                    nn.Embedding(of.vocabulary, width), Clip(width**0.5), MeanPool()
-                )
-                nn.init.normal_(model[0].weight)
-            read = x[0].numel() if of.vocabulary is None else width
-            model.add_module("head", nn.Linear(read, classes, bias=False))
-            adam = torch.optim.Adam(model.parameters(), lr=0.01)
-            for _ in range(steps):
-                adam.zero_grad()
-                loss().backward()
-                adam.step()
+    reads = {"vocabulary": of.vocabulary} if of.vocabulary else {"features": x.shape[-1]}
+    with seeded(seed):
+        if kind != LINEAR:
+            model: Any = SmoothTransformer(
+                **_CAPPED, **reads, outputs=classes, length=x.shape[1], cap=CAPS[kind]
+            )
+            for _ in train(model, loss, steps):
+                pass
             return model.eval()
-        model = SmoothTransformer(
-            **_SIZES,
-            outputs=classes,
-            length=x.shape[1],
-            vocabulary=of.vocabulary,
-            features=None if of.vocabulary else x.shape[-1],
-            pool="mean",
-            cap=CAPS[kind],
-            capped="after-step",
-            activation="relu",
-        )
-    for _ in train(model, loss, steps):
-        pass
+        model, read = nn.Sequential(nn.Flatten()), x[0].numel()
+        if of.vocabulary:
+            words, read = nn.Embedding(of.vocabulary, width), width
+            nn.init.normal_(words.weight)
+            model = nn.Sequential(words, Clip(width**0.5), MeanPool())
+        model.add_module("head", nn.Linear(read, classes, bias=False))
+    adam = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        adam.zero_grad()
+        loss().backward()
+        adam.step()
     return model.eval()
 
 

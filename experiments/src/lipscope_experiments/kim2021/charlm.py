@@ -21,6 +21,7 @@ from lipscope.records import RunFolder
 from lipscope_experiments.data import Corpus, corpus
 from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, chosen, curve, grouped
+from lipscope_experiments.training import seeded
 
 VARIANTS = ("dot product", "L2, untied", "L2, tied", "contractive L2")
 CONSTANT = 0.9  # of the contractive blocks
@@ -113,19 +114,17 @@ def train(run: CharacterRun, data: Corpus, folder: RunFolder) -> dict[str, Any]:
     Returns ``curve``: steps, bits per character of training (mean since the last) and held out;
     ``stopped``: why it ended early, or None; ``bits``: the last held-out ones, None if it did.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(run.seed)
+    with seeded(run.seed):
         net = CharDecoder(run, data.characters)
     name = f"{run.variant}, {run.depth} blocks, {run.schedule}, seed {run.seed}, {data.text.name}"
     loaded = LoadedModel(name, net, None, None, "trained")
     monitor = Monitor(loaded, data.held[:1, :-1], every=run.every, out=folder, alert=None)
     optimiser = torch.optim.Adam(net.parameters(), lr=run.rate, fused=True)
-    gen, span = torch.Generator().manual_seed(run.seed), torch.arange(run.length + 1)
+    gen = torch.Generator().manual_seed(run.seed)
     curve: list[list[float | int]] = []
     losses: list[float] = []
     for step in range(1, run.steps + 1):
-        starts = torch.randint(0, len(data.train) - run.length, (run.batch,), generator=gen)
-        loss = _nats(net, data.train[starts[:, None] + span])
+        loss = _nats(net, data.draw(run.batch, run.length, gen))
         losses.append(float(loss.detach()) / math.log(2))
         optimiser.zero_grad()
         loss.backward()

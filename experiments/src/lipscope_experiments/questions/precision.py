@@ -244,12 +244,7 @@ def _of_rounding(study: Study, case: RoundedCase) -> None:
 
 
 def _mean_correlation(known: np.ndarray, change: np.ndarray) -> str:
-    found = [one for one in correlations(known, change) if math.isfinite(one)]
-    if not found:
-        return "–"
-    mean, low, high = mean_interval(found)
-    ends = f" [{max(low, -1.0):z.2f}, {min(high, 1.0):z.2f}]" if len(found) > 2 else ""
-    return f"{mean:z.2f}{ends}"
+    return average([*filter(math.isfinite, correlations(known, change))], (-1.0, 1.0), "z.2f")
 
 
 def _draw_rounding(study: Study, cases: Sequence[RoundedCase]) -> None:
