@@ -23,7 +23,7 @@ from lipscope.records.power_law import growth
 from lipscope_experiments import experiments, reproduce
 from lipscope_experiments.castin2024.figure1 import controls
 from lipscope_experiments.data import Text, texts_named
-from lipscope_experiments.experiment import Study, grid
+from lipscope_experiments.experiment import Source, Study, grid
 from lipscope_experiments.findings import Claim, Findings, Table, exponent, findings_page, middle
 from rows import row
 from small import drawn, sigma
@@ -327,7 +327,8 @@ def test_text_at_one_position_stands_in_the_middle_of_training_too(monkeypatch, 
 
     monkeypatch.setattr(Study, "measure", measure)
     with RunFolder(tmp_path / "run", {"a": 1}) as folder:
-        found = controls(Study(folder, (), (), True, None), loaded, Text("words", TEXT))
+        source = Source(loaded, "words", {"data": TEXT})
+        found = controls(Study(folder, (), (), True, None), source)
         next(one for one in found if one.name.endswith("position 24"))
     for n in (16, 32, 64):
         first, middle = (

@@ -150,12 +150,16 @@ class Study:
                     raise
                 self.missing.append(f"Not run: {why}")
                 continue
-            if loaded.tokenizer is None and hasattr(loaded.config, "patch_size"):
-                what = "random pixels" if self.images == "random" else "pictures"
-                yield Source(loaded, what, {"images": self.images})
-                continue
-            for text in self.texts:
-                yield Source(loaded, text.name, {"data": text.content})
+            yield from self.sources_of(loaded)
+
+    def sources_of(self, loaded: LoadedModel) -> Iterator[Source]:
+        """A model on every text, or on pictures if it reads them."""
+        if loaded.tokenizer is None and hasattr(loaded.config, "patch_size"):
+            what = "random pixels" if self.images == "random" else "pictures"
+            yield Source(loaded, what, {"images": self.images})
+            return
+        for text in self.texts:
+            yield Source(loaded, text.name, {"data": text.content})
 
     @property
     def findings(self) -> Findings:

@@ -10,7 +10,7 @@ from lipscope.charts import Panel, power_law
 from lipscope.models import LoadedModel
 from lipscope.pages import number
 from lipscope.records import slope_of
-from lipscope_experiments.castin2024.protocol import disjoint
+from lipscope_experiments.castin2024.protocol import as_in_the_paper
 from lipscope_experiments.experiment import Study, experiment, first_and_middle
 from lipscope_experiments.findings import curve, exponent, middle
 
@@ -84,7 +84,8 @@ def _windows_or_pictures(study: Study) -> Iterator[tuple[str, Rows]]:
         if one.sees:
             yield one.where, _seen(study, one.model)
         else:
-            yield one.where, disjoint(study, one.model, one.text, first_and_middle(one.model))
+            asked = {"layers": first_and_middle(one.model), **as_in_the_paper(study, one)}
+            yield one.where, study.measure(one.where, one.model, **asked)
 
 
 def _seen(study: Study, loaded: LoadedModel) -> Rows:

@@ -92,17 +92,15 @@ def _random_heads(study: Study) -> Heads:
 
 def _model_heads(study: Study) -> Heads:
     found: Heads = {}
-    for name in study.models:
-        loaded = study.load(name)
-        _, layer = first_and_middle(loaded)
-        for text in study.texts:
-            try:
-                one = next(layers_of(loaded, text.content, layers=[layer], lengths=[32]))
-            except InputError:
-                continue
-            for head in range(0, one.attention.num_heads, study.pick(4, 1)):
-                place = f"{name}, layer {layer}, {text.name}"
-                found[place, str(head)] = in_double(one.attention, head), one.x
+    for source in study.sources():
+        _, layer = first_and_middle(source.model)
+        try:
+            one = next(layers_of(source.model, layers=[layer], lengths=[32], **source.asked))
+        except InputError:
+            continue
+        for head in range(0, one.attention.num_heads, study.pick(4, 1)):
+            place = f"{source.model.name}, layer {layer}, {source.name}"
+            found[place, str(head)] = in_double(one.attention, head), one.x
     return found
 
 

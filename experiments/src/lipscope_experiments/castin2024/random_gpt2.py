@@ -41,11 +41,11 @@ def random_gpt2(study: Study) -> None:
     options |= {"windows": "disjoint", "special_tokens": False}
     for seed, drawn in _draws(study):
         mine = []
-        for text in study.texts:
-            part = f"text-{drawn.name}-{text.name}"
-            rows = study.measure(part, drawn, text.content, layers=layers, **options)
-            coded = as_coded(study, drawn, text, layers, options)
-            mine.append({"seed": seed, "text": text.name, "rows": rows, "coded": coded})
+        for source in study.sources_of(drawn):
+            asked = source.asked | options
+            rows = study.measure(source.where, drawn, layers=layers, **asked)
+            coded = as_coded(study, source, layers, asked)
+            mine.append({"seed": seed, "text": source.name, "rows": rows, "coded": coded})
         cases += mine
         found = adversarial(study, drawn, layers[1:], mine[0]["rows"], every=4, lengths=lengths)
         built += [(seed, one) for one in found]
