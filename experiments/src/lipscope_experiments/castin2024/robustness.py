@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from lipscope.attacks import ascent_move, of_size, random_move, sign_move
 from lipscope.certificates import certify_ball
 from lipscope.charts import LineKind, Panel, Series
 from lipscope.measures import own_operator
-from lipscope.records import mean_interval, share_interval
+from lipscope.records import share_interval
 from lipscope_experiments.experiment import Source, Study, experiment, layers_of
 from lipscope_experiments.findings import Record, Value, average, chosen, column_mean, grouped, line
 from lipscope_experiments.simple_layers import embedding, top
@@ -270,8 +271,7 @@ def _mean_curve(
     """Means of a quantity over those windows that have it, by size of the move."""
     known = [r for r in found if r[key] is not None]
     means = {
-        share: mean_interval([r[key] / r[unit] for r in mine])[0]
-        for share, mine in grouped(known, "share")
+        share: fmean(r[key] / r[unit] for r in mine) for share, mine in grouped(known, "share")
     }
     return line(name, means, means.values(), kind)
 

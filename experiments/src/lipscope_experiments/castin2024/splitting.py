@@ -71,7 +71,11 @@ def splitting(study: Study) -> None:
     study.claim(
         "inputs of three tokens in the plane where a tiny mass beats every small move",
         "unknown",
-        "; ".join(_chances(r) for r in chance),
+        "; ".join(
+            f"{r['sign']}, R = {r['radius']:g}: {percentage(r['hits'], r['total'])}, "
+            f"at most {number(r['largest'], 3)} times"
+            for r in chance
+        ),
     )
     study.table(
         "Share of random or gridded inputs that split",
@@ -175,13 +179,6 @@ def _random_masses(sign: str, count: int, targets: int, radius: float) -> Record
 def _in_disc(n: int, gen: torch.Generator) -> Tensor:
     angle, far = (torch.rand(n, generator=gen, dtype=torch.float64) for _ in range(2))
     return (far.sqrt() * torch.stack([(math.tau * angle).cos(), (math.tau * angle).sin()])).T
-
-
-def _chances(r: Record) -> str:
-    return (
-        f"{r['sign']}, R = {r['radius']:g}: {percentage(r['hits'], r['total'])}, "
-        f"at most {number(r['largest'], 3)} times"
-    )
 
 
 def _of_texts(study: Study) -> None:

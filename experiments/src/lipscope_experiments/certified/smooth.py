@@ -31,7 +31,7 @@ _SIZES: dict[str, Any] = {"width": 16, "heads": 4, "depth": 2}
 _CAPPED: dict[str, Any] = {"pool": "mean", "capped": "after-step", "activation": "relu", **_SIZES}
 _WORDS = 16  # of a sentence, the first ones
 _BY = ("bound", "certificate", "CROWN", "no flip")  # what proves radii, and an attack
-_PAIRS = (("certificate", "CROWN"), ("no flip", "certificate"))
+_PAIRS = (("certificate", "CROWN", "–"), ("no flip", "certificate", "at least 1"))
 _RADII = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
@@ -124,7 +124,6 @@ def classified(study: Study, name: str, of: Task) -> list[Record]:
     model = functools.cache(lambda kind, seed: fitted(of, kind, steps, seed))
 
     def whole(kind: str, seed: int, shown: int, **_: Any) -> Record:
-        """Accuracy, certified accuracy by the bound, and its radii of the first inputs."""
         net, (x, y) = model(kind, seed), of.test
         with torch.no_grad():
             scores = net(x)
@@ -138,15 +137,16 @@ def classified(study: Study, name: str, of: Task) -> list[Record]:
             "first": sure[:shown].tolist(),
         }
 
-    def single(kind: str, seed: int, index: int, **_: Any) -> Record:
-        return beside(model(kind, seed), of.test[0][index])
-
     found, shown = list[Record](), {"shown": study.pick(1, _ASKED[name])}
     keys = grid(task=[name], kind=(*CAPS, LINEAR), steps=[steps], seed=[0])
     wholes = study.values(name, [key | shown for key in keys], whole)
     for key, one in zip(keys, wholes, strict=True):
         right = [i for i, r in enumerate(one["first"]) if r > 0 and one["kind"] in asked]
-        each = study.values(f"{name}, inputs", [key | {"index": i} for i in right], single)
+        each = study.values(
+            f"{name}, inputs",
+            [key | {"index": i} for i in right],
+            lambda kind, seed, index, **_: beside(model(kind, seed), of.test[0][index]),
+        )
         found.append(one | {"inputs": [r | {"bound": one["first"][r["index"]]} for r in each]})
     return found
 
@@ -212,11 +212,11 @@ def _of_task(study: Study, name: str, found: list[Record]) -> None:
         "–",
         "; ".join(f"{one['kind']}: {one['accuracy'] / one['tested']:.1%}" for one in found),
     )
-    for above, below in _PAIRS:
+    for above, below, said in _PAIRS:
         both = {one["kind"]: ratios(one["inputs"], above, below) for one in found}
         study.claim(
             f"{name}: {above} over {below}, radii of the same inputs",
-            "at least 1" if above == "no flip" else "–",
+            said,
             "; ".join(f"{kind}: {middle(known)}" for kind, known in both.items() if known),
         )
     study.table(
@@ -253,7 +253,7 @@ def _draw(study: Study, found: Mapping[str, list[Record]]) -> None:
     """Certified accuracy against the radius: by the bound of all, by certificates of the first."""
     panels, curves, axes = list[Panel](), list[Panel](), ("radius (joint l2)", "certified accuracy")
     for name, mine in found.items():
-        rows = [row for one in mine for row in by_each(one)]
+        rows = (row for one in mine for row in by_each(one))
         proved = [row for row in rows if row["by"] in ("certificate", "exact")]
         whole, few = (
             [
@@ -263,7 +263,7 @@ def _draw(study: Study, found: Mapping[str, list[Record]]) -> None:
             for shown, of in ((mine, "tested"), (proved, "shown"))
         )
         panels.append(Panel(f"{name}: by the bound", whole, *axes, log_y=False))
-        if rows and rows[0]["shown"] >= _MANY:
-            title = f"{name}: by certificates, {rows[0]['shown']} inputs"
+        if mine[0]["shown"] >= _MANY:
+            title = f"{name}: by certificates, {mine[0]['shown']} inputs"
             curves.append(Panel(title, few, *axes, log_y=False))
     study.draw("smooth", "Certified accuracy", panels + curves, columns=2)

@@ -145,18 +145,15 @@ def _of_parts(study: Study, case: RestrictedCase) -> None:
                     for layer in case.layers
                 ),
             )
+    first, middle, wins = "first tenth moves", "middle tenth moves", list[str]()
+    for layer in case.layers:
+        hits = [part > 1 for n in case.lengths for part in case.parts(first, layer, n, middle)]
+        wins.append(f"Layer {layer}: {share(sum(hits), len(hits))}")
     study.claim(
         f"{case.where}: the first tenth moves the output more than the middle one",
         "the sink, if it is at the beginning",
-        ". ".join(f"Layer {layer}: {_wins(case, layer)}" for layer in case.layers)
-        + " windows of all lengths",
+        ". ".join(wins) + " windows of all lengths",
     )
-
-
-def _wins(case: RestrictedCase, layer: int) -> str:
-    first, middle = "first tenth moves", "middle tenth moves"
-    hits = [part > 1 for n in case.lengths for part in case.parts(first, layer, n, middle)]
-    return share(sum(hits), len(hits))
 
 
 def _tables(study: Study, case: RestrictedCase) -> None:
