@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -190,13 +189,18 @@ def chosen(records: Iterable[Item], **wanted: Any) -> list[Item]:
     return [r for r in records if all(value_of(r, name) == v for name, v in wanted.items())]
 
 
-def grouped(records: Iterable[Record], *names: str) -> Iterator[tuple[Any, list[Record]]]:
-    """The records of each value, or of each tuple of values of several names, as they come.
+def grouped(items: Iterable[Item], *by: Value) -> Iterator[tuple[Any, list[Item]]]:
+    """The records, or rows, of each value by name or function, or tuple of values, as they come.
 
     >>> dict(grouped([{"n": 1}, {"n": 2}, {"n": 1}], "n"))
     {1: [{'n': 1}, {'n': 1}], 2: [{'n': 2}]}
     """
-    yield from grouped_by(records, operator.itemgetter(*names)).items()
+
+    def key(item: Item) -> Any:
+        found = tuple(value_of(item, one) for one in by)
+        return found if len(by) > 1 else found[0]
+
+    yield from grouped_by(items, key).items()
 
 
 def counted(words: Iterable[str]) -> str:

@@ -27,7 +27,7 @@ from lipscope.models import (
     special_tokens_of,
     windows_of_text,
 )
-from lipscope.records import Growth, grouped, growth, slope_of, steps, top_held_fixed
+from lipscope.records import Growth, growth, slope_of, steps, top_held_fixed
 from lipscope_experiments.castin2024 import protocol
 from lipscope_experiments.data import AG_NEWS_TITLE
 from lipscope_experiments.experiment import (
@@ -46,6 +46,7 @@ from lipscope_experiments.findings import (
     counted,
     curve,
     exponent,
+    grouped,
     law,
     middle,
     plain_exponent,
@@ -307,8 +308,8 @@ class Control:
 
     def spread(self) -> float:
         """Largest relative range of sigma over lengths, of one sample and layer."""
-        curves = grouped(self.rows, lambda row: (row.layer, row.sample)).values()
-        sigmas = ([row.sigma or 0.0 for row in one] for one in curves)
+        curves = grouped(self.rows, "layer", "sample")
+        sigmas = ([row.sigma or 0.0 for row in one] for _, one in curves)
         return max(max(one) / min(one) - 1 for one in sigmas)
 
 
@@ -385,8 +386,7 @@ def offsets(study: Study, source: Source) -> None:
 
 def control_tables(study: Study, controlled: Sequence[Control]) -> None:
     """By model and text: what was changed; then what was drawn, each seed by itself."""
-    parts = grouped(controlled, lambda c: (c.where, c.seed is not None))
-    for (where, drawn), part in parts.items():
+    for (where, drawn), part in grouped(controlled, "where", lambda c: c.seed is not None):
         layers, longest = _fits(part[0].rows), max(row.num_tokens for row in part[0].rows)
         columns: dict[str, Value] = {
             "changed": lambda c: c.name if c.seed is None else f"{c.name}, seed {c.seed}"
@@ -435,7 +435,7 @@ class _Ask:
         """Windows of the text, a batch for each length, with positions of their own."""
         text, tokenizer = self.source.asked["data"], self.source.model.tokenizer
         cut = windows_of_text(text, tokenizer, lengths=lengths, samples=self.samples)
-        for n, windows in grouped(cut, lambda one: one.num_tokens).items():
+        for n, windows in grouped(cut, "num_tokens"):
             ids = torch.cat([window.ids for window in windows])
             yield {"input_ids": ids, "position_ids": positions[:n].expand_as(ids)}
 

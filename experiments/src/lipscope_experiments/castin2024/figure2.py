@@ -7,7 +7,6 @@ import statistics
 
 from lipscope import DotProduct, InputError, LayerAtInput
 from lipscope.charts import Panel
-from lipscope.records import grouped as grouped_by
 from lipscope.theorems import eigen_directions, heads_of, star_direction
 from lipscope_experiments.experiment import Source, Study, experiment, layers_of
 from lipscope_experiments.findings import Record, curve, grouped, level, middle
@@ -89,7 +88,7 @@ def _positive(heads: list[Record]) -> list[float]:
 def _factors_of(study: Study, source: Source) -> list[Record]:
     model, asked = source.model, source.asking(128, study.pick(2, 5))
     try:
-        layers = grouped_by(layers_of(model, layers="all", **asked), lambda one: one.layer)
+        layers = dict(grouped(layers_of(model, layers="all", **asked), "layer"))
     except InputError:
         return []
     return study.values(

@@ -12,7 +12,7 @@ from lipscope.pages import number
 from lipscope.records import slope_of
 from lipscope_experiments.castin2024.protocol import as_in_the_paper
 from lipscope_experiments.experiment import Study, experiment, first_and_middle
-from lipscope_experiments.findings import curve, exponent, middle
+from lipscope_experiments.findings import chosen, curve, exponent, middle
 
 _LEAST = 1.1  # range of the radius below which a slope in it says nothing
 
@@ -26,7 +26,7 @@ _LEAST = 1.1  # range of the radius below which a slope in it says nothing
 def figure4(study: Study) -> None:
     """Consecutive windows: sigma and the radius against n, and sigma against the radius."""
     places = [
-        (f"{where}, layer {layer}", [row for row in rows if row.layer == layer], fit)
+        (f"{where}, layer {layer}", chosen(rows, layer=layer), fit)
         for where, rows in _windows_or_pictures(study)
         for (_, layer, *_), fit in rows.growth().items()
     ]
@@ -104,8 +104,7 @@ def _seen(study: Study, loaded: LoadedModel) -> Rows:
 
 def _sigma_in_radius(rows: Sequence[Measurement]) -> float:
     """Slope of sigma in the radius over the windows of the largest n; NaN if it hardly varies."""
-    longest = max(row.num_tokens for row in rows)
-    last = [row for row in rows if row.num_tokens == longest]
+    last = chosen(rows, num_tokens=max(row.num_tokens for row in rows))
     norms = [row.radius_rms or 0.0 for row in last]
     if max(norms) < _LEAST * min(norms):
         return math.nan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lipscope import Rows, records
+from lipscope import Rows
 from lipscope.attacks import two_cluster, weighted_two_atoms
 from lipscope.charts import Panel, power_law, training_end
 from lipscope.pages import number
@@ -110,7 +110,7 @@ def _draw_contexts(study: Study, clusters: list[Record], real: dict[str, Rows]) 
     for place, rows in real.items():
         series = [
             curve(f"layer {layer}", mine, "num_tokens", "sigma", "points")
-            for layer, mine in records.grouped(rows, lambda row: row.layer).items()
+            for layer, mine in grouped(rows, "layer")
         ]
         laws = (
             power_law(series[0].points, 0.25, "~ n^(1/4)"),

@@ -18,7 +18,7 @@ from lipscope.models import LoadedModel
 from lipscope.records import MapName, off_line, percent_off, slope_of
 from lipscope_experiments.data import AG_NEWS_TITLE
 from lipscope_experiments.experiment import Source, Study, is_deep, layers_of
-from lipscope_experiments.findings import Record, middle
+from lipscope_experiments.findings import Record, grouped, middle
 
 
 def as_in_the_paper(study: Study, source: Source) -> dict[str, Any]:
@@ -100,8 +100,8 @@ class Adversarial:
     def curves(self, name: str) -> list[list[tuple[int, float]]]:
         """Sigma against n where n is large, head by head."""
         rows = [row for row in self.rows[name] if row.num_tokens >= _FROM]
-        heads = dict.fromkeys(row.sample for row in rows)
-        return [[(r.num_tokens, r.sigma or 0.0) for r in rows if r.sample == h] for h in heads]
+        heads = grouped(rows, "sample")
+        return [[(row.num_tokens, row.sigma or 0.0) for row in mine] for _, mine in heads]
 
     def exponents(self, name: str) -> str:
         """Median and range over heads, which are all that there are or a fixed choice of them."""

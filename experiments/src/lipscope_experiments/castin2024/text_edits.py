@@ -7,9 +7,9 @@ from typing import Any
 
 from lipscope import attack_text
 from lipscope.charts import Panel, Series
-from lipscope.records import SKIPPED, SUCCEEDED, TextEdit, grouped
+from lipscope.records import SKIPPED, SUCCEEDED, TextEdit
 from lipscope_experiments.experiment import Study, experiment, first_and_middle
-from lipscope_experiments.findings import average, chosen, column_mean, line, percentage
+from lipscope_experiments.findings import average, chosen, column_mean, grouped, line, percentage
 
 _LENGTH = 16
 _PASSAGES, _LONG = 20, 100  # of each text; characters
@@ -117,7 +117,7 @@ def _by_recipe(found: Sequence[TextEdit]) -> dict[str, list[TextEdit]]:
     """The windows that were attacked."""
     return {
         recipe: [one for one in some if one.status != SKIPPED]
-        for recipe, some in grouped(found, lambda one: one.recipe).items()
+        for recipe, some in grouped(found, "recipe")
     }
 
 

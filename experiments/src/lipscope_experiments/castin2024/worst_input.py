@@ -12,7 +12,7 @@ from lipscope import Attention, LayerAtInput
 from lipscope.attacks import DRAWN, KNOWN, ascend, worst
 from lipscope.charts import Panel
 from lipscope.pages import number
-from lipscope.records import grouped as grouped_by, off_line, slope_of
+from lipscope.records import off_line, slope_of
 from lipscope_experiments.experiment import Source, Study, experiment, grid, layers_of, some_layers
 from lipscope_experiments.findings import Record, Value, chosen, curve, grouped, middle
 from lipscope_experiments.simple_layers import bound_values
@@ -60,7 +60,7 @@ def _worst_at(study: Study, source: Source) -> Iterator[Record]:
     asked["lengths"] = study.pick([4, 12], [2, 4, 8, 16, 32, 64, 100])
     for layer in some_layers(study, source.model):
         inputs = list(layers_of(source.model, layers=[layer], **asked))
-        places = grouped_by(inputs, lambda one: len(one.x))
+        places = dict(grouped(inputs, lambda one: len(one.x)))
         # One radius at all lengths, so that the curve is one of n alone; upward in the last digit.
         largest = max(float(one.x.norm(dim=-1).max()) for one in inputs)
         radius = float(f"{1.0005 * largest:.3e}")

@@ -39,7 +39,8 @@ def task(name: str) -> Task:
     """The digits as eight rows of eight pixels, or sentences of SST, cut or filled to 16 words."""
     if name == "digits":
         found = digits()
-        return Task(*((images.squeeze(1), y) for images, y in (found.train, found.test)))
+        (x, y), (tested, labels) = found.train, found.test
+        return Task((x.squeeze(1), y), (tested.squeeze(1), labels))
     parts = [sentences(folder_for("SST"), part) for part in ("train", "test")]
     counts = Counter(w for words, _ in parts[0] for w in words)
     index = {w: i + 2 for i, w in enumerate(sorted(w for w, k in counts.items() if k > 9))}
@@ -67,11 +68,12 @@ def fitted(of: Task, kind: str, steps: int, seed: int) -> Any:
         some = torch.randint(len(y), (64,), generator=gen)
         return nn.functional.cross_entropy(SHARPER * model(x[some]), y[some])
 
-    reads = {"vocabulary": of.vocabulary} if of.vocabulary else {"features": x.shape[-1]}
+    features = None if of.vocabulary else x.shape[-1]
+    sizes: Record = {"outputs": classes, "length": x.shape[1], "features": features}
     with seeded(seed):
         if kind != LINEAR:
             model: Any = SmoothTransformer(
-                **_CAPPED, **reads, outputs=classes, length=x.shape[1], cap=CAPS[kind]
+                **_CAPPED, **sizes, vocabulary=of.vocabulary, cap=CAPS[kind]
             )
             for _ in train(model, loss, steps):
                 pass

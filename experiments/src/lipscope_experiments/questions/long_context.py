@@ -10,9 +10,9 @@ from statistics import fmean
 from lipscope import Measurement
 from lipscope.charts import Panel, training_end
 from lipscope.models import reinitialised
-from lipscope.records import grouped, growth
+from lipscope.records import growth
 from lipscope_experiments.experiment import Source, Study, experiment, first_and_middle, is_deep
-from lipscope_experiments.findings import average, exponent, line, share
+from lipscope_experiments.findings import average, exponent, grouped, line, share
 
 _TOL = 1e-2
 _MOST, _MOST_IF_DEEP = 2**9, 2**8  # tokens; where there are more than twelve layers
@@ -118,7 +118,7 @@ def _restricted_case(study: Study, source: Source, asked: Sequence[str]) -> Rest
             tol=_TOL,
             **_ASKED[one],
         )
-        found[one] = grouped(rows, lambda row: row.layer or 0)
+        found[one] = dict(grouped(rows, "layer"))
     return RestrictedCase(source.where, found)
 
 
@@ -179,7 +179,7 @@ def _tables(study: Study, case: RestrictedCase) -> None:
 def _draw_parts(study: Study, cases: Sequence[RestrictedCase]) -> None:
     """The first text of each model; the others are in the tables."""
     panels = []
-    for case, *_ in grouped(cases, lambda one: one.where.rpartition(",")[0]).values():
+    for _, (case, *_) in grouped(cases, lambda one: one.where.rpartition(",")[0]):
         for layer in case.layers:
             curves = []
             for name in (_ALL, _LAST, *_ALONE):

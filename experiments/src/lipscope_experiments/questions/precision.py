@@ -26,7 +26,7 @@ from lipscope.models import (
     rounding_error,
 )
 from lipscope.pages import number
-from lipscope.records import grouped, mean_interval
+from lipscope.records import mean_interval
 from lipscope_experiments.experiment import (
     Source,
     Study,
@@ -36,7 +36,7 @@ from lipscope_experiments.experiment import (
     grid,
     layers_of,
 )
-from lipscope_experiments.findings import Record, average, chosen, line
+from lipscope_experiments.findings import Record, average, chosen, grouped, line
 from lipscope_experiments.joint_test import correlations
 
 _TOKENS = 64
@@ -250,7 +250,7 @@ def _mean_correlation(known: np.ndarray, change: np.ndarray) -> str:
 def _draw_rounding(study: Study, cases: Sequence[RoundedCase]) -> None:
     """One line of panels a model: trained weights on the first text; the rest is in the tables."""
     panels = []
-    for case, *_ in grouped(cases, lambda one: one.where.partition(",")[0]).values():
+    for _, (case, *_) in grouped(cases, lambda one: one.where.partition(",")[0]):
         measure, change = next(iter(case.change.items()))
         curves = [line(way, case.layers, own.mean(1).tolist()) for way, own in change.items()]
         panels.append(Panel(case.where, curves, "block", measure, log_x=False))

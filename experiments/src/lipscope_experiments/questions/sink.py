@@ -9,7 +9,7 @@ from statistics import fmean
 
 import torch
 
-from lipscope import Measurement, records
+from lipscope import Measurement
 from lipscope.charts import Panel, Series, readable
 from lipscope.control import attention_received
 from lipscope.models import reinitialised, special_tokens_of
@@ -94,7 +94,7 @@ def _windows(study: Study, source: Source, where: str, control: str) -> Iterator
     rows = study.measure(f"sigma, {part}", source.model, rest=True, **asked)
     key = {name: value for name, value in asked.items() if name != "data"}
     (found,) = study.values(f"received, {part}", [key], lambda **_: _received(source, asked))
-    tokens = records.grouped(sorted(rows.tokens, key=lambda one: one.index), lambda one: one.id)
+    tokens = dict(grouped(sorted(rows.tokens, key=lambda one: one.index), "id"))
     specials = frozenset(getattr(source.model.tokenizer, "all_special_tokens", ()))
     for row in rows:
         if row.sigma is not None:
@@ -110,11 +110,13 @@ def _window(row: Measurement, shares: list[tuple[str, float]], received: list[fl
 
     ``shares``: the kind and the share of every token; ``received``: means over heads and rows.
     """
-    by_kind = records.grouped(shares, lambda one: one[0])
     return {
         "layer": row.layer,
         "tokens": len(shares),
-        **{kind: math.fsum(value for _, value in some) for kind, some in by_kind.items()},
+        **{
+            kind: math.fsum(value for _, value in some)
+            for kind, some in grouped(shares, lambda kind, _: kind)
+        },
         "top": max(shares, key=lambda one: one[1])[0],
         "received": received[0],
         "agreement": rank_correlation([value for _, value in shares], received)[0],
@@ -163,7 +165,7 @@ def _erased(source: Source, layers: Sequence[int]) -> Record:
         batch = window.repeat(len(words), 1)
         batch[:, place] = torch.tensor(words)
         found = layers_of(source.model, batch, layers=layers, dtype="float32")
-        for layer, some in records.grouped(found, lambda one: one.layer).items():
+        for layer, some in grouped(found, "layer"):
             inputs = torch.stack([one.x[place] for one in some])
             apart = torch.pdist(inputs).mean() / inputs.norm(dim=1).mean()
             got = [attention_received(one.attention, one.x)[:, place].mean() for one in some]
