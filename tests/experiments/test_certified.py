@@ -16,8 +16,13 @@ from lipscope_experiments import reproduce
 from lipscope_experiments.certified import decisions
 from lipscope_experiments.certified.classifiers import Recipe, SmallTransformer, Trained, described
 from lipscope_experiments.certified.crown import Moved, bisected, peer, peer_radius
-from lipscope_experiments.certified.decisions import decided, gaps_of
-from lipscope_experiments.certified.flips import least_margin, margins, smallest_flip
+from lipscope_experiments.certified.decisions import (
+    decided,
+    gaps_of,
+    least_margin,
+    margins,
+    smallest_flip,
+)
 
 
 class _Affine(nn.Module):

@@ -15,6 +15,7 @@ from command import TEXT
 from lipscope.errors import InputError
 from lipscope.records.folder import RunFolder
 from lipscope_experiments import reproduce
+from lipscope_experiments.data import Corpus, Text, corpus
 from lipscope_experiments.kim2021 import charlm
 from lipscope_experiments.kim2021.charlm import (
     VARIANTS,
@@ -22,7 +23,6 @@ from lipscope_experiments.kim2021.charlm import (
     UntiedL2,
     train,
 )
-from lipscope_experiments.texts import Corpus, Text, corpus
 
 TINY = CharacterRun("dot product", 1, "warm-up", 0, 4, 2, width=8, heads=2, length=6, batch=2)
 

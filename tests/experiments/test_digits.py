@@ -20,18 +20,18 @@ from lipscope_experiments.castin2024.divide_by_bound import (
     attacked,
     trained,
 )
-from lipscope_experiments.digits import Digits, digits
+from lipscope_experiments.data import Task, digits
 from lipscope_experiments.simple_layers import bound_values, top
 from lipscope_experiments.training import certified_radii
 
 
-def blobs() -> Digits:
+def blobs() -> Task:
     """Ten noisy images of their own, as many of each as of the others."""
     gen = torch.Generator().manual_seed(0)
     labels = torch.arange(120) % 10
     images = torch.rand(10, 1, 8, 8, generator=gen)[labels]
     images = images + 0.1 * torch.randn(120, 1, 8, 8, generator=gen)
-    return Digits(images, labels, images[:40], labels[:40])
+    return Task((images, labels), (images[:40], labels[:40]))
 
 
 SLOW = [pytest.param(one, marks=pytest.mark.slow) for one in _KINDS if "3.3" in one]
@@ -42,7 +42,7 @@ def test_no_move_within_the_radius_changes_the_answer(kind) -> None:
     torch.manual_seed(0)
     data = blobs()
     net = trained(VisionTransformer(kind), data, 5, 0)[0].double()
-    images, labels = data.test_images.double(), data.test_labels
+    images, labels = data.test[0].double(), data.test[1]
     slope = net.slope()
     radii = certified_radii(net(images), net.head.weight, labels, slope)
 
@@ -67,7 +67,7 @@ def test_a_linear_map_is_certified_to_its_nearest_other_answer() -> None:
     """The nearest image with another answer lies on the plane where two scores tie."""
     data = blobs()
     net = trained(Linear(), data, 5, 0)[0].double()
-    images, labels = data.test_images.double(), data.test_labels
+    images, labels = data.test[0].double(), data.test[1]
     w = net.head.weight
     radii = certified_radii(net(images), w, labels, net.slope())
     for i in (radii > 0).nonzero()[:5, 0].tolist():
@@ -88,12 +88,12 @@ def test_a_sum_over_patches_cannot_tell_the_marked_pairs() -> None:
     A threshold that has k of the three equal pairs right has k (k - 1) of the six others wrong:
     1/2 + k/6 - k (k - 1)/12 is 2/3 at most.
     """
-    data = divide_by_bound.marked_pairs(400)
-    patches = torch.nn.functional.unfold(data.images, 2, stride=2).mT
+    images, labels = divide_by_bound.marked_pairs(400).train
+    patches = torch.nn.functional.unfold(images, 2, stride=2).mT
     marked = [one[one[:, 0] == 1, 1:] for one in patches]
     same = torch.tensor([bool((a == b).all()) for a, b in marked])
-    assert all(len(one) == 2 for one in marked) and bool((same.long() == data.labels).all())
-    assert float(data.labels.double().mean()) == 0.5
+    assert all(len(one) == 2 for one in marked) and bool((same.long() == labels).all())
+    assert float(labels.double().mean()) == 0.5
     sums = torch.cartesian_prod(*3 * [torch.linspace(-1, 1, 9)])  # f of each symbol
     scores = torch.stack([sums @ one.sum(0) for one in marked], 1)
     cuts = torch.linspace(-2.1, 2.1, 43)

@@ -13,12 +13,11 @@ from lipscope_experiments.certified import smooth
 from lipscope_experiments.certified.smooth import (
     CAPS,
     LINEAR,
-    Task,
     beside,
     fitted,
     slope_before_head,
 )
-from lipscope_experiments.digits import Digits
+from lipscope_experiments.data import Task
 from lipscope_experiments.newhouse2025 import shakespeare
 from lipscope_experiments.newhouse2025.shakespeare import bound_of, formula, largest_found
 from lipscope_experiments.training import certified_radii
@@ -119,7 +118,7 @@ def test_the_radius_of_a_linear_model_is_the_distance():
 def test_without_a_folder_of_sentences_the_rest_is_found(monkeypatch, tmp_path):
     monkeypatch.delenv("LIPSCOPE_DEEPT", raising=False)
     (x, y), (tested, labels) = (blobs(3).train, blobs(3).test)
-    data = Digits(x[:, None], y, tested[:, None], labels)
+    data = Task((x[:, None], y), (tested[:, None], labels))
     monkeypatch.setattr(smooth, "digits", lambda: data)
     monkeypatch.setattr(smooth, "CAPS", {"cap 1": 1.0})
     found = reproduce("certified/smooth", quick=True, out=tmp_path / "run")

@@ -14,12 +14,12 @@ from lipscope.errors import InputError
 from lipscope.models import LoadedModel, rounded
 from lipscope.records.folder import RunFolder
 from lipscope_experiments import experiments
+from lipscope_experiments.data import Text
 from lipscope_experiments.experiment import Source, Study
 from lipscope_experiments.findings import chosen
 from lipscope_experiments.joint_test import correlations
 from lipscope_experiments.questions import long_context, precision, sink
 from lipscope_experiments.questions.precision import RoundedModel
-from lipscope_experiments.texts import Text
 from small import drawn
 from tiny import TEXT, tiny
 
@@ -148,7 +148,8 @@ def test_uniform_attention_reads_its_last_token_with_a_part_of_one_over_root_n(t
         one.attention.self.query.bias.data.zero_()
     with RunFolder(tmp_path / "run", {"a": 1}) as folder:
         names = ["all tokens", "read at the last token", "first tenth moves"]
-        case = long_context._restricted_case(a_study(folder), loaded, Text("text", 3 * TEXT), names)
+        source = Source(loaded, "text", {"data": 3 * TEXT})
+        case = long_context._restricted_case(a_study(folder), source, names)
     assert case.lengths == [32, 64]
     for n, tenth in ((32, 4), (64, 7)):
         for layer in case.layers:
@@ -166,7 +167,6 @@ def test_sources_are_texts_or_pictures(tmp_path, monkeypatch) -> None:
     with RunFolder(tmp_path / "run", {"a": 1}) as folder:
         study = Study(folder, (bert, vit, "dinov2"), texts, True, None, "random")
         load = study.load
-        missing: list[str] = []
 
         def without(name: str) -> LoadedModel:
             if name == "dinov2":
@@ -174,13 +174,13 @@ def test_sources_are_texts_or_pictures(tmp_path, monkeypatch) -> None:
             return load(name)
 
         monkeypatch.setattr(study, "load", without)
-        found = [(one.where, one.sees) for one in study.sources(missing)]
+        found = [(one.where, one.sees) for one in study.sources()]
     assert found == [
         (f"{bert}, one", False),
         (f"{bert}, two", False),
         (f"{vit}, random pixels", True),
     ]
-    assert missing == ["Not run: no package"]
+    assert study.missing == ["Not run: no package"]
 
 
 def test_they_are_registered() -> None:

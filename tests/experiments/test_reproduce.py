@@ -22,9 +22,9 @@ from lipscope.records.folder import RunFolder
 from lipscope.records.power_law import growth
 from lipscope_experiments import experiments, reproduce
 from lipscope_experiments.castin2024.figure1 import controls
-from lipscope_experiments.experiment import Study, grid
+from lipscope_experiments.data import Text, texts_named
+from lipscope_experiments.experiment import Source, Study, grid
 from lipscope_experiments.findings import Claim, Findings, Table, exponent, findings_page, middle
-from lipscope_experiments.texts import Text, texts_named
 from rows import row
 from small import drawn, sigma
 
@@ -124,7 +124,7 @@ def test_a_folder_of_short_texts_is_one_text(monkeypatch, tmp_path) -> None:
 @pytest.fixture
 def short_text(monkeypatch) -> None:
     """A default text that takes no time to cut into tokens."""
-    monkeypatch.setattr("lipscope_experiments.texts.default_text", lambda: TEXT)
+    monkeypatch.setattr("lipscope_experiments.data.default_text", lambda: TEXT)
 
 
 @pytest.mark.slow
@@ -285,7 +285,7 @@ def test_experiments_on_a_tiny_model(name: str, tmp_path, short_text) -> None:
 def test_windows_that_repeat_another_are_no_neighbours(tmp_path, monkeypatch) -> None:
     """Windows left out leave gaps in their numbers: the next one's own sentence is set aside."""
     text = "a" * 4 * len(TEXT) + TEXT
-    monkeypatch.setattr("lipscope_experiments.texts.default_text", lambda: text)
+    monkeypatch.setattr("lipscope_experiments.data.default_text", lambda: text)
     for name in ("questions/margin-gain", "castin2024/robustness"):
         found = reproduce(name, models=[LONG], quick=True, out=tmp_path / name)
         assert found.claims and found.tables
@@ -327,7 +327,8 @@ def test_text_at_one_position_stands_in_the_middle_of_training_too(monkeypatch, 
 
     monkeypatch.setattr(Study, "measure", measure)
     with RunFolder(tmp_path / "run", {"a": 1}) as folder:
-        found = controls(Study(folder, (), (), True, None), loaded, Text("words", TEXT))
+        source = Source(loaded, "words", {"data": TEXT})
+        found = controls(Study(folder, (), (), True, None), source)
         next(one for one in found if one.name.endswith("position 24"))
     for n in (16, 32, 64):
         first, middle = (

@@ -7,6 +7,7 @@ import torch
 
 from lipscope import DotProduct, to_dense
 from lipscope_experiments.castin2024.sink_law import LayerLaw, error, verdict
+from lipscope_experiments.data import Text
 from lipscope_experiments.frozen import column_norm, frozen_column, frozen_norm
 from lipscope_experiments.questions.sink_training import (
     DECODER,
@@ -17,7 +18,6 @@ from lipscope_experiments.questions.sink_training import (
     targets,
     triggers,
 )
-from lipscope_experiments.texts import Text
 from tiny import TEXT
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from lipscope import InputError, LayerAtInput, Measurement, OpenModel, Rows, bou
 from lipscope.engine import Progress as RowProgress, folder_of, measure_built
 from lipscope.models import LoadedModel, inputs_of, load_model
 from lipscope.records import Place, RunFolder, provenance, replaced, stable_id
+from lipscope_experiments.data import Text, texts_named
 from lipscope_experiments.findings import (
     Claim,
     Findings,
@@ -26,7 +28,6 @@ from lipscope_experiments.findings import (
     findings_page,
     records_table,
 )
-from lipscope_experiments.texts import Text, texts_named
 
 Progress = Callable[[int, int, str], None]
 T = TypeVar("T")
@@ -49,7 +50,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Source:
-    """A model with what it reads: the name of a text or pictures, and a verb's option for it."""
+    """A model with what it reads, a text or pictures, and a verb's option for that."""
 
     model: LoadedModel
     name: str
@@ -61,9 +62,20 @@ class Source:
         return "images" in self.asked
 
     @property
+    def text(self) -> Text:
+        """The text, where it reads one."""
+        return Text(self.name, self.asked["data"])
+
+    @property
     def where(self) -> str:
         """Model and text, for tables."""
         return f"{self.model.name}, {self.name}"
+
+    def asking(self, tokens: int, samples: int) -> dict[str, Any]:
+        """With windows of so many tokens, or pictures of the model's own side, all of a folder."""
+        drawn = self.asked.get("images", "random") == "random"
+        size = {} if self.sees else {"lengths": [tokens]}
+        return {**self.asked, **size, **({"samples": samples} if drawn else {})}
 
 
 _REGISTER: dict[str, Experiment] = {}
@@ -116,6 +128,7 @@ class Study:
         self._claims: list[Claim] = []
         self._tables: list[Table] = []
         self._remarks: list[str] = []
+        self.missing: list[str] = []  # why something was not run or drawn: the last remarks
         self._plan: tuple[str, ...] = ()
         self._progress = progress
         self.load = functools.lru_cache(maxsize=2)(load_model)
@@ -124,17 +137,10 @@ class Study:
         """One of two settings."""
         return quick if self.quick else full
 
-    def places(self) -> Iterator[tuple[LoadedModel, Text]]:
-        """Every model on every text."""
-        for name in self.models:
-            for text in self.texts:
-                yield self.load(name), text
-
-    def sources(self, missing: list[str]) -> Iterator[Source]:
+    def sources(self) -> Iterator[Source]:
         """Every model on every text, or on pictures if it reads them.
 
-        ``missing`` takes a remark where the package of ``dinov2`` is not there, which is no part
-        of the set-up.
+        Without the package of ``dinov2``, which is no part of the set-up, it is left out.
         """
         for name in self.models:
             try:
@@ -142,19 +148,24 @@ class Study:
             except InputError as why:
                 if name != "dinov2":
                     raise
-                missing.append(f"Not run: {why}")
+                self.missing.append(f"Not run: {why}")
                 continue
-            if loaded.tokenizer is None and hasattr(loaded.config, "patch_size"):
-                what = "random pixels" if self.images == "random" else "pictures"
-                yield Source(loaded, what, {"images": self.images})
-                continue
-            for text in self.texts:
-                yield Source(loaded, text.name, {"data": text.content})
+            yield from self.sources_of(loaded)
+
+    def sources_of(self, loaded: LoadedModel) -> Iterator[Source]:
+        """A model on every text, or on pictures if it reads them."""
+        if loaded.tokenizer is None and hasattr(loaded.config, "patch_size"):
+            what = "random pixels" if self.images == "random" else "pictures"
+            yield Source(loaded, what, {"images": self.images})
+            return
+        for text in self.texts:
+            yield Source(loaded, text.name, {"data": text.content})
 
     @property
     def findings(self) -> Findings:
         """What was said so far."""
-        return Findings(tuple(self._claims), tuple(self._tables), tuple(self._remarks), self._plan)
+        remarks = (*self._remarks, *self.missing)
+        return Findings(tuple(self._claims), tuple(self._tables), remarks, self._plan)
 
     def plan(self, *sentences: str) -> None:
         """Say, before anything runs, what is asked, how it is judged and what would refute it.
@@ -237,15 +248,15 @@ class Study:
         charts.save_each(chart, [self.folder.path / f"{stem}.{kind}" for kind in ("svg", "png")])
         self._drawn(f"{stem}.svg", title)
 
-    def animate(self, stem: str, title: str, scenes: Sequence[charts.Scene]) -> list[str]:
+    def animate(self, stem: str, title: str, scenes: Sequence[charts.Scene]) -> None:
         """Save scenes as ``<stem>.gif``, which the findings show; a remark where that cannot be."""
         name = f"{_file_name(stem)}.gif"
         try:
             charts.animate(self.folder.path / name, scenes)
-        except InputError as missing:
-            return [f"{title}: not drawn. {missing}"]
-        self._drawn(name, title)
-        return []
+        except InputError as why:
+            self.missing.append(f"{title}: not drawn. {why}")
+        else:
+            self._drawn(name, title)
 
     def _drawn(self, name: str, title: str) -> None:
         """Keep a figure for the findings_page, with the digest by which it is known again."""
@@ -260,20 +271,34 @@ class Study:
             self._progress(done, total, part)
 
 
-def first_and_middle(loaded: LoadedModel) -> list[int]:
-    """The layers that stand for the paper's 0 and 6 of 12."""
-    return [0, int(loaded.config.num_hidden_layers) // 2]
-
-
-def some_layers(study: Study, loaded: LoadedModel) -> list[int]:
-    """The first, the middle and the last layer; of a quick run the middle one."""
-    count = int(loaded.config.num_hidden_layers)
-    return study.pick([count // 2], [0, count // 2, count - 1])
+def depth_of(loaded: LoadedModel) -> int:
+    """How many layers a model has."""
+    return int(loaded.config.num_hidden_layers)
 
 
 def is_deep(loaded: LoadedModel) -> bool:
     """Deeper than the models of the paper: run on fewer layers and lengths."""
-    return int(loaded.config.num_hidden_layers) > 12
+    return depth_of(loaded) > 12
+
+
+def first_and_middle(loaded: LoadedModel) -> list[int]:
+    """The layers that stand for the paper's 0 and 6 of 12."""
+    return [0, depth_of(loaded) // 2]
+
+
+def first_middle_last(loaded: LoadedModel) -> list[int]:
+    """The first, the middle and the last layer, each once."""
+    return sorted({*first_and_middle(loaded), depth_of(loaded) - 1})
+
+
+def some_layers(study: Study, loaded: LoadedModel) -> list[int]:
+    """The first, the middle and the last layer; of a quick run the middle one."""
+    return study.pick(first_and_middle(loaded)[1:], first_middle_last(loaded))
+
+
+def even_layers(loaded: LoadedModel, most: int) -> list[int]:
+    """At most so many layers, from the first one on at even distances."""
+    return [*range(0, depth_of(loaded), math.ceil(depth_of(loaded) / most))]
 
 
 def layers_of(model: LoadedModel, data: Any = None, **options: Any) -> Iterator[LayerAtInput]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -190,13 +189,18 @@ def chosen(records: Iterable[Item], **wanted: Any) -> list[Item]:
     return [r for r in records if all(value_of(r, name) == v for name, v in wanted.items())]
 
 
-def grouped(records: Sequence[Record], *names: str) -> Iterator[tuple[Any, list[Record]]]:
-    """The records of each value, or of each tuple of values of several names, as they come.
+def grouped(items: Iterable[Item], *by: Value) -> Iterator[tuple[Any, list[Item]]]:
+    """The records, or rows, of each value by name or function, or tuple of values, as they come.
 
     >>> dict(grouped([{"n": 1}, {"n": 2}, {"n": 1}], "n"))
     {1: [{'n': 1}, {'n': 1}], 2: [{'n': 2}]}
     """
-    yield from grouped_by(records, operator.itemgetter(*names)).items()
+
+    def key(item: Item) -> Any:
+        found = tuple(value_of(item, one) for one in by)
+        return found if len(by) > 1 else found[0]
+
+    yield from grouped_by(items, key).items()
 
 
 def counted(words: Iterable[str]) -> str:
@@ -237,19 +241,23 @@ def geometric(values: Sequence[float]) -> str:
 def average(
     values: Sequence[float | int],
     within: tuple[float, float] = (-math.inf, math.inf),
-    digits: int = 3,
+    digits: int | str = 3,
     least: int = 3,
 ) -> str:
     """A mean with its 95 % interval, where there are enough values; cut to what is possible.
 
+    To some significant digits, or in a format.
+
     >>> average([1.0, 2.0, 3.0]), average([0.9, 0.95, 1.0], (0.0, 1.0)), average([])
     ('2.00 [-0.484, 4.48]', '0.950 [0.826, 1.00]', '–')
+    >>> average([1.0, 2.0], digits=".1f")
+    '1.5'
     """
     if not values:
         return "–"
     mean, low, high = mean_interval([float(one) for one in values])
     ends = _ends(max(low, within[0]), min(high, within[1]), digits)
-    return number(mean, digits) + ends * (len(values) >= least)
+    return _written(mean, digits) + ends * (len(values) >= least)
 
 
 def column_mean(what: Value, mean: Callable[[list[float]], str] = average) -> Callable[..., str]:
@@ -261,8 +269,12 @@ def column_mean(what: Value, mean: Callable[[list[float]], str] = average) -> Ca
     return lambda _, records: mean([v for r in records if (v := value_of(r, what)) is not None])
 
 
-def _ends(low: float, high: float, digits: int) -> str:
-    return f" [{number(low, digits)}, {number(high, digits)}]"
+def _ends(low: float, high: float, digits: int | str) -> str:
+    return f" [{_written(low, digits)}, {_written(high, digits)}]"
+
+
+def _written(value: float, digits: int | str) -> str:
+    return number(value, digits) if isinstance(digits, int) else format(value, digits)
 
 
 def share(hits: int, total: int) -> str:

@@ -1,7 +1,8 @@
-"""Training of smooth Transformers, and what a bound proves of a classifier."""
+"""Training: from a seed, of smooth Transformers; and what a bound proves of a classifier."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,14 @@ from lipscope import SmoothTransformer
 SHARPER = 8.0
 """What scores are multiplied by in a loss: caps would leave them small, and answers unsure."""
 _RATES = (0.1, 0.01)  # of Muon and of AdamW, the largest
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """What torch draws by itself, such as first weights, from a seed; afterwards as before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 def train(

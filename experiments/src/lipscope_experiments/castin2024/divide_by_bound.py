@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,11 @@ from lipscope import MultiheadAttention
 from lipscope.attention import Clip
 from lipscope.charts import Panel
 from lipscope.records import mean_interval
-from lipscope_experiments.digits import Digits, digits
+from lipscope_experiments.data import Task, digits
 from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, chosen, column_mean, grouped, line
 from lipscope_experiments.simple_layers import bound_values
-from lipscope_experiments.training import certified_radii, norm_of
+from lipscope_experiments.training import certified_radii, norm_of, seeded
 
 PATCHES, WIDTH, HEADS, BLOCKS = 16, 32, 2, 2
 RADIUS = 4.0  # of the ball that tokens are brought into before attention
@@ -29,7 +29,7 @@ _SYMBOLS = 3
 _ASCENTS = 10
 
 
-def marked_pairs(count: int = 2000) -> Digits:
+def marked_pairs(count: int = 2000) -> Task:
     """Images of 16 patches, each a symbol and a mark; 1 where both marked ones show one symbol.
 
     A patch ``(mark, symbol 1, 2, 3)``, one of three symbols, drawn alike; two patches are marked.
@@ -48,7 +48,7 @@ def marked_pairs(count: int = 2000) -> Digits:
     marks = torch.zeros(total, PATCHES).scatter_(1, places, 1.0)
     patches = torch.cat([marks[..., None], nn.functional.one_hot(shown, _SYMBOLS)], -1)
     images = nn.functional.fold(patches.mT, 8, 2, stride=2)
-    return Digits(images[:count], labels[:count], images[count:], labels[count:])
+    return Task((images[:count], labels[:count]), (images[count:], labels[count:]))
 
 
 class SmoothBlock(nn.Module):
@@ -84,7 +84,7 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.patches = nn.Linear(4, WIDTH)
         self.positions = nn.Parameter(0.3 * torch.randn(PATCHES, WIDTH))
-        self.blocks = nn.Sequential(*(SmoothBlock(attention_of(kind)) for _ in range(BLOCKS)))
+        self.blocks: Any = nn.Sequential(*(SmoothBlock(attention_of(kind)) for _ in range(BLOCKS)))
         self.head = nn.Linear(WIDTH, 10)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
@@ -102,16 +102,14 @@ class VisionTransformer(nn.Module):
         """
         found = norm_of(self.patches.weight)
         for block, layer in zip(self.blocks, self.constants(), strict=True):
-            assert isinstance(block, SmoothBlock)
-            up, down = cast("tuple[nn.Linear, nn.Linear]", (block.up, block.down))
-            found *= (1 + layer) * (1 + norm_of(up.weight) * norm_of(down.weight))
+            found *= (1 + layer) * (1 + norm_of(block.up.weight) * norm_of(block.down.weight))
         return found
 
     def constants(self) -> list[float]:
         """A bound of every attention layer on the ball: the least of the catalogue."""
-        layers = (block.attention for block in self.blocks if isinstance(block, SmoothBlock))
+        layers = (block.attention for block in self.blocks)
         return [
-            0.0 if one is None else min(bound_values(one.attention, PATCHES, RADIUS).values())
+            min(bound_values(one.attention, PATCHES, RADIUS).values()) if one else 0.0
             for one in layers
         ]
 
@@ -135,7 +133,7 @@ class Linear(nn.Module):
 Net = TypeVar("Net", bound=VisionTransformer | Linear)
 
 
-def trained(net: Net, data: Digits, epochs: int, seed: int) -> tuple[Net, int]:
+def trained(net: Net, data: Task, epochs: int, seed: int) -> tuple[Net, int]:
     """The classifier, trained with Adam until its loss no longer falls, and for how many epochs.
 
     The rate is lowered after some epochs without 1 % less loss, and the last rate ends the
@@ -146,11 +144,11 @@ def trained(net: Net, data: Digits, epochs: int, seed: int) -> tuple[Net, int]:
     plan = torch.optim.lr_scheduler.ReduceLROnPlateau(
         optimiser, factor=_LOWER, patience=_PATIENCE, threshold=1e-2
     )
-    done = 0
+    (images, labels), done = data.train, 0
     while done < epochs and optimiser.param_groups[0]["lr"] >= _LEAST:
         total = 0.0
-        for some in torch.randperm(len(data.labels), generator=gen).split(_BATCH):
-            loss = nn.functional.cross_entropy(net(data.images[some]), data.labels[some])
+        for some in torch.randperm(len(labels), generator=gen).split(_BATCH):
+            loss = nn.functional.cross_entropy(net(images[some]), labels[some])
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
@@ -258,13 +256,12 @@ def attention_of(kind: str) -> MultiheadAttention | None:
 
 
 def _trained_run(
-    data: Mapping[str, Digits], task: str, kind: str, seed: int, epochs: int, **_: float
+    data: Mapping[str, Task], task: str, kind: str, seed: int, epochs: int, **_: float
 ) -> Record:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         net = Linear() if kind == _LINEAR else VisionTransformer(kind)
     net, done = trained(net, data[task], epochs, seed)
-    images, labels = data[task].test_images, data[task].test_labels
+    images, labels = data[task].test
     scores, slope = net(images).detach(), net.slope()
     radii = certified_radii(scores, net.head.weight, labels, slope)
     return {

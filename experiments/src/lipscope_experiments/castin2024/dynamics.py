@@ -33,7 +33,7 @@ from lipscope.dynamics import (
 from lipscope.models import LoadedModel
 from lipscope.pages import number
 from lipscope.records import slope_of
-from lipscope_experiments.experiment import Study, experiment, grid, layers_of
+from lipscope_experiments.experiment import Source, Study, experiment, grid, layers_of
 from lipscope_experiments.findings import (
     Record,
     average,
@@ -45,7 +45,6 @@ from lipscope_experiments.findings import (
     share,
 )
 from lipscope_experiments.simple_layers import dots, eye, multiple, normal
-from lipscope_experiments.texts import Text
 
 _RADIUS = 0.05  # of clusters of renormalised tokens, whose own spread is about 1
 _NEAR = 0.1  # of clusters on the unit sphere
@@ -74,10 +73,10 @@ def dynamics(study: Study) -> None:
     keys = [{"beta": b, "d": d, "seed": s} for b, d in _BETAS for s in range(pick(2, 30))]
     sphere = study.values("sphere", keys, _sphere)
     flows = study.values("depth", grid(kind=_FLOWS, seed=range(pick(2, 6))), _sigma_of_flow)
-    models = [r for place in study.places() for r in _sigmas_of_blocks(study, *place)]
+    models = [r for source in study.sources() for r in _sigmas_of_blocks(study, source)]
     _draw_clusters(study, kinds, sphere)
     _draw_depth(study, flows, models)
-    remarks = _animations(study)
+    _animations(study)
     study.claim(
         "error of L residual layers at t = 1, as a power of L",
         "-1: Euler's method (Section 4 of the slides)",
@@ -95,7 +94,6 @@ def dynamics(study: Study) -> None:
         "models of the mean logarithm over windows of text, where there are three or more, "
         "beside geometric means.",
         "Adaptive: order 8, relative tolerance 1e-6. Euler: fixed steps of the same flow.",
-        *remarks,
     )
 
 
@@ -301,19 +299,19 @@ def _shown_flow(times: int) -> tuple[Trajectory, Trajectory]:
     return flow, residual(layer, x, step=_STEP, layers=60, renormalise=True)
 
 
-def _animations(study: Study) -> list[str]:
+def _animations(study: Study) -> None:
     scenes = [
         _tokens_scene(f"{name}: {clusters(one.end, _RADIUS).count} clusters", one, _RADIUS)
         for name, one in zip(
             ("adaptive steps", "Euler, steps of 0.1"), _shown_flow(61), strict=True
         )
     ]
-    remarks = study.animate("clusters", "Renormalised tokens, V = A = I", scenes)
+    study.animate("clusters", "Renormalised tokens, V = A = I", scenes)
     times, scenes = torch.tensor([0.0, *np.geomspace(0.1, _LONG, 50).tolist()]), []
     for beta in (1.0, 9.0):
         flow = evolve(multiple(beta, 3), _on_sphere(0, 3), times, norm="rms", rtol=1e-6)
         scenes.append(_tokens_scene(f"A = {beta:g} I", flow, _NEAR, circle=True))
-    return remarks + study.animate("sphere", "Tokens on the unit sphere", scenes)
+    study.animate("sphere", "Tokens on the unit sphere", scenes)
 
 
 def _tokens_scene(title: str, flow: Trajectory, radius: float, circle: bool = False) -> Scene:
@@ -347,12 +345,12 @@ def _sigma_of_flow(kind: str, seed: int) -> Record:
     return {name: getattr(found, name).tolist() for name in names}
 
 
-def _sigmas_of_blocks(study: Study, loaded: LoadedModel, text: Text) -> list[Record]:
-    count = study.pick(1, 4)
+def _sigmas_of_blocks(study: Study, source: Source) -> list[Record]:
+    model, text, count = source.model, source.asked["data"], study.pick(1, 4)
     return study.values(
         "blocks",
-        grid(model=[loaded.name], text=[text.name], window=range(count), length=[_LENGTH]),
-        lambda window, **_: _blocks(loaded, text.content[window * len(text.content) // count :]),
+        grid(model=[model.name], text=[source.name], window=range(count), length=[_LENGTH]),
+        lambda window, **_: _blocks(model, text[window * len(text) // count :]),
     )
 
 

@@ -27,9 +27,18 @@ from lipscope.models import (
     special_tokens_of,
     windows_of_text,
 )
-from lipscope.records import Growth, grouped, growth, slope_of, steps, top_held_fixed
+from lipscope.records import Growth, growth, slope_of, steps, top_held_fixed
 from lipscope_experiments.castin2024 import protocol
-from lipscope_experiments.experiment import Study, experiment, first_and_middle, is_deep
+from lipscope_experiments.data import AG_NEWS_TITLE
+from lipscope_experiments.experiment import (
+    Source,
+    Study,
+    depth_of,
+    experiment,
+    first_and_middle,
+    first_middle_last,
+    is_deep,
+)
 from lipscope_experiments.findings import (
     Record,
     Value,
@@ -37,19 +46,18 @@ from lipscope_experiments.findings import (
     counted,
     curve,
     exponent,
+    grouped,
     law,
     middle,
     plain_exponent,
 )
-from lipscope_experiments.texts import AG_NEWS_TITLE, Text
 
 
 @dataclass(frozen=True)
 class FigureColumn:
     """One column of the figure: a model, perhaps masked, on one text, with its rows."""
 
-    loaded: LoadedModel
-    text: Text
+    source: Source
     layers: list[int]  # first and middle, as the paper's 0 and 6 of 12; of masked encoders this one
     real: Rows  # on disjoint windows
     coded: protocol.Curves  # the quantity of the published scripts on these windows, by layer
@@ -58,7 +66,7 @@ class FigureColumn:
     @property
     def masked(self) -> bool:
         """Whether it is an encoder that runs as a decoder."""
-        return self.loaded.name.endswith(", causal")
+        return self.source.model.name.endswith(", causal")
 
 
 @experiment(
@@ -69,14 +77,16 @@ class FigureColumn:
 def figure1(study: Study) -> None:
     """Both rows of the figure, what its scripts compute, and the controls."""
     cases = [
-        _figure_column(study, m, text) for m in _models_and_masked(study) for text in study.texts
+        _figure_column(study, source)
+        for model in _models_and_masked(study)
+        for source in study.sources_of(model)
     ]
     worst, controlled = list[protocol.Adversarial](), list[Control]()
     for case in cases:
-        if case.text is study.texts[0]:
-            worst += protocol.adversarial(study, case.loaded, case.layers, case.real)
+        if case.source.name == study.texts[0].name:
+            worst += protocol.adversarial(study, case.source.model, case.layers, case.real)
         if not case.masked:
-            controlled += controls(study, case.loaded, case.text)
+            controlled += controls(study, case.source)
     _draw_rows(study, cases, worst)
     _of_growth(study, cases, worst, controlled)
     _exponent_table(study, cases)
@@ -90,7 +100,7 @@ def figure1(study: Study) -> None:
         study.table("Adversarial inputs, one head placing the tokens, n ≥ 10", lines, columns)
     control_tables(study, controlled)
     for case in cases:
-        offsets(study, case.loaded, case.text)
+        offsets(study, case.source)
     notes = {fit.note for case in cases for fit in _fits(case.paired).values() if fit}
     few = (f"Same passages: {note}." for note in sorted(filter(None, notes)))
     study.remark(
@@ -129,26 +139,25 @@ def _models_and_masked(study: Study) -> Iterator[LoadedModel]:
 
 def _every(loaded: LoadedModel) -> list[int]:
     """All layers; of deep models every fifth, of random ones (all alike) three."""
-    count = int(loaded.config.num_hidden_layers)
     if loaded.weights.startswith("random"):
-        return sorted({0, count // 2, count - 1})
-    return list(range(0, count, 5 if is_deep(loaded) else 1))
+        return first_middle_last(loaded)
+    return list(range(0, depth_of(loaded), 5 if is_deep(loaded) else 1))
 
 
-def _figure_column(study: Study, loaded: LoadedModel, text: Text) -> FigureColumn:
+def _figure_column(study: Study, source: Source) -> FigureColumn:
+    loaded, where = source.model, source.where
     layers = first_and_middle(loaded)[loaded.name.endswith(", causal") :]
-    options = protocol.as_in_the_paper(study, loaded, text)
+    asked = protocol.as_in_the_paper(study, source)
     longer = [512] * ((loaded.trained_length or 0) >= 512)
     return FigureColumn(
-        loaded,
-        text,
+        source,
         layers,
-        protocol.disjoint(study, loaded, text, layers),
-        protocol.as_coded(study, loaded, text, layers, options),
+        study.measure(f"disjoint, {where}", loaded, layers=layers, **asked),
+        protocol.as_coded(study, source, layers, asked),
         study.measure(
-            f"nested-{loaded.name}, {text.name}",
+            f"nested, {where}",
             loaded,
-            text.content,
+            **source.asked,
             layers=study.pick(layers, _every(loaded)),
             lengths=study.pick([16, 32, 64], [8, 16, 32, 64, 128, 256, *longer]),
             samples=study.pick(3, 10),
@@ -167,7 +176,7 @@ def _draw_rows(
     study: Study, cases: Sequence[FigureColumn], worst: Sequence[protocol.Adversarial]
 ) -> None:
     for text in study.texts:
-        mine = [case for case in cases if case.text is text]
+        mine = [case for case in cases if case.source.name == text.name]
         panels = [_real_panel(case, layer) for case in mine for layer in case.layers]
         title, across = f"Figure 1, first row: {text.name}", 3 if len(panels) == 3 else 2
         notes = ["Points: single windows (disjoint, as in the paper); both axes logarithmic."]
@@ -180,7 +189,7 @@ def _real_panel(case: FigureColumn, layer: int) -> Panel:
     rows = chosen(case.real, layer=layer)
     sigma = curve("sigma of attention", rows, "num_tokens", "sigma", "points")
     return Panel(
-        f"{case.loaded.name}, layer {layer}: sigma {law(_fits(case.real)[layer])}",
+        f"{case.source.model.name}, layer {layer}: sigma {law(_fits(case.real)[layer])}",
         (
             sigma,
             Series("as in the published scripts", tuple(case.coded[layer]), "points"),
@@ -252,7 +261,7 @@ def _prefixes(cases: Sequence[FigureColumn]) -> str:
     pairs = [
         (short, long)
         for case in cases
-        if case.masked or getattr(case.loaded.config, "model_type", "") in ("gpt2", "llama")
+        if case.masked or getattr(case.source.model.config, "model_type", "") in ("gpt2", "llama")
         for short, long in steps(case.paired)
     ]
     fell = sum((long.upper or 0.0) < (short.sigma or 0.0) for short, long in pairs)
@@ -265,7 +274,7 @@ def _exponent_table(study: Study, cases: Sequence[FigureColumn]) -> None:
         "largest deviation of a mean from the line; ✗: no power law)",
         [(case, layer) for case in cases for layer in _fits(case.paired)],
         {
-            "model, text": lambda case, _: f"{case.loaded.name}, {case.text.name}",
+            "model, text": lambda case, _: case.source.where,
             "layer": lambda _, layer: layer,
             "disjoint windows": lambda case, layer: exponent(_fits(case.real).get(layer)),
             "same passages": lambda case, layer: exponent(_fits(case.paired)[layer]),
@@ -299,14 +308,14 @@ class Control:
 
     def spread(self) -> float:
         """Largest relative range of sigma over lengths, of one sample and layer."""
-        curves = grouped(self.rows, lambda row: (row.layer, row.sample)).values()
-        sigmas = ([row.sigma or 0.0 for row in one] for one in curves)
+        curves = grouped(self.rows, "layer", "sample")
+        sigmas = ([row.sigma or 0.0 for row in one] for _, one in curves)
         return max(max(one) / min(one) - 1 for one in sigmas)
 
 
-def controls(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Control]:
+def controls(study: Study, source: Source) -> Iterator[Control]:
     """Every control on one model and text, at the same lengths and layers."""
-    ask = _Ask(study, loaded, text)
+    ask, loaded = _Ask(study, source), source.model
     family, trained = loaded.config.model_type, not loaded.weights.startswith("random")
     base = ask("text", rest=True)
     yield base
@@ -329,14 +338,15 @@ def controls(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Control]
     if loaded.weights == "float32":
         yield ask("Q4_1 weights", model=quantised(loaded))
     for seed in range(study.pick(1, 3)):
-        yield from _random_controls(ask, loaded, seed)
+        yield from _random_controls(ask, seed)
 
 
-def _random_controls(ask: _Ask, loaded: LoadedModel, seed: int) -> Iterator[Control]:
+def _random_controls(ask: _Ask, seed: int) -> Iterator[Control]:
     """Controls with something random in them, for one seed."""
+    loaded = ask.source.model
     drawn = ({"input_ids": random_tokens(loaded, n, ask.samples, seed)} for n in ask.lengths)
     yield ask("random tokens", drawn, seed=seed)
-    yield ask("shuffled words", shuffled_words(ask.text.content, seed), seed=seed)
+    yield ask("shuffled words", shuffled_words(ask.source.asked["data"], seed), seed=seed)
     yield ask("weights of a new model", model=reinitialised(loaded, seed), seed=seed)
     lost: dict[Keeps, str] = {"entries": "entries shuffled", "spectrum": "singular values only"}
     for keeps, name in lost.items():
@@ -350,16 +360,17 @@ def _random_controls(ask: _Ask, loaded: LoadedModel, seed: int) -> Iterator[Cont
         yield replace(parts[0], rows=Rows(row for one in parts for row in one.rows))
 
 
-def offsets(study: Study, loaded: LoadedModel, text: Text) -> None:
+def offsets(study: Study, source: Source) -> None:
     """Sigma of the same windows at other positions, the number of tokens being the same.
 
     For models with learnt positions; with a rotary embedding only differences of positions
     enter, so that nothing changes.
     """
-    if loaded.config.model_type not in ("bert", "gpt2") or loaded.max_tokens is None:
+    most, n = source.model.max_tokens, 64
+    if source.model.config.model_type not in ("bert", "gpt2") or most is None:
         return
-    ask, n = _Ask(study, loaded, text), 64
-    places = [k for k in (0, 16, 32, 64, 96, 128, 192, 256, 384) if k + n <= loaded.max_tokens]
+    ask = _Ask(study, source)
+    places = [k for k in (0, 16, 32, 64, 96, 128, 192, 256, 384) if k + n <= most]
     places = study.pick(places[:: max(1, len(places) - 1)], places)
     found = {"all tokens": [ask("from position", lengths=n, position_offset=k) for k in places]}
     if ask.special:
@@ -367,7 +378,7 @@ def offsets(study: Study, loaded: LoadedModel, text: Text) -> None:
         name = "the first token stays"
         found[name] = [ask(f"from position, {name}", ask.in_place([n], at)) for at in later]
     for moved, runs in found.items():
-        where = f"{ask.where}, n = {n}, {moved}"
+        where = f"{source.where}, n = {n}, {moved}"
         columns: dict[str, Value] = {"layer": str}
         columns |= {f"from position {k}": one.median for k, one in zip(places, runs, strict=True)}
         study.table(f"Position without length: {where}, median sigma", ask.layers, columns, 3)
@@ -375,8 +386,7 @@ def offsets(study: Study, loaded: LoadedModel, text: Text) -> None:
 
 def control_tables(study: Study, controlled: Sequence[Control]) -> None:
     """By model and text: what was changed; then what was drawn, each seed by itself."""
-    parts = grouped(controlled, lambda c: (c.where, c.seed is not None))
-    for (where, drawn), part in parts.items():
+    for (where, drawn), part in grouped(controlled, "where", lambda c: c.seed is not None):
         layers, longest = _fits(part[0].rows), max(row.num_tokens for row in part[0].rows)
         columns: dict[str, Value] = {
             "changed": lambda c: c.name if c.seed is None else f"{c.name}, seed {c.seed}"
@@ -393,14 +403,12 @@ def control_tables(study: Study, controlled: Sequence[Control]) -> None:
 class _Ask:
     """The questions of all controls, alike in everything but the control."""
 
-    def __init__(self, study: Study, loaded: LoadedModel, text: Text) -> None:
-        self.study, self.loaded, self.text = study, loaded, text
-        self.where = f"{loaded.name}, {text.name}"
-        count = int(loaded.config.num_hidden_layers)
-        self.layers = study.pick([0, count // 2], [0, count // 2, count - 1])
+    def __init__(self, study: Study, source: Source) -> None:
+        self.study, self.source = study, source
+        self.layers = study.pick(first_and_middle, first_middle_last)(source.model)
         self.lengths = study.pick([16, 32, 64], [16, 32, 64, 128])
         self.samples = study.pick(3, 10)
-        tokenizer = loaded.tokenizer
+        tokenizer = source.model.tokenizer
         self.special = tokenizer is not None and any(special_tokens_of(tokenizer))
 
     def __call__(
@@ -413,28 +421,27 @@ class _Ask:
         **options: Any,
     ) -> Control:
         """A control on the text, on another text, or on one batch for each length."""
-        part, loaded = f"control-{name}-{self.where}", model or self.loaded
+        part, loaded = f"control-{name}-{self.source.where}", model or self.source.model
         asked = {"layers": self.layers} | options
         if data is None or isinstance(data, str):
             asked = {"lengths": self.lengths, "samples": self.samples} | asked
-            rows = self.study.measure(part, loaded, data or self.text.content, **asked)
+            rows = self.study.measure(part, loaded, data or self.source.asked["data"], **asked)
         else:
             each = (self.study.measure(part, loaded, one, **asked) for one in data)
             rows = Rows(row for some in each for row in some)
-        return Control(name, self.where, rows, seed)
+        return Control(name, self.source.where, rows, seed)
 
     def in_place(self, lengths: Sequence[int], positions: Tensor) -> Iterator[Record]:
         """Windows of the text, a batch for each length, with positions of their own."""
-        cut = windows_of_text(
-            self.text.content, self.loaded.tokenizer, lengths=lengths, samples=self.samples
-        )
-        for n, windows in grouped(cut, lambda one: one.num_tokens).items():
+        text, tokenizer = self.source.asked["data"], self.source.model.tokenizer
+        cut = windows_of_text(text, tokenizer, lengths=lengths, samples=self.samples)
+        for n, windows in grouped(cut, "num_tokens"):
             ids = torch.cat([window.ids for window in windows])
             yield {"input_ids": ids, "position_ids": positions[:n].expand_as(ids)}
 
     def repeated(self, *, same_place: bool) -> Iterator[Record]:
         """One token again and again; at one position all its copies are equal vectors."""
         for n in self.lengths:
-            ids = repeated_token(self.loaded, n, self.samples, special=False)
+            ids = repeated_token(self.source.model, n, self.samples, special=False)
             where = {"position_ids": torch.zeros_like(ids)} if same_place else {}
             yield {"input_ids": ids, **where}

@@ -7,11 +7,9 @@ import statistics
 
 from lipscope import DotProduct, InputError, LayerAtInput
 from lipscope.charts import Panel
-from lipscope.models import LoadedModel
 from lipscope.theorems import eigen_directions, heads_of, star_direction
-from lipscope_experiments.experiment import Study, experiment, layers_of
+from lipscope_experiments.experiment import Source, Study, experiment, layers_of
 from lipscope_experiments.findings import Record, curve, grouped, level, middle
-from lipscope_experiments.texts import Text
 
 _LENGTHS = (128, 512, 4096)
 
@@ -23,7 +21,7 @@ _LENGTHS = (128, 512, 4096)
 )
 def figure2(study: Study) -> None:
     """Gamma of every head and the radius of its layer's input on text."""
-    found = [record for place in study.places() for record in _factors_of(study, *place)]
+    found = [record for source in study.sources() for record in _factors_of(study, source)]
     _draw_heads(study, found)
     heads = _over_texts(found)
     for model, mine in grouped(heads, "model"):
@@ -87,17 +85,16 @@ def _positive(heads: list[Record]) -> list[float]:
     return [r["factor"] for r in heads if r["factor"] is not None]
 
 
-def _factors_of(study: Study, loaded: LoadedModel, text: Text) -> list[Record]:
-    samples = study.pick(2, 5)
+def _factors_of(study: Study, source: Source) -> list[Record]:
+    model, asked = source.model, source.asking(128, study.pick(2, 5))
     try:
-        held = list(layers_of(loaded, text.content, layers="all", lengths=[128], samples=samples))
+        layers = dict(grouped(layers_of(model, layers="all", **asked), "layer"))
     except InputError:
         return []
-    layers = {c.layer: [one for one in held if one.layer == c.layer] for c in held}
     return study.values(
-        f"gamma-{loaded.name}-{text.name}",
+        f"gamma-{model.name}-{source.name}",
         [
-            {"model": loaded.name, "text": text.name, "layer": layer, "head": head}
+            {"model": model.name, "text": source.name, "layer": layer, "head": head}
             for layer, mine in layers.items()
             for head in range(mine[0].attention.num_heads)
         ],

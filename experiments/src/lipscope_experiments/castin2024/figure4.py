@@ -10,10 +10,9 @@ from lipscope.charts import Panel, power_law
 from lipscope.models import LoadedModel
 from lipscope.pages import number
 from lipscope.records import slope_of
-from lipscope_experiments.castin2024.protocol import disjoint
+from lipscope_experiments.castin2024.protocol import as_in_the_paper
 from lipscope_experiments.experiment import Study, experiment, first_and_middle
-from lipscope_experiments.findings import curve, exponent, middle
-from lipscope_experiments.texts import Text
+from lipscope_experiments.findings import chosen, curve, exponent, middle
 
 _LEAST = 1.1  # range of the radius below which a slope in it says nothing
 
@@ -26,10 +25,9 @@ _LEAST = 1.1  # range of the radius below which a slope in it says nothing
 )
 def figure4(study: Study) -> None:
     """Consecutive windows: sigma and the radius against n, and sigma against the radius."""
-    missing: list[str] = []
     places = [
-        (f"{where}, layer {layer}", [row for row in rows if row.layer == layer], fit)
-        for where, rows in _windows_or_pictures(study, missing)
+        (f"{where}, layer {layer}", chosen(rows, layer=layer), fit)
+        for where, rows in _windows_or_pictures(study)
         for (_, layer, *_), fit in rows.growth().items()
     ]
     shown: dict[str, tuple[str, list[Measurement]]] = {}  # the middle layer on the first text
@@ -77,18 +75,17 @@ def figure4(study: Study) -> None:
         "with the radius at one n.",
         "Pictures: the same ones at every resolution; at any but the model's own the "
         "learnt positions are interpolated.",
-        *missing,
     )
 
 
-def _windows_or_pictures(study: Study, missing: list[str]) -> Iterator[tuple[str, Rows]]:
+def _windows_or_pictures(study: Study) -> Iterator[tuple[str, Rows]]:
     """Rows of every model on every text, or on pictures if it reads them."""
-    for one in study.sources(missing):
+    for one in study.sources():
         if one.sees:
             yield one.where, _seen(study, one.model)
         else:
-            text = Text(one.name, one.asked["data"])
-            yield one.where, disjoint(study, one.model, text, first_and_middle(one.model))
+            asked = {"layers": first_and_middle(one.model), **as_in_the_paper(study, one)}
+            yield one.where, study.measure(one.where, one.model, **asked)
 
 
 def _seen(study: Study, loaded: LoadedModel) -> Rows:
@@ -107,8 +104,7 @@ def _seen(study: Study, loaded: LoadedModel) -> Rows:
 
 def _sigma_in_radius(rows: Sequence[Measurement]) -> float:
     """Slope of sigma in the radius over the windows of the largest n; NaN if it hardly varies."""
-    longest = max(row.num_tokens for row in rows)
-    last = [row for row in rows if row.num_tokens == longest]
+    last = chosen(rows, num_tokens=max(row.num_tokens for row in rows))
     norms = [row.radius_rms or 0.0 for row in last]
     if max(norms) < _LEAST * min(norms):
         return math.nan

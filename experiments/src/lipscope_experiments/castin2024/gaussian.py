@@ -57,7 +57,7 @@ def gaussian(study: Study) -> None:
     particles = study.values("particles", keys, _particles_on_a_line)
     plane = study.values("plane", grid(kind=_LAYERS, n=few, seed=seeds), _particles_in_the_plane)
     _draw_laws(study, particles)
-    remarks = _animation(study)
+    _animation(study)
     _of_blow_up(study, blown)
     _of_ranks(study, ranks)
     for a, mine in grouped(particles, "a"):
@@ -102,7 +102,6 @@ def gaussian(study: Study) -> None:
         "Euler's steps: those of public code, written anew: fixed, each projected to "
         "semidefinite matrices.",
         "Intervals are 95 % over independent draws (Student; shares: Clopper–Pearson).",
-        *remarks,
     )
 
 
@@ -286,7 +285,7 @@ def _decay() -> list[Series]:
     ]
 
 
-def _animation(study: Study) -> list[str]:
+def _animation(study: Study) -> None:
     """Two laws in the plane with 200 tokens each: one loses a direction, the other blows up."""
     cov = torch.tensor([[1.0, 0.4], [0.4, 0.6]]).double()
     q = torch.tensor([[1.0, 0.5]]).double()
@@ -299,7 +298,7 @@ def _animation(study: Study) -> list[str]:
         ),
         _law_scene("K = Q: blow-up", grown, cov, torch.linspace(0, 0.93 * first, 41)),
     ]
-    return study.animate("gaussian", "Normal laws in the plane", scenes)
+    study.animate("gaussian", "Normal laws in the plane", scenes)
 
 
 def _law_scene(title: str, layer: DotProduct, cov: Tensor, times: Tensor) -> Scene:

@@ -11,7 +11,7 @@ from lipscope import DotProduct, InputError
 from lipscope.certificates import in_double
 from lipscope.charts import Panel
 from lipscope.theorems import HeadAt, NotApplicableError, castin_thm_3_7_limit, heads_of
-from lipscope_experiments.experiment import Study, experiment, layers_of
+from lipscope_experiments.experiment import Study, experiment, first_and_middle, layers_of
 from lipscope_experiments.findings import Record, chosen, curve, grouped, level, middle
 from lipscope_experiments.simple_layers import normal, top
 
@@ -92,17 +92,15 @@ def _random_heads(study: Study) -> Heads:
 
 def _model_heads(study: Study) -> Heads:
     found: Heads = {}
-    for name in study.models:
-        loaded = study.load(name)
-        layer = int(loaded.config.num_hidden_layers) // 2
-        for text in study.texts:
-            try:
-                one = next(layers_of(loaded, text.content, layers=[layer], lengths=[32]))
-            except InputError:
-                continue
-            for head in range(0, one.attention.num_heads, study.pick(4, 1)):
-                place = f"{name}, layer {layer}, {text.name}"
-                found[place, str(head)] = in_double(one.attention, head), one.x
+    for source in study.sources():
+        _, layer = first_and_middle(source.model)
+        try:
+            one = next(layers_of(source.model, layers=[layer], lengths=[32], **source.asked))
+        except InputError:
+            continue
+        for head in range(0, one.attention.num_heads, study.pick(4, 1)):
+            place = f"{source.model.name}, layer {layer}, {source.name}"
+            found[place, str(head)] = in_double(one.attention, head), one.x
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lipscope import Rows, records
+from lipscope import Rows
 from lipscope.attacks import two_cluster, weighted_two_atoms
 from lipscope.charts import Panel, power_law, training_end
 from lipscope.pages import number
@@ -38,13 +38,13 @@ def long_context(study: Study) -> None:
         _two_clusters,
     )
     real: dict[str, Rows] = {}
-    for loaded, text in study.places():
-        most = min(loaded.max_tokens or 2**13, study.pick(256, 2**13))
-        real[f"{loaded.name}, {text.name}"] = study.measure(
-            f"real-{loaded.name}-{text.name}",
-            loaded,
-            text.content,
-            layers=first_and_middle(loaded),
+    for source in study.sources():
+        most = min(source.model.max_tokens or 2**13, study.pick(256, 2**13))
+        real[source.where] = study.measure(
+            source.where,
+            source.model,
+            **source.asked,
+            layers=first_and_middle(source.model),
             lengths=[2**k for k in range(5, 14) if 2**k <= most],
             samples=study.pick(2, 5),
             special_tokens=False,
@@ -110,7 +110,7 @@ def _draw_contexts(study: Study, clusters: list[Record], real: dict[str, Rows]) 
     for place, rows in real.items():
         series = [
             curve(f"layer {layer}", mine, "num_tokens", "sigma", "points")
-            for layer, mine in records.grouped(rows, lambda row: row.layer).items()
+            for layer, mine in grouped(rows, "layer")
         ]
         laws = (
             power_law(series[0].points, 0.25, "~ n^(1/4)"),

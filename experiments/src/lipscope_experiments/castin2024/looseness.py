@@ -10,13 +10,11 @@ from typing import cast
 from lipscope import Bound, L2Attention
 from lipscope.charts import Panel
 from lipscope.linalg import Metric, infinity_norm
-from lipscope.models import LoadedModel
 from lipscope.records import looseness as looseness_of
 from lipscope.theorems import bounds_at
-from lipscope_experiments.experiment import Study, experiment, grid, layers_of, some_layers
+from lipscope_experiments.experiment import Source, Study, experiment, grid, layers_of, some_layers
 from lipscope_experiments.findings import Record, chosen, grouped, line, middle
 from lipscope_experiments.simple_layers import top
-from lipscope_experiments.texts import Text
 
 _DIVISOR = "global_rows_capped"
 _SHOWN = {
@@ -38,18 +36,15 @@ _METRICS: tuple[Metric, ...] = ("frobenius", "max-token")
 def looseness(study: Study) -> None:
     """Upper bounds divided by the measured norm of the same map, input and metric."""
     lengths = study.pick([16, 32], [16, 32, 64])
-    places = list(study.places())
-    points = [point for place in places for point in _above_sigma(study, *place, lengths)]
+    sources = list(study.sources())
+    points = [point for source in sources for point in _above_sigma(study, source, lengths)]
     # The infinity norm is that of a theorem on L2 attention: the same weights with its score.
-    for loaded, text in places:
-        if loaded.config.model_type != "bert":  # a rotary embedding, or groups: it has none
+    for source in sources:
+        if source.model.config.model_type != "bert":  # a rotary embedding, or groups: it has none
             continue
-        key = {"model": [loaded.name], "text": [text.name], "layer": some_layers(study, loaded)}
-        found = study.values(
-            "l2-attention",
-            grid(**key, n=lengths, layers=["L2 attention"]),
-            functools.partial(_as_l2, loaded, text.content),
-        )
+        key = {"model": [source.model.name], "text": [source.name]}
+        key |= {"layer": some_layers(study, source.model), "n": lengths, "layers": ["L2 attention"]}
+        found = study.values("l2-attention", grid(**key), functools.partial(_as_l2, source))
         points += [one | {"n": r["n"], "layers": r["layers"]} for r in found for one in r["bounds"]]
     _draw_bounds(study, points)
     worst = [p for p in points if p["ratio"] < 1 - 1e-5]
@@ -88,15 +83,13 @@ def looseness(study: Study) -> None:
     )
 
 
-def _above_sigma(
-    study: Study, loaded: LoadedModel, text: Text, lengths: Sequence[int]
-) -> Iterator[Record]:
+def _above_sigma(study: Study, source: Source, lengths: Sequence[int]) -> Iterator[Record]:
     for metric in _METRICS:
         rows = study.bounds(
-            f"{loaded.name}-{text.name}-{metric}",
-            loaded,
-            text.content,
-            layers=some_layers(study, loaded),
+            f"{source.where}, {metric}",
+            source.model,
+            **source.asked,
+            layers=some_layers(study, source.model),
             lengths=lengths,
             samples=1,
             metric=metric,
@@ -113,8 +106,9 @@ def _above_sigma(
                 yield point | {"n": row.num_tokens, "layers": "as they are"}
 
 
-def _as_l2(loaded: LoadedModel, content: str, layer: int, n: int, **_: str) -> Record:
-    one = next(layers_of(loaded, content, layers=[layer], lengths=[n], special_tokens=False))
+def _as_l2(source: Source, layer: int, n: int, **_: str) -> Record:
+    asked = {**source.asked, "layers": [layer], "lengths": [n], "special_tokens": False}
+    one = next(layers_of(source.model, **asked))
     own = one.attention
     l2 = L2Attention(own.query, own.value, own.output, heads=own.num_heads)
     inner = l2.linearise(one.x)
@@ -155,5 +149,5 @@ def _draw_bounds(study: Study, points: Sequence[Record]) -> None:
 
 
 def _upper_median(points: Sequence[Record], n: int) -> float | None:
-    ratios = sorted(p["ratio"] for p in chosen(points, n=n))
-    return ratios[len(ratios) // 2] if ratios else None
+    ratios = [p["ratio"] for p in chosen(points, n=n)]
+    return statistics.median_high(ratios) if ratios else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,32 +16,26 @@ from lipscope import Attention, InputError, LayerAtInput, Measurement, Rows
 from lipscope.attacks import two_cluster
 from lipscope.models import LoadedModel
 from lipscope.records import MapName, off_line, percent_off, slope_of
-from lipscope_experiments.experiment import Study, is_deep, layers_of
-from lipscope_experiments.findings import Record, middle
-from lipscope_experiments.texts import AG_NEWS_TITLE, Text
+from lipscope_experiments.data import AG_NEWS_TITLE
+from lipscope_experiments.experiment import Source, Study, is_deep, layers_of
+from lipscope_experiments.findings import Record, grouped, middle
 
 
-def as_in_the_paper(study: Study, loaded: LoadedModel, text: Text) -> dict[str, Any]:
-    """How the paper cuts a text: ten windows a length, none of which shares text with another.
+def as_in_the_paper(study: Study, source: Source) -> dict[str, Any]:
+    """A text as the paper cuts it: ten windows a length, none of which shares text with another.
 
     Lengths are the even ones to 100 (Alice), or every tenth to 512 (AG_NEWS). Deeper models
     than the paper's run on every tenth to 100.
     """
-    full = range(2, 512, 10) if text.name == AG_NEWS_TITLE else range(2, 101, 2)
-    full = range(10, 101, 10) if is_deep(loaded) else full
+    full = range(2, 512, 10) if source.name == AG_NEWS_TITLE else range(2, 101, 2)
+    full = range(10, 101, 10) if is_deep(source.model) else full
     return {
+        **source.asked,
         "lengths": study.pick([8, 16, 32, 64], [*full]),
         "samples": study.pick(3, 10),
         "windows": "disjoint",
         "special_tokens": False,
     }
-
-
-def disjoint(study: Study, loaded: LoadedModel, text: Text, layers: Sequence[int]) -> Rows:
-    """Sigma of `attention` on the paper's windows."""
-    part = f"disjoint-{loaded.name}-{text.name}"
-    options = as_in_the_paper(study, loaded, text)
-    return study.measure(part, loaded, text.content, layers=layers, **options)
 
 
 Curves = dict[int, list[tuple[int, float]]]
@@ -68,21 +62,20 @@ def castin_scripts(layer: LayerAtInput) -> float:
 
 
 def as_coded(
-    study: Study, loaded: LoadedModel, text: Text, layers: Sequence[int], options: dict[str, Any]
+    study: Study, source: Source, layers: Sequence[int], asked: Mapping[str, Any]
 ) -> Curves:
     """The quantity of the published scripts on windows of a text: pairs ``(n, value)`` by layer."""
-    name = f"{loaded.name}, {text.name}"
-    what = _AS_CODED.get(str(getattr(loaded.config, "model_type", "")), "attention")
+    what = _AS_CODED.get(str(getattr(source.model.config, "model_type", "")), "attention")
 
     def compute(**_: Any) -> Record:
-        maps = layers_of(loaded, text.content, layers=layers, map=what, dtype="float32", **options)
+        maps = layers_of(source.model, layers=layers, map=what, dtype="float32", **asked)
         found = [
             {"layer": one.layer, "n": len(one.x), "value": castin_scripts(one)} for one in maps
         ]
         return {"values": found}
 
-    key = {"case": name, "map": what, "lengths": str(options["lengths"])}
-    (record,) = study.values(f"as-coded-{name}", [key], compute)
+    key = {"case": source.where, "map": what, "lengths": str(asked["lengths"])}
+    (record,) = study.values(f"as-coded-{source.where}", [key], compute)
     return {
         layer: [(v["n"], v["value"]) for v in record["values"] if v["layer"] == layer]
         for layer in layers
@@ -107,8 +100,8 @@ class Adversarial:
     def curves(self, name: str) -> list[list[tuple[int, float]]]:
         """Sigma against n where n is large, head by head."""
         rows = [row for row in self.rows[name] if row.num_tokens >= _FROM]
-        heads = dict.fromkeys(row.sample for row in rows)
-        return [[(r.num_tokens, r.sigma or 0.0) for r in rows if r.sample == h] for h in heads]
+        heads = grouped(rows, "sample")
+        return [[(row.num_tokens, row.sigma or 0.0) for row in mine] for _, mine in heads]
 
     def exponents(self, name: str) -> str:
         """Median and range over heads, which are all that there are or a fixed choice of them."""
@@ -132,16 +125,12 @@ def adversarial(
     for layer in layers:
         one = next(layers_of(loaded, layers=[layer], lengths=[16], dtype="float32"))
         norms = [r.radius_rms for r in real if r.layer == layer and r.radius_rms is not None]
-        at_text = round(statistics.median(norms), 2)
-        radii = {"the text": at_text}
+        radii = {"the text": round(statistics.median(norms), 2)}
         if family in _SCRIPTS:
             radii["the scripts"] = _SCRIPTS[family][min(layer, 1)]
-        try:
-            two_cluster(one.attention, num_tokens=2, radius=at_text)
-        except InputError as why:
-            if "real eigenvalue" not in str(why):
-                return  # rotary: nothing to place
         heads = [h for h in range(0, one.attention.num_heads, every) if _places(one.attention, h)]
+        if not heads:
+            return  # rotary: nothing to place
         options = {"layer": one.attention, "kind": "two_cluster", "of": loaded, "index": layer}
         found = {}
         for name, radius in radii.items():

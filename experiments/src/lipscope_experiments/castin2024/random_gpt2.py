@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from lipscope import Rows
 from lipscope.charts import Panel, Series, power_law
-from lipscope.models import LoadedModel, reinitialised
+from lipscope.models import reinitialised
 from lipscope.records import slope_of
 from lipscope_experiments.castin2024.protocol import Adversarial, adversarial, as_coded
 from lipscope_experiments.experiment import Study, experiment, first_and_middle
@@ -35,17 +35,19 @@ def random_gpt2(study: Study) -> None:
     """Both quantities on text, and sigma on two clusters at the radius of text and of the paper."""
     cases: list[Record] = []  # one draw of the weights on one text: rows, and what scripts compute
     built: Built = []
-    layers = first_and_middle(study.load(study.models[0]))
+    first = study.load(study.models[0])
+    layers = first_and_middle(first)
     lengths = study.pick([10, 20, 40], [10, 20, 40, 70, 100])
     options: dict[str, Any] = {"lengths": lengths, "samples": study.pick(3, 10)}
     options |= {"windows": "disjoint", "special_tokens": False}
-    for seed, drawn in _draws(study):
-        mine = []
-        for text in study.texts:
-            part = f"text-{drawn.name}-{text.name}"
-            rows = study.measure(part, drawn, text.content, layers=layers, **options)
-            coded = as_coded(study, drawn, text, layers, options)
-            mine.append({"seed": seed, "text": text.name, "rows": rows, "coded": coded})
+    for seed in range(study.pick(1, 3)):
+        again = reinitialised(first, seed) if seed else first
+        drawn, mine = replace(again, name=f"{first.name}, seed {seed}"), list[Record]()
+        for source in study.sources_of(drawn):
+            asked = source.asked | options
+            rows = study.measure(source.where, drawn, layers=layers, **asked)
+            coded = as_coded(study, source, layers, asked)
+            mine.append({"seed": seed, "text": source.name, "rows": rows, "coded": coded})
         cases += mine
         found = adversarial(study, drawn, layers[1:], mine[0]["rows"], every=4, lengths=lengths)
         built += [(seed, one) for one in found]
@@ -76,13 +78,6 @@ def random_gpt2(study: Study) -> None:
         columns = ("seed", "layer", "radius", "exponent: median and range over heads")
         study.table("Two clusters", lines, columns)
     study.remark(*_SAID)
-
-
-def _draws(study: Study) -> Iterator[tuple[int, LoadedModel]]:
-    first = study.load(study.models[0])
-    for seed in range(study.pick(1, 3)):
-        again = reinitialised(first, seed) if seed else first
-        yield seed, replace(again, name=f"{first.name}, seed {seed}")
 
 
 def _of_both(study: Study, cases: Sequence[Record], built: Built) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -15,12 +16,10 @@ from lipscope.attacks import ascent_move, of_size, random_move, sign_move
 from lipscope.certificates import certify_ball
 from lipscope.charts import LineKind, Panel, Series
 from lipscope.measures import own_operator
-from lipscope.models import LoadedModel
-from lipscope.records import mean_interval, share_interval
-from lipscope_experiments.experiment import Study, experiment, layers_of
+from lipscope.records import share_interval
+from lipscope_experiments.experiment import Source, Study, experiment, layers_of
 from lipscope_experiments.findings import Record, Value, average, chosen, column_mean, grouped, line
 from lipscope_experiments.simple_layers import embedding, top
-from lipscope_experiments.texts import Text
 
 _TOKENS = 32
 _SHARES = (0.001, 0.01, 0.1, 0.3)  # size of the move as a share of ‖X‖
@@ -45,7 +44,7 @@ _MOVES = [kind for kind in _KINDS if kind != "split"]  # of the input itself
 )
 def robustness(study: Study) -> None:
     """The first layer and the whole model of an encoder, perturbed at the first layer's input."""
-    found = [case for place in study.places() for case in _moved_windows(study, *place)]
+    found = [case for source in study.sources() for case in _moved_windows(study, source)]
     _draw_moves(study, found)
     moves = _by_kind(found)
     _of_sigma(study, moves)
@@ -76,19 +75,19 @@ def robustness(study: Study) -> None:
     )
 
 
-def _moved_windows(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Record]:
+def _moved_windows(study: Study, source: Source) -> Iterator[Record]:
     """Records of all windows and sizes of a model on one text."""
     every, windows = study.pick((3, 12), (6, 60))
-    options: Record = {"layers": [0], "lengths": [_TOKENS], "samples": windows}
-    chosen = range(0, windows, every)
-    maps = list(layers_of(loaded, text.content, map="model", dtype="float32", **options))
+    asked = source.asking(_TOKENS, windows) | {"layers": [0], "dtype": "float32"}
+    name, text = source.model.name, source.name
+    maps = list(layers_of(source.model, map="model", **asked))
     bank = torch.stack([embedding(one(one.x).detach()) for one in maps])
-    held = layers_of(loaded, text.content, dtype="float32", **options)
-    inputs = {c.sample: c for c in held if c.sample in chosen}
+    held = layers_of(source.model, **asked)
+    inputs = {c.sample: c for c in held if c.sample in range(0, windows, every)}
     for place, model in enumerate(maps):  # windows that repeat another are left out
         if model.sample in inputs:
-            key = {"model": loaded.name, "text": text.name, "sample": model.sample}
-            part = f"moves-{loaded.name}-{text.name}-{model.sample}"
+            key = {"model": name, "text": text, "sample": model.sample}
+            part = f"moves-{name}-{text}-{model.sample}"
             others = bank.clone()
             others[place] = 0.0  # not its own neighbour
             # Half a minute each: of a quick run one window, of a full one every fourth.
@@ -272,8 +271,7 @@ def _mean_curve(
     """Means of a quantity over those windows that have it, by size of the move."""
     known = [r for r in found if r[key] is not None]
     means = {
-        share: mean_interval([r[key] / r[unit] for r in mine])[0]
-        for share, mine in grouped(known, "share")
+        share: fmean(r[key] / r[unit] for r in mine) for share, mine in grouped(known, "share")
     }
     return line(name, means, means.values(), kind)
 

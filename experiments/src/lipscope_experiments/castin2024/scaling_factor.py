@@ -11,7 +11,7 @@ from lipscope.charts import Panel
 from lipscope.pages import number
 from lipscope.records import off_line, percent_off, slope_of
 from lipscope.theorems import castin_thm_e_3, eigen_directions, heads_of
-from lipscope_experiments.experiment import Study, experiment, grid, layers_of
+from lipscope_experiments.experiment import Study, experiment, first_and_middle, grid, layers_of
 from lipscope_experiments.findings import Record, curve, grouped, level
 from lipscope_experiments.simple_layers import multiple, top
 
@@ -113,7 +113,7 @@ def _single_heads(study: Study) -> dict[str, DotProduct]:
     found = {}
     for name in study.models:
         loaded = study.load(name)
-        layer = int(loaded.config.num_hidden_layers) // 2
+        _, layer = first_and_middle(loaded)
         one = next(layers_of(loaded, layers=[layer], lengths=[16]))
         for head in range(0, one.attention.num_heads, study.pick(6, 3)):
             alone = in_double(one.attention, head)

@@ -13,7 +13,15 @@ from typing import Any
 from lipscope import LayerAtInput, TopSingular, records
 from lipscope.charts import Panel, Series
 from lipscope.models import LoadedModel, reinitialised
-from lipscope_experiments.experiment import Source, Study, experiment, is_deep, layers_of
+from lipscope_experiments.experiment import (
+    Source,
+    Study,
+    even_layers,
+    experiment,
+    first_middle_last,
+    is_deep,
+    layers_of,
+)
 from lipscope_experiments.findings import Record, Value, average, grouped, line, middle
 from lipscope_experiments.frozen import (
     MEASURED,
@@ -124,8 +132,7 @@ class LayerLaw:
 )
 def sink_law(study: Study) -> None:
     """Predicted against measured exponents, by layer and head."""
-    missing: list[str] = []
-    found = grouped([*_points_of_models(study, missing)], "model", "layer", "head")
+    found = grouped(_points_of_models(study), "model", "layer", "head")
     every = [LayerLaw(*where, points=points) for where, points in found]
     laws = sorted((one for one in every if one.head is None), key=lambda law: law.is_random)
     heads = [one for one in every if one.head is not None]
@@ -145,13 +152,12 @@ def sink_law(study: Study) -> None:
         f"Sigma to {_TOL:.0%}, in float32. Intervals: {records.CONFIDENCE:.0%} over texts.",
         "What it does not show: what makes a token a sink, that its column is the cause of the "
         "exponent, longer inputs, or other families.",
-        *missing,
     )
 
 
-def _points_of_models(study: Study, missing: list[str]) -> Iterator[Record]:
+def _points_of_models(study: Study) -> Iterator[Record]:
     """What is measured of every model: its layers, those of random weights, its heads."""
-    for name, some in itertools.groupby(study.sources(missing), lambda one: one.model.name):
+    for name, some in itertools.groupby(study.sources(), lambda one: one.model.name):
         sources = [*some]
         fresh = replace(reinitialised(sources[0].model), name=f"{name}{_RANDOM}")
         drawn = [replace(source, model=fresh) for source in sources[:_FEW]]
@@ -163,11 +169,10 @@ def _points_of_models(study: Study, missing: list[str]) -> Iterator[Record]:
 
 def _layers(study: Study, loaded: LoadedModel) -> list[int]:
     """All layers of models of twelve or fewer, the named ones of deeper ones, three random ones."""
-    depth = int(loaded.config.num_hidden_layers)
     if loaded.name.endswith(_RANDOM) or study.quick:
-        return sorted({0, depth // 2, depth - 1})
+        return first_middle_last(loaded)
     named = sorted({*_STATED.get(loaded.name, ()), *_BESIDES.get(loaded.name, ())})
-    return named or list(range(0, depth, math.ceil(depth / 12)))
+    return named or even_layers(loaded, 12)
 
 
 def _passages(study: Study, source: Source, heads: bool) -> Iterator[tuple[str, dict[int, Record]]]:
@@ -331,7 +336,7 @@ def _law_tables(study: Study, laws: Sequence[LayerLaw]) -> None:
         "sink": lambda law: "yes" if law.is_sink else "no",
     }
     for name, of in (*SLOPES.items(), ("predicted − measured", error)):
-        columns[name] = lambda law, of=of: _signed(law.over_texts(of))
+        columns[name] = lambda law, of=of: average(law.over_texts(of), digits=".2f")
     study.table("Exponents (mean over texts, 95 % interval over texts)", laws, columns)
 
     def top_token(law: LayerLaw) -> str:
@@ -354,12 +359,6 @@ def _law_tables(study: Study, laws: Sequence[LayerLaw]) -> None:
             "whole column / sigma": lambda law: middle(p["whole"] / p["sigma"] for p in law.ends),
         },
     )
-
-
-def _signed(values: Sequence[float]) -> str:
-    mean, low, high = records.mean_interval(values)
-    ends = f" [{low:.2f}, {high:.2f}]" if len(values) > 2 else ""
-    return f"{mean:.2f}{ends}"
 
 
 def _draw_law(study: Study, laws: Sequence[LayerLaw]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from lipscope.charts import Panel, Series
 from lipscope.linalg import start_named
 from lipscope.measures import TokenMeasure, finite_split, split_at, tiny_mass_gain, tiny_mass_ratio
 from lipscope.pages import number
-from lipscope.records import mean_interval
 from lipscope_experiments.experiment import Study, experiment, grid
-from lipscope_experiments.findings import Record, chosen, curve, percentage
+from lipscope_experiments.findings import Record, average, chosen, curve, percentage
 from lipscope_experiments.simple_layers import SIGNS, dots, eye, in_ball, multiple, normal
+from lipscope_experiments.training import seeded
 
 _WEDGES = ((-3.0, -0.3), (-0.5, -5.0))
 _FAR = (1.0, 2.0, 3.0, 5.0, 8.0)
@@ -70,7 +71,11 @@ def splitting(study: Study) -> None:
     study.claim(
         "inputs of three tokens in the plane where a tiny mass beats every small move",
         "unknown",
-        "; ".join(_chances(r) for r in chance),
+        "; ".join(
+            f"{r['sign']}, R = {r['radius']:g}: {percentage(r['hits'], r['total'])}, "
+            f"at most {number(r['largest'], 3)} times"
+            for r in chance
+        ),
     )
     study.table(
         "Share of random or gridded inputs that split",
@@ -176,39 +181,29 @@ def _in_disc(n: int, gen: torch.Generator) -> Tensor:
     return (far.sqrt() * torch.stack([(math.tau * angle).cos(), (math.tau * angle).sin()])).T
 
 
-def _chances(r: Record) -> str:
-    return (
-        f"{r['sign']}, R = {r['radius']:g}: {percentage(r['hits'], r['total'])}, "
-        f"at most {number(r['largest'], 3)} times"
-    )
-
-
 def _of_texts(study: Study) -> None:
-    length = study.pick(16, 32)
-    count = study.pick(1, 4)
-    lines, shares, better, total, above, rows = [], [], 0, 0, 0, 0
-    for model, text in study.places():
-        layers = study.pick([0], [0, 2, 5])
+    count, length = study.pick((1, 16), (4, 32))
+    lines, tokens, every = [], list[list[bool]](), list[float]()
+    for source in study.sources():
+        model, text, layers = source.model, source.asked["data"], study.pick([0], [0, 2, 5])
         for window in range(count):
-            part = text.content[window * len(text.content) // count :]
+            part = text[window * len(text) // count :]
             found = split(model, part, layers=layers, length=length, out=study.folder)
             ratios = [found.ratio(i) for i in range(len(found.moved))]
             held = [one for one in ratios if one is not None]
             alone = max(one.split / one.moved for one in found.tokens)
-            hits = sum(one.better_split for one in found.tokens)
-            better, shares = better + hits, [*shares, hits / len(found.tokens)]
-            total, rows = total + len(found.tokens), rows + len(held)
-            above += sum(one > 1 for one in held)
-            lines.append((model.name, text.name, str(window), number(max(held)), number(alone)))
+            tokens.append([one.better_split for one in found.tokens])
+            every += held
+            lines.append((model.name, source.name, str(window), number(max(held)), number(alone)))
     columns = ("model", "text", "window", "largest split / moved", "of one token, moved alone")
     study.table(f"Layers, heads and tokens of texts, {length} tokens", lines, columns)
-    mean, low, high = mean_interval(shares)
-    ends = "" if math.isnan(low) else f" [{max(low, 0.0):.2%}, {high:.2%}]"
+    mean = average([fmean(some) for some in tokens], (0.0, math.inf), ".2%", least=2)
     study.claim(
         "tokens of texts that are better split than moved alone",
         "unknown",
-        f"{better} of {total:,} tokens in all layers, {mean:.2%}{ends} of a window; in {above} of "
-        f"{rows:,} layers and heads splitting beats every move",
+        f"{sum(map(sum, tokens))} of {sum(map(len, tokens)):,} tokens in all layers, {mean} of a "
+        f"window; in {sum(one > 1 for one in every)} of {len(every):,} layers and heads splitting "
+        "beats every move",
     )
 
 
@@ -290,8 +285,7 @@ def _maps_by_name() -> dict[str, tuple[Callable[[int], Map], int]]:
         return lambda x: residual(g)(first(x))
 
     def encoder(d: int) -> Map:
-        with torch.random.fork_rng([]):
-            torch.manual_seed(0)
+        with seeded(0):
             one = nn.TransformerEncoderLayer(d, 1, 4 * d, dropout=0.0, batch_first=True)
             both = nn.TransformerEncoder(one, 2, enable_nested_tensor=False)
         return both.double().eval().requires_grad_(False)

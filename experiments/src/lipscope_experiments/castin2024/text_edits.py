@@ -7,9 +7,9 @@ from typing import Any
 
 from lipscope import attack_text
 from lipscope.charts import Panel, Series
-from lipscope.records import TextEdit
-from lipscope_experiments.experiment import Study, experiment
-from lipscope_experiments.findings import average, chosen, column_mean, line, percentage
+from lipscope.records import SKIPPED, SUCCEEDED, TextEdit
+from lipscope_experiments.experiment import Study, experiment, first_and_middle
+from lipscope_experiments.findings import average, chosen, column_mean, grouped, line, percentage
 
 _LENGTH = 16
 _PASSAGES, _LONG = 20, 100  # of each text; characters
@@ -47,7 +47,7 @@ def text_edits(study: Study) -> None:
     for name, found in both.items():
         about = f"change of the {name}'s output, one token, best try"
         by = _by_recipe(found).items()
-        means = (f"{name} {_mean_words(map(_wanted_change, some))}" for name, some in by)
+        means = (f"{recipe} {_mean_words(map(_wanted_change, some))}" for recipe, some in by)
         study.claim(about, "unknown", "; ".join(means))
     for name, found in both.items():
         study.claim(f"the {name}: sigma against the others", "unknown", _against_rivals(found))
@@ -55,14 +55,11 @@ def text_edits(study: Study) -> None:
         "change over what the Jacobian predicts, edits of the recipe sigma",
         "1 to first order",
         "; ".join(
-            f"{name}: {_mean_words(map(_over_predicted, _attacked_windows(found, 'sigma')))}"
+            f"{name}: {_mean_words(map(_over_predicted, _by_recipe(found)['sigma']))}"
             for name, found in both.items()
         ),
     )
-    rates = (
-        f"{name} {_rate(len(_succeeded(some)), len(some))}"
-        for name, some in _by_recipe(flips).items()
-    )
+    rates = (f"{recipe} {_flip_rate(some)}" for recipe, some in _by_recipe(flips).items())
     study.claim("nearest passage changed, one token", "unknown", "; ".join(rates))
     for title, found in (
         ("The model's output, one token", change),
@@ -79,9 +76,9 @@ def text_edits(study: Study) -> None:
         _by_recipe(flips).items(),
         {
             "recipe": lambda name, _: name,
-            "decision changed": lambda _, some: _rate(len(_succeeded(some)), len(some)),
+            "decision changed": lambda _, some: _flip_rate(some),
             "model's change, where it did": lambda _, some: _mean_words(
-                one.change_model for one in _succeeded(some)
+                one.change_model for one in chosen(some, status=SUCCEEDED)
             ),
             "queries": column_mean("queries", _mean_words),
         },
@@ -103,10 +100,10 @@ def text_edits(study: Study) -> None:
 
 def _edits_of(study: Study, **options: Any) -> list[TextEdit]:
     found: list[TextEdit] = []
-    for model, text in study.places():
-        middle = getattr(model.config, "num_hidden_layers", 0) // 2
+    for source in study.sources():
+        _, middle = first_and_middle(source.model)
         where: dict[str, Any] = {"layer": middle, "length": _LENGTH, "out": study.folder}
-        found += attack_text(model, text.content, budget=1, **where, **options).edits
+        found += attack_text(source.model, **source.asked, budget=1, **where, **options).edits
     return found
 
 
@@ -116,18 +113,16 @@ def _passages(text: str) -> list[str]:
     return [text[i * step + step // 2 :][:_LONG] for i in range(_PASSAGES)]
 
 
-def _attacked_windows(found: Sequence[TextEdit], recipe: str) -> list[TextEdit]:
-    return [one for one in chosen(found, recipe=recipe) if one.status != "skipped"]
-
-
 def _by_recipe(found: Sequence[TextEdit]) -> dict[str, list[TextEdit]]:
+    """The windows that were attacked."""
     return {
-        name: _attacked_windows(found, name) for name in dict.fromkeys(one.recipe for one in found)
+        recipe: [one for one in some if one.status != SKIPPED]
+        for recipe, some in grouped(found, "recipe")
     }
 
 
-def _succeeded(some: Sequence[TextEdit]) -> list[TextEdit]:
-    return chosen(some, status="succeeded")
+def _flip_rate(some: Sequence[TextEdit]) -> str:
+    return _rate(len(chosen(some, status=SUCCEEDED)), len(some))
 
 
 def _mean_words(values: Iterable[float | None]) -> str:
@@ -149,14 +144,13 @@ def _over_predicted(one: TextEdit) -> float | None:
 
 def _count_windows(found: Sequence[TextEdit]) -> str:
     some = chosen(found, recipe="sigma")
-    return f"{len(some)} windows, {len(_attacked_windows(found, 'sigma'))} attacked"
+    return f"{len(some)} windows, {len(_by_recipe(some)['sigma'])} attacked"
 
 
 def _against_rivals(found: Sequence[TextEdit]) -> str:
-    said = []
+    said, by = [], _by_recipe(found)
     for rival in _RIVALS:
-        both = (_attacked_windows(found, recipe) for recipe in ("sigma", rival))
-        pairs = zip(*both, strict=True)
+        pairs = zip(by["sigma"], by[rival], strict=True)
         gaps = [(_wanted_change(a) or 0.0) - (_wanted_change(b) or 0.0) for a, b in pairs]
         better = _rate(sum(gap > 0 for gap in gaps), len(gaps))
         said.append(f"{rival}: larger in {better} windows, by {_mean_words(gaps)}")
@@ -172,13 +166,13 @@ _NAMES = {
 
 
 def _draw_edits(study: Study, found: Sequence[TextEdit]) -> None:
-    curves = []
-    for name, some in _by_recipe(found).items():
+    curves, by = [], _by_recipe(found)
+    for name, some in by.items():
         places = [(i + 0.5) / len(some) for i in range(len(some))]
         curves.append(line(_NAMES[name], places, sorted(one.change_model or 0.0 for one in some)))
     pairs = tuple(
         (one.predicted, one.change_model)
-        for one in _attacked_windows(found, "sigma")
+        for one in by["sigma"]
         if one.predicted and one.change_model
     )
     if not pairs:

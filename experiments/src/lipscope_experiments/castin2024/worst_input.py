@@ -11,13 +11,11 @@ import torch
 from lipscope import Attention, LayerAtInput
 from lipscope.attacks import DRAWN, KNOWN, ascend, worst
 from lipscope.charts import Panel
-from lipscope.models import LoadedModel
 from lipscope.pages import number
-from lipscope.records import grouped as grouped_by, off_line, slope_of
-from lipscope_experiments.experiment import Study, experiment, grid, layers_of, some_layers
+from lipscope.records import off_line, slope_of
+from lipscope_experiments.experiment import Source, Study, experiment, grid, layers_of, some_layers
 from lipscope_experiments.findings import Record, Value, chosen, curve, grouped, middle
 from lipscope_experiments.simple_layers import bound_values
-from lipscope_experiments.texts import Text
 
 _STEPS = 5, 40  # the second is what `lipscope attack` takes
 _LONGER = 4
@@ -33,7 +31,7 @@ _E3 = "castin_thm_e_3"
 )
 def worst_input(study: Study) -> None:
     """Constructions, ascent and text under the largest token norm of the text, and the bounds."""
-    found = [record for place in study.places() for record in _worst_at(study, *place)]
+    found = [record for source in study.sources() for record in _worst_at(study, source)]
     _draw_worst(study, found)
     _of_inputs(study, found)
     _layer_tables(study, found)
@@ -56,19 +54,20 @@ def worst_input(study: Study) -> None:
     )
 
 
-def _worst_at(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Record]:
-    cut = {"lengths": study.pick([4, 12], [2, 4, 8, 16, 32, 64, 100]), "special_tokens": False}
-    for layer in some_layers(study, loaded):
-        options = {"layers": [layer], "samples": study.pick(2, 5), **cut}
-        inputs = list(layers_of(loaded, text.content, **options))
-        places = grouped_by(inputs, lambda one: len(one.x))
+def _worst_at(study: Study, source: Source) -> Iterator[Record]:
+    name, text = source.model.name, source.name
+    asked = source.asked | {"special_tokens": False, "samples": study.pick(2, 5)}
+    asked["lengths"] = study.pick([4, 12], [2, 4, 8, 16, 32, 64, 100])
+    for layer in some_layers(study, source.model):
+        inputs = list(layers_of(source.model, layers=[layer], **asked))
+        places = dict(grouped(inputs, lambda one: len(one.x)))
         # One radius at all lengths, so that the curve is one of n alone; upward in the last digit.
         largest = max(float(one.x.norm(dim=-1).max()) for one in inputs)
         radius = float(f"{1.0005 * largest:.3e}")
-        key = {"model": [loaded.name], "text": [text.name], "layer": [layer]}
+        key = {"model": [name], "text": [text], "layer": [layer]}
         key |= {"n": sorted(places), "radius": [radius]}
         for found in study.values(
-            f"worst-{loaded.name}-{text.name}-{layer}",
+            f"worst-{name}-{text}-{layer}",
             grid(**key, steps=[study.pick(*_STEPS)]),
             lambda n, radius, steps, at=places, **_: _largest_at(
                 at[n], radius, steps, study.pick(6, 1)

@@ -1,4 +1,4 @@
-"""Small text classifiers that are trained in seconds, and what they are as networks of parts."""
+"""Small text classifiers, trained here in seconds or by DeepT, as networks of parts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lipscope.attention import DotProduct
 from lipscope.models import ACTIVATIONS, ActivationName, Branch, Feed, Network, Norm, check_network
+from lipscope_experiments.data import sentences
 
 LICENCES = tuple(Path("/usr/share/common-licenses", name) for name in ("GPL-3", "MPL-2.0"))
 SHOWN = 10  # test windows of a model that are certified and attacked
@@ -89,11 +91,8 @@ class Block(nn.Module):
     def __init__(self, d: int, scaled: bool, activation: ActivationName) -> None:
         super().__init__()
         self.activation: ActivationName = activation
-        self.attention, self.norm, self.last = (
-            Mixing(d),
-            CentredNorm(d, scaled),
-            CentredNorm(d, scaled),
-        )
+        self.attention = Mixing(d)
+        self.norm, self.last = CentredNorm(d, scaled), CentredNorm(d, scaled)
         self.inner, self.outer = nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -113,19 +112,15 @@ class SmallTransformer(nn.Module):
         super().__init__()
         d = recipe.d
         blocks = [Block(d, recipe.kind == "S", recipe.activation) for _ in range(recipe.blocks)]
-        self.blocks = nn.ModuleList([Mixing(d)] if recipe.kind == "A" else blocks)
-        self.front = nn.Linear(d, d) if front else None
-        self.front_norm, self.pooler = (
-            (CentredNorm(d, False), nn.Linear(d, d)) if front else (None, None)
-        )
+        self.blocks: Any = nn.Sequential(*([Mixing(d)] if recipe.kind == "A" else blocks))
+        first = (nn.Linear(d, d), CentredNorm(d, False)) if front else ()
+        self.front: Any = nn.Sequential(*first)
+        self.pooler = nn.Linear(d, d) if front else None
         self.head = nn.Linear(d, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         """The two logits."""
-        if self.front is not None and self.front_norm is not None:
-            x = self.front_norm(self.front(x))
-        for block in self.blocks:
-            x = block(x)
+        x = self.blocks(self.front(x))
         return self.head(x.mean(1) if self.pooler is None else torch.tanh(self.pooler(x[:, 0])))
 
 
@@ -142,24 +137,24 @@ def described(model: SmallTransformer, x: Tensor) -> Network:
     n, d = x.shape
     none = torch.eye(d).to(x), torch.zeros(d).to(x)  # a second map that does nothing
     share, branches, tail = torch.full((n,), 1 / n).to(x), list[Branch](), ()
-    if model.front is not None and model.front_norm is not None and model.pooler is not None:
-        front = Branch(Feed(*_of(model.front), *none, "identity"), skip=False)
-        branches += [front, _norm(model.front_norm)]
+    if model.pooler is not None:
+        linear, norm = model.front
+        branches += [Branch(Feed(*_of(linear), *none, "identity"), skip=False), _norm(norm)]
         share = torch.eye(n)[0].to(x)
         tail = (Branch(Feed(*_of(model.pooler), *none, "tanh"), skip=False),)
     for block in model.blocks:
         if isinstance(block, Mixing):
             branches.append(Branch(block.part, skip=False))
-        elif isinstance(block, Block):
+        else:
             feed = Feed(*_of(block.inner), *_of(block.outer), block.activation)
-            for part, norm in ((block.attention.part, block.norm), (feed, block.last)):
-                branches += [Branch(part), _norm(norm)]
+            branches += [Branch(block.attention.part), _norm(block.norm)]
+            branches += [Branch(feed), _norm(block.last)]
     network = Network(tuple(branches), share, *_of(model.head), tail=tail)
     check_network(network, lambda z: model(z[None])[0], x)
     return network
 
 
-# --- trained here
+# --- trained here, or by DeepT
 
 
 @dataclass(frozen=True)
@@ -204,6 +199,59 @@ class Trained:
         shown = order[right[order]][:SHOWN]
         accuracy = float(right.double().mean())
         return cls(recipe, model, list(x[shown]), labels[shown].tolist(), accuracy)
+
+    @classmethod
+    def deept(cls, folder: Path, blocks: int) -> Trained:
+        """A certifiably trained network of Bonaert et al. (2021), from a folder not shipped.
+
+        The inputs are the first sentences of its SST test set that have at most 16 tokens, of three
+        blocks 12, and are classified correctly; accuracy is that on its first 400 sentences.
+        """
+        path = folder / {1: "smaller_1.ckpt", 3: "bert_smaller3.ckpt"}[blocks]
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+        model = SmallTransformer(recipe := Recipe("N", blocks, d=64, task="SST"), front=True)
+        weights = stored["state_dict_model_from_embeddings"]
+        model.load_state_dict({_name_here(name): value for name, value in weights.items()})
+        model.double().eval().requires_grad_(False)
+        word, position, kind = (t.double() for t in stored["state_dict_embeddings"].values())
+        counts = Counter(w for words, _ in sentences(folder, "train") for w in words)
+        names = [*_SPECIAL, *(w for w, k in counts.items() if k > 1)]
+        if len(names) != len(word):
+            raise AssertionError(f"{len(names)} words, {len(word)} embeddings")
+        index = {name: i for i, name in enumerate(names)}
+        asked, right = sentences(folder, "test")[:400], list[tuple[Tensor, int]]()
+        for words, label in asked:
+            ids = [index.get(w, 1) for w in ("[CLS]", *words, "[SEP]")]
+            x = word[ids] + position[: len(ids)] + kind[0]
+            if int(model(x[None]).argmax()) == label:
+                right.append((x, label))
+        shown = [one for one in right if len(one[0]) <= _LONGEST[blocks]][:SHOWN]
+        inputs, labels = ([*some] for some in zip(*shown, strict=True))
+        return cls(recipe, model, inputs, labels, len(right) / len(asked))
+
+
+_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_LONGEST = {1: 16, 3: 12}  # tokens, by blocks: a certificate of three takes minutes, and gigabytes
+_NAMES = {
+    "bert.encoder.layer": "blocks",
+    "attention.self": "attention",
+    "attention.output.dense": "attention.out",
+    "attention.output.LayerNorm": "norm",
+    "intermediate.dense": "inner",
+    "output.dense": "outer",
+    "output.LayerNorm": "last",
+    "bert.pooler.dense": "pooler",
+    "classifier": "head",
+    "linear_in": "front.0",
+    "LayerNorm": "front.1",
+}
+
+
+def _name_here(name: str) -> str:
+    """What DeepT calls a weight, as it is called here."""
+    for theirs, own in _NAMES.items():
+        name = name.replace(theirs, own)
+    return name
 
 
 Labelled = tuple[Tensor, Tensor]

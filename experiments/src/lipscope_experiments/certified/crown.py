@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import math
 import time
 from collections.abc import Callable
@@ -37,30 +36,21 @@ class _Through(nn.Module):
             self.reads.append(_linear(part.inner, part.inner_bias))
             self.writes = _linear(part.outer, part.outer_bias)
         elif isinstance(part, DotProduct) and part.output is not None and not part.causal:
-            self.reads.append(_linear(part.query, part.query_bias))
-            self.reads.append(_linear(part.key, part.key_bias))
-            self.reads.append(_linear(part.value, part.value_bias))
+            for name in ("query", "key", "value"):
+                self.reads.append(_linear(getattr(part, name), getattr(part, f"{name}_bias")))
             self.writes = _linear(part.output, part.output_bias)
-            self.widths = (*[part.head_width] * 2, part.value_width)
         elif part is not None:
             raise NotImplementedError(f"no form of {type(part).__name__}")
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The stream after the branch."""
+    def forward(self, x: Tensor, *known: Tensor) -> Tensor:
+        """The stream ``x`` after the branch, where its first maps may be known already."""
         y = x if self.norm is None else _normed(self.norm, x)
-        return self.after(x, y, *(one(y) for one in self.reads))
-
-    def after(self, x: Tensor, y: Tensor, *read: Tensor) -> Tensor:
-        """The stream ``x`` after the part, from what its first maps make of ``y``."""
+        read = known or [one(y) for one in self.reads]
         if isinstance(self.part, DotProduct):
-            (b, n), heads = read[0].shape[:2], self.part.num_heads
-            q, k, v = (
-                one.view(b, n, heads, width).transpose(1, 2)
-                for one, width in zip(read, self.widths, strict=True)
-            )
-            p = (torch.matmul(q, k.transpose(-1, -2)) * self.part.scale).softmax(-1)
-            mixed = torch.matmul(p, v).transpose(1, 2)
-            y = self.writes(mixed.reshape(b, n, self.writes.in_features))
+            heads = self.part.num_heads
+            q, k, v = (one.unflatten(-1, (heads, -1)).transpose(1, 2) for one in read)
+            p = (q @ k.transpose(-1, -2) * self.part.scale).softmax(-1)
+            y = self.writes((p @ v).transpose(1, 2).flatten(2))
         elif isinstance(self.part, Feed):
             y = self.writes(ACTIVATIONS[self.part.activation](read[0]))
         return x + y if self.skip else y
@@ -69,6 +59,7 @@ class _Through(nn.Module):
 def _normed(norm: Norm, x: Tensor) -> Tensor:
     c = x - x.mean(-1, keepdim=True) if norm.centred else x
     if norm.scaled:
+        # As a power: of a product of two factors, as `Norm` has it, the package's bound is looser.
         c = c / torch.sqrt(c.pow(2).mean(-1, keepdim=True) + norm.eps)
     return norm.weight * c + norm.bias
 
@@ -90,12 +81,13 @@ class Moved(nn.Module):
     def __init__(self, network: Network, d: int) -> None:
         super().__init__()
         self.first, *others = map(_Through, network.branches)
-        self.others, self.tail = nn.ModuleList(others), nn.ModuleList(map(_Through, network.tail))
+        self.others = nn.Sequential(*others)
+        self.tail = nn.Sequential(*map(_Through, network.tail))
         maps: list[Any] = list(self.first.reads) if self.first.norm is None else []
         self.stream = not maps or self.first.skip is not False
         if self.stream:
             maps.insert(0, _linear(torch.eye(d).to(network.head)))
-        self.ends = list(itertools.accumulate(len(one.weight) for one in maps))
+        self.widths = [len(one.weight) for one in maps]
         self.bias = torch.cat([one.bias for one in maps])
         self.map = nn.Linear(d, len(self.bias), bias=False)
         self.map.weight = nn.Parameter(torch.cat([one.weight for one in maps]), requires_grad=False)
@@ -104,15 +96,10 @@ class Moved(nn.Module):
     def forward(self, move: Tensor, base: Tensor, moves: Tensor) -> Tensor:
         """Scores: tokens move by ``moves * move`` from where ``base`` is what the map makes."""
         z = base + moves * self.map(move)
-        parts = [z[..., a:b] for a, b in itertools.pairwise([0, *self.ends])]
+        parts = list(z.split(self.widths, -1))
         x = parts.pop(0) if self.stream else z
-        x = self.first.after(x, x, *parts) if parts else self.first(x)
-        for one in self.others:
-            x = one(x)
-        x = (self.share * x).sum(1, keepdim=True)
-        for one in self.tail:
-            x = one(x)
-        return self.head(x[:, 0])
+        x = self.others(self.first(x, *parts))
+        return self.head(self.tail((self.share * x).sum(1, keepdim=True))[:, 0])
 
 
 def peer_radius(
@@ -131,10 +118,8 @@ def peer_radius(
     package, before = peer(), torch.get_default_dtype()
     torch.set_default_dtype(x.dtype)  # its constants are of that type
     try:
-        moved, move = (
-            Moved(network, x.shape[1]),
-            torch.zeros_like(x if bool(moves.all()) else x[:1])[None],
-        )
+        moved = Moved(network, x.shape[1])
+        move = torch.zeros_like(x if bool(moves.all()) else x[:1])[None]
         base = moved.map(x)[None] + moved.bias
         others = [c for c in range(len(network.head)) if c != label]
         one = torch.eye(len(network.head)).to(x)

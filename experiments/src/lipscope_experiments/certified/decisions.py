@@ -7,23 +7,21 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
-from typing import Literal
 
 import torch
-from torch import Tensor
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from lipscope import InputError
-from lipscope.certificates import NetworkBall, certify_network
+from lipscope.certificates import DecisionBall, NetworkBall, certify_network
 from lipscope.charts import Panel, Series
 from lipscope_experiments.certified.classifiers import LICENCES, Recipe, Trained, described
 from lipscope_experiments.certified.crown import peer, peer_radius
-from lipscope_experiments.certified.deept import deept, folder_for
-from lipscope_experiments.certified.flips import least_margin, margins_with_slopes, smallest_flip
+from lipscope_experiments.data import folder_for
 from lipscope_experiments.experiment import Study, experiment
 from lipscope_experiments.findings import Record, chosen, grouped, middle
 
-Ball = Literal["joint", "token"]
-BALLS: dict[Ball, str] = {"joint": "all tokens move", "token": "one token moves"}
+BALLS: dict[DecisionBall, str] = {"joint": "all tokens move", "token": "one token moves"}
 SHARES = (0.4, 0.8, 1.0, 1.15, 1.4)  # of our radius: where its lower bound is attacked
 PAIRS = (("ours", "CROWN"), ("ours", "attack"), ("CROWN", "attack"), ("IBP", "attack"))
 _KINDS = {"A": "attention alone", "N": "norms without variance", "S": "standard LayerNorm"}
@@ -49,6 +47,7 @@ _FULL = {
     "DeepT-3": (0, 10),
 }
 _POINTS = 100_000  # at which the bounds of a network are held against its margins
+_AT_ONCE = 500  # points through a network
 
 
 @experiment(
@@ -58,23 +57,8 @@ _POINTS = 100_000  # at which the bounds of a network are held against its margi
 )
 def decisions(study: Study) -> None:
     """Small classifiers of one to three blocks, and DeepT's: certified and attacked."""
-    plan, found, missing = study.pick(_QUICK, _FULL), list[Record](), list[str]()
-    for name, counts in plan.items():
-        try:
-            source = functools.cache(_source(study, name))
-        except InputError as why:
-            missing.append(str(why))
-            continue
-        asked = zip(BALLS, counts, strict=True)
-        keys = [{"name": name, "ball": b, "index": i} for b, k in asked for i in range(k)]
-        points = math.ceil(_POINTS / len(keys) / len(SHARES))
-
-        def one(
-            name: str, ball: Ball, index: int, source: Source = source, points: int = points
-        ) -> Record:
-            return decided(source(), ball, index, points)
-
-        found += study.values(name, keys, one)
+    plan = study.pick(_QUICK, _FULL)
+    found = [one for name, counts in plan.items() for one in _of_network(study, name, counts)]
     for ball, words in BALLS.items():
         for over in ("CROWN", "attack"):
             study.claim(
@@ -97,8 +81,8 @@ def decisions(study: Study) -> None:
         "Medians, with the smallest and the largest",
         grouped(found, "name", "ball"),
         {
-            "network": lambda key, _: key[0],
-            "ball": lambda key, _: key[1],
+            "network": "name",
+            "ball": "ball",
             "inputs": lambda _, mine: str(len(mine)),
             "accuracy": lambda _, mine: f"{mine[0]['accuracy']:.2f}",
             **{
@@ -122,17 +106,25 @@ def decisions(study: Study) -> None:
         "attack's radius is that of the smallest flip found, an upper value. A dash: no bound for "
         "an operation of the network.",
         *([] if peer() else ["CROWN and IBP were left out: auto_LiRPA cannot be imported."]),
-        *missing,
     )
 
 
-Source = Callable[[], Trained]
+def _of_network(study: Study, name: str, counts: tuple[int, int]) -> list[Record]:
+    try:
+        source = functools.cache(_source(study, name))
+    except InputError as why:
+        study.missing.append(str(why))
+        return []
+    asked = zip(BALLS, counts, strict=True)
+    keys = [{"name": name, "ball": b, "index": i} for b, k in asked for i in range(k)]
+    points = math.ceil(_POINTS / len(keys) / len(SHARES))
+    return study.values(name, keys, lambda ball, index, **_: decided(source(), ball, index, points))
 
 
-def _source(study: Study, name: str) -> Source:
+def _source(study: Study, name: str) -> Callable[[], Trained]:
     """What gives a network; an error says why there is none."""
     if name.startswith("DeepT"):
-        return functools.partial(deept, folder_for(name), int(name[-1]))
+        return functools.partial(Trained.deept, folder_for(name), int(name[-1]))
     recipe = Recipe.of(name)
     texts = [path.read_text("utf-8") for path in LICENCES if path.is_file()]
     if recipe.task == "prose":
@@ -162,7 +154,7 @@ def _draw(study: Study, found: Sequence[Record]) -> None:
     study.draw("decisions", "Certified radius as a share of the attack's", panels)
 
 
-def decided(trained: Trained, ball: Ball, index: int, points: int) -> Record:
+def decided(trained: Trained, ball: DecisionBall, index: int, points: int) -> Record:
     """Radii and a processor's seconds at an input; margins found beside our bound."""
     model, x, label = trained.model, trained.inputs[index], trained.labels[index]
     moves = torch.ones_like(x[:, :1])
@@ -222,3 +214,107 @@ def gaps_of(record: Record) -> list[float | None]:
 def _seconds(records: Sequence[Record], who: str) -> str:
     known = [r[f"seconds, {who}"] for r in records if f"seconds, {who}" in r]
     return f"{median(known):.1f}" if known else "–"
+
+
+# --- attacks
+
+
+def smallest_flip(
+    model: nn.Module,
+    x: Float[Tensor, "n d"],
+    label: int,
+    moves: Float[Tensor, "n 1"],
+    *,
+    restarts: int = 8,
+    steps: int = 250,
+) -> tuple[float, Float[Tensor, "n d"]]:
+    """Size of the smallest move found that changes the answer, and the move; inf if none did.
+
+    From random moves of several sizes: a step along the gradient of the margin on a sphere that
+    shrinks where the answer has changed and grows where it has not; then bisection along the ray.
+
+    Holds for classifiers of two classes; an upper value of the true radius.
+
+    Args:
+        model: From tokens ``(b, n, d)`` to two scores.
+        moves: 1 for tokens that may move, 0 for others.
+
+    Source: the decoupled direction and norm of Rony et al. (2019).
+    """
+    source = torch.Generator().manual_seed(0)
+    margin, slope = margins_with_slopes(model, x[None], label, moves)
+    size = 2 * float(margin / slope.norm()) * torch.rand(restarts, generator=source).to(x)
+    e = _sized(torch.randn(restarts, *x.shape, generator=source).to(x) * moves, size)
+    least, best = torch.full_like(size, math.inf), torch.zeros_like(e)
+    for k in range(steps):
+        margin, slope = margins_with_slopes(model, x + e, label, moves)
+        flipped = margin <= 0
+        better = flipped & (size < least)
+        least, best = torch.where(better, size, least), torch.where(_wide(better), e, best)
+        rate = 0.1 * 0.05 ** (k / steps)
+        e = e - _sized(slope, 0.5 * 0.02 ** (k / steps) * size)
+        size = size * torch.where(flipped, 1 - rate, 1 + rate)
+        e = _sized(e, size)
+    low, high = torch.zeros_like(size), torch.ones_like(size)
+    for _ in range(20):
+        middle = (low + high) / 2
+        flipped = margins(model, x + best * _wide(middle), label) <= 0
+        low, high = torch.where(flipped, low, middle), torch.where(flipped, middle, high)
+    at = int((least * high).argmin())
+    return float(least[at] * high[at]), best[at] * high[at]
+
+
+def least_margin(
+    model: nn.Module,
+    x: Float[Tensor, "n d"],
+    label: int,
+    moves: Float[Tensor, "n 1"],
+    radius: float,
+    point: Float[Tensor, "n d"],
+    points: int = 1000,
+) -> float:
+    """The least margin of some points in a ball, at least 600.
+
+    Random points of the sphere, mixtures of them with an attack's end, and descents.
+    """
+    source, few = torch.Generator().manual_seed(0), 12
+    many = points - 40 * few
+    e = _sized(torch.randn(many, *x.shape, generator=source).to(x) * moves, radius)
+    mix = torch.rand(many, 1, 1, generator=source).to(x)
+    mix[::4], mix[1] = 0, 1
+    e = _inside(mix * _sized(point[None], radius) + (1 - mix) * e, radius)
+    with torch.no_grad():  # in parts: a graph of all points would take gigabytes
+        least = min(float(margins(model, x + some, label).min()) for some in e.split(_AT_ONCE))
+    e = e[:few]
+    for k in range(40):
+        _, slope = margins_with_slopes(model, x + e, label, moves)
+        e = _inside(e - _sized(slope, 0.4 * radius * 0.03 ** (k / 40)), radius)
+        least = min(least, float(margins(model, x + e, label).detach().min()))
+    return least
+
+
+def margins(model: nn.Module, x: Float[Tensor, "b n d"], label: int) -> Float[Tensor, " b"]:
+    """Score of a class minus the other's."""
+    scores = model(x)
+    return scores[:, label] - scores[:, 1 - label]
+
+
+def margins_with_slopes(
+    model: nn.Module, x: Float[Tensor, "b n d"], label: int, moves: Float[Tensor, "n 1"]
+) -> tuple[Float[Tensor, " b"], Float[Tensor, "b n d"]]:
+    """Margins, and their gradients by the tokens that move."""
+    at = x.detach().requires_grad_(True)
+    found = margins(model, at, label)
+    return found.detach(), torch.autograd.grad(found.sum(), at)[0] * moves
+
+
+def _sized(e: Tensor, size: Tensor | float) -> Tensor:
+    return e * _wide(size / e.flatten(1).norm(dim=1).clamp_min(1e-12))
+
+
+def _inside(e: Tensor, radius: float) -> Tensor:
+    return e * _wide((radius / e.flatten(1).norm(dim=1).clamp_min(1e-12)).clamp_max(1))
+
+
+def _wide(scalars: Tensor) -> Tensor:
+    return scalars[:, None, None]

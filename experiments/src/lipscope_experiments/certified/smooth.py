@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -18,11 +17,10 @@ from lipscope.charts import Panel
 from lipscope.control import MeanPool
 from lipscope_experiments.certified.crown import peer, peer_radius
 from lipscope_experiments.certified.decisions import ratios
-from lipscope_experiments.certified.deept import folder_for, sentences, words_of
-from lipscope_experiments.digits import digits
+from lipscope_experiments.data import Task, digits, folder_for, sentences
 from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, line, middle, percentage
-from lipscope_experiments.training import SHARPER, certified_radii, norm_of, train
+from lipscope_experiments.training import SHARPER, certified_radii, norm_of, seeded, train
 
 CAPS = {"cap 0.5": 0.5, "cap 1": 1.0, "cap 2": 2.0, "ordinary": None}
 LINEAR = "linear"
@@ -30,37 +28,29 @@ _ASKED = {"SST": 10, "digits": 30}  # of the first test inputs, whose decisions 
 _MANY = 20  # of these, for a curve
 _STEPS = (150, 1000)  # of a quick run, and of a full one
 _SIZES: dict[str, Any] = {"width": 16, "heads": 4, "depth": 2}
+_CAPPED: dict[str, Any] = {"pool": "mean", "capped": "after-step", "activation": "relu", **_SIZES}
 _WORDS = 16  # of a sentence, the first ones
 _BY = ("bound", "certificate", "CROWN", "no flip")  # what proves radii, and an attack
-_PAIRS = (("certificate", "CROWN"), ("no flip", "certificate"))
+_PAIRS = (("certificate", "CROWN", "–"), ("no flip", "certificate", "at least 1"))
 _RADII = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-
-
-@dataclass(frozen=True)
-class Task:
-    """Inputs of one length with their classes, to train on and to test on."""
-
-    train: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
-    vocabulary: int | None = None  # of inputs that are ids
 
 
 def task(name: str) -> Task:
     """The digits as eight rows of eight pixels, or sentences of SST, cut or filled to 16 words."""
     if name == "digits":
         found = digits()
-        shown, tested = found.images.squeeze(1), found.test_images.squeeze(1)
-        return Task((shown, found.labels), (tested, found.test_labels))
+        (x, y), (tested, labels) = found.train, found.test
+        return Task((x.squeeze(1), y), (tested.squeeze(1), labels))
     parts = [sentences(folder_for("SST"), part) for part in ("train", "test")]
-    counts = Counter(w for one in parts[0] for w in words_of(one))
+    counts = Counter(w for words, _ in parts[0] for w in words)
     index = {w: i + 2 for i, w in enumerate(sorted(w for w, k in counts.items() if k > 9))}
 
-    def as_ids(one: Record) -> list[int]:
-        ids = [index.get(w, 1) for w in words_of(one)][:_WORDS]
+    def as_ids(words: list[str]) -> list[int]:
+        ids = [index.get(w, 1) for w in words[:_WORDS]]
         return ids + [0] * (_WORDS - len(ids))
 
     train, test = (
-        (torch.tensor([as_ids(one) for one in part]), torch.tensor([one["label"] for one in part]))
+        (torch.tensor([as_ids(words) for words, _ in part]), torch.tensor([y for _, y in part]))
         for part in parts
     )
     return Task(train, test, len(index) + 2)
@@ -78,36 +68,27 @@ def fitted(of: Task, kind: str, steps: int, seed: int) -> Any:
         some = torch.randint(len(y), (64,), generator=gen)
         return nn.functional.cross_entropy(SHARPER * model(x[some]), y[some])
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        if kind == LINEAR:
-            model: Any = nn.Sequential(nn.Flatten())
-            if of.vocabulary is not None:
-                model = nn.Sequential(
-                    nn.Embedding(of.vocabulary, width), Clip(width**0.5), MeanPool()
-                )
-                nn.init.normal_(model[0].weight)
-            read = x[0].numel() if of.vocabulary is None else width
-            model.add_module("head", nn.Linear(read, classes, bias=False))
-            adam = torch.optim.Adam(model.parameters(), lr=0.01)
-            for _ in range(steps):
-                adam.zero_grad()
-                loss().backward()
-                adam.step()
+    features = None if of.vocabulary else x.shape[-1]
+    sizes: Record = {"outputs": classes, "length": x.shape[1], "features": features}
+    with seeded(seed):
+        if kind != LINEAR:
+            model: Any = SmoothTransformer(
+                **_CAPPED, **sizes, vocabulary=of.vocabulary, cap=CAPS[kind]
+            )
+            for _ in train(model, loss, steps):
+                pass
             return model.eval()
-        model = SmoothTransformer(
-            **_SIZES,
-            outputs=classes,
-            length=x.shape[1],
-            vocabulary=of.vocabulary,
-            features=None if of.vocabulary else x.shape[-1],
-            pool="mean",
-            cap=CAPS[kind],
-            capped="after-step",
-            activation="relu",
-        )
-    for _ in train(model, loss, steps):
-        pass
+        model, read = nn.Sequential(nn.Flatten()), x[0].numel()
+        if of.vocabulary:
+            words, read = nn.Embedding(of.vocabulary, width), width
+            nn.init.normal_(words.weight)
+            model = nn.Sequential(words, Clip(width**0.5), MeanPool())
+        model.add_module("head", nn.Linear(read, classes, bias=False))
+    adam = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        adam.zero_grad()
+        loss().backward()
+        adam.step()
     return model.eval()
 
 
@@ -145,7 +126,6 @@ def classified(study: Study, name: str, of: Task) -> list[Record]:
     model = functools.cache(lambda kind, seed: fitted(of, kind, steps, seed))
 
     def whole(kind: str, seed: int, shown: int, **_: Any) -> Record:
-        """Accuracy, certified accuracy by the bound, and its radii of the first inputs."""
         net, (x, y) = model(kind, seed), of.test
         with torch.no_grad():
             scores = net(x)
@@ -159,15 +139,16 @@ def classified(study: Study, name: str, of: Task) -> list[Record]:
             "first": sure[:shown].tolist(),
         }
 
-    def single(kind: str, seed: int, index: int, **_: Any) -> Record:
-        return beside(model(kind, seed), of.test[0][index])
-
     found, shown = list[Record](), {"shown": study.pick(1, _ASKED[name])}
     keys = grid(task=[name], kind=(*CAPS, LINEAR), steps=[steps], seed=[0])
     wholes = study.values(name, [key | shown for key in keys], whole)
     for key, one in zip(keys, wholes, strict=True):
         right = [i for i, r in enumerate(one["first"]) if r > 0 and one["kind"] in asked]
-        each = study.values(f"{name}, inputs", [key | {"index": i} for i in right], single)
+        each = study.values(
+            f"{name}, inputs",
+            [key | {"index": i} for i in right],
+            lambda kind, seed, index, **_: beside(model(kind, seed), of.test[0][index]),
+        )
         found.append(one | {"inputs": [r | {"bound": one["first"][r["index"]]} for r in each]})
     return found
 
@@ -193,12 +174,12 @@ def by_each(one: Record) -> list[Record]:
 )
 def smooth(study: Study) -> None:
     """Capped, ordinary and linear classifiers: accuracy, and certified accuracy by each way."""
-    missing, found = list[str](), dict[str, list[Record]]()
+    found = dict[str, list[Record]]()
     for name in _ASKED:
         try:
             of = task(name)
         except InputError as why:
-            missing.append(str(why))
+            study.missing.append(str(why))
             continue
         found[name] = classified(study, name, of)
         _of_task(study, name, found[name])
@@ -223,7 +204,6 @@ def smooth(study: Study) -> None:
         "same norm."
         if peer()
         else "CROWN was left out: auto_LiRPA cannot be imported.",
-        *missing,
     )
 
 
@@ -234,11 +214,11 @@ def _of_task(study: Study, name: str, found: list[Record]) -> None:
         "–",
         "; ".join(f"{one['kind']}: {one['accuracy'] / one['tested']:.1%}" for one in found),
     )
-    for above, below in _PAIRS:
+    for above, below, said in _PAIRS:
         both = {one["kind"]: ratios(one["inputs"], above, below) for one in found}
         study.claim(
             f"{name}: {above} over {below}, radii of the same inputs",
-            "at least 1" if above == "no flip" else "–",
+            said,
             "; ".join(f"{kind}: {middle(known)}" for kind, known in both.items() if known),
         )
     study.table(
@@ -275,7 +255,7 @@ def _draw(study: Study, found: Mapping[str, list[Record]]) -> None:
     """Certified accuracy against the radius: by the bound of all, by certificates of the first."""
     panels, curves, axes = list[Panel](), list[Panel](), ("radius (joint l2)", "certified accuracy")
     for name, mine in found.items():
-        rows = [row for one in mine for row in by_each(one)]
+        rows = (row for one in mine for row in by_each(one))
         proved = [row for row in rows if row["by"] in ("certificate", "exact")]
         whole, few = (
             [
@@ -285,7 +265,7 @@ def _draw(study: Study, found: Mapping[str, list[Record]]) -> None:
             for shown, of in ((mine, "tested"), (proved, "shown"))
         )
         panels.append(Panel(f"{name}: by the bound", whole, *axes, log_y=False))
-        if rows and rows[0]["shown"] >= _MANY:
-            title = f"{name}: by certificates, {rows[0]['shown']} inputs"
+        if mine[0]["shown"] >= _MANY:
+            title = f"{name}: by certificates, {mine[0]['shown']} inputs"
             curves.append(Panel(title, few, *axes, log_y=False))
     study.draw("smooth", "Certified accuracy", panels + curves, columns=2)

@@ -18,9 +18,10 @@ from lipscope.charts import Panel, Series
 from lipscope.control import ContractiveAttention
 from lipscope.models import LoadedModel
 from lipscope.records import RunFolder
+from lipscope_experiments.data import Corpus, corpus
 from lipscope_experiments.experiment import Study, experiment, grid
-from lipscope_experiments.findings import Record, chosen, curve, grouped
-from lipscope_experiments.texts import Corpus, corpus
+from lipscope_experiments.findings import Record, chosen, curve, grouped, level
+from lipscope_experiments.training import seeded
 
 VARIANTS = ("dot product", "L2, untied", "L2, tied", "contractive L2")
 CONSTANT = 0.9  # of the contractive blocks
@@ -113,19 +114,17 @@ def train(run: CharacterRun, data: Corpus, folder: RunFolder) -> dict[str, Any]:
     Returns ``curve``: steps, bits per character of training (mean since the last) and held out;
     ``stopped``: why it ended early, or None; ``bits``: the last held-out ones, None if it did.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(run.seed)
+    with seeded(run.seed):
         net = CharDecoder(run, data.characters)
     name = f"{run.variant}, {run.depth} blocks, {run.schedule}, seed {run.seed}, {data.text.name}"
     loaded = LoadedModel(name, net, None, None, "trained")
     monitor = Monitor(loaded, data.held[:1, :-1], every=run.every, out=folder, alert=None)
     optimiser = torch.optim.Adam(net.parameters(), lr=run.rate, fused=True)
-    gen, span = torch.Generator().manual_seed(run.seed), torch.arange(run.length + 1)
+    gen = torch.Generator().manual_seed(run.seed)
     curve: list[list[float | int]] = []
     losses: list[float] = []
     for step in range(1, run.steps + 1):
-        starts = torch.randint(0, len(data.train) - run.length, (run.batch,), generator=gen)
-        loss = _nats(net, data.train[starts[:, None] + span])
+        loss = _nats(net, data.draw(run.batch, run.length, gen))
         losses.append(float(loss.detach()) / math.log(2))
         optimiser.zero_grad()
         loss.backward()
@@ -154,7 +153,6 @@ def _nats(net: CharDecoder, windows: Tensor) -> Tensor:
 
 
 _RATES = {"fixed": "fixed rate", "warm-up": "warm-up"}
-_SCHEDULES = tuple(_RATES)
 _SEEDS = 1  # each takes some half an hour of one core a text
 _BETTER = 0.25  # bits below what knows how often each character occurs: the model trains
 
@@ -168,7 +166,7 @@ def charlm(study: Study) -> None:
     texts = [corpus(text, CharacterRun.length) for text in study.texts]
     steps, every = study.pick((100, 50), (1000, 250))
     depths = study.pick((2, 4), (2, 6, 10, 14, 18))
-    every_run = grid(seed=range(_SEEDS), depth=depths, schedule=_SCHEDULES, variant=VARIANTS)
+    every_run = grid(seed=range(_SEEDS), depth=depths, schedule=_RATES, variant=VARIANTS)
     keys = [
         asdict(CharacterRun(**one, steps=steps, every=every))
         | {"text": data.text.name, "sha256": data.text.sha256}
@@ -214,11 +212,11 @@ def _draw_bits(study: Study, texts: Sequence[Corpus], runs: Sequence[Record]) ->
     axes = "blocks", "bits per held-out character", False, False
     for data, (schedule, rate) in itertools.product(texts, _RATES.items()):
         own = chosen(runs, sha256=data.text.sha256, schedule=schedule)
-        series = [Series("single characters", tuple((d, data.chance) for d in depths), "dashes")]
+        series = [level("single characters", data.chance, depths)]
         for variant in VARIANTS:
-            mine = [(d, chosen(own, variant=variant, depth=d)) for d in depths]
-            series.append(curve(variant, mine, lambda d, _: d, lambda _, one: _mean_bits(one)))
-        panels.append(Panel(f"{data.text.name}, {rate}", tuple(series), *axes))
+            mine = grouped(chosen(own, variant=variant), "depth")
+            series.append(curve(variant, mine, "depth", lambda _, some: _mean_bits(some)))
+        panels.append(Panel(f"{data.text.name}, {rate}", series, *axes))
     study.draw("charlm", "Bits per character against depth", panels, columns=2)
 
 
@@ -228,9 +226,8 @@ def _draw_sigmas(
     deepest, panels = _depths(runs)[-1], []
     layers = sorted({0, deepest // 2, deepest - 1})
     for one in chosen(runs, sha256=data.text.sha256, depth=deepest, seed=0, schedule="fixed"):
-        curves = {f"layer {i}": tuple(_sigmas_along(rows, one, i)) for i in layers}
-        series = tuple(Series(name, points) for name, points in curves.items() if points)
-        if series:
+        every = [Series(f"layer {i}", _sigmas_along(rows, one, i)) for i in layers]
+        if series := [curve for curve in every if curve.points]:
             panels.append(Panel(one["variant"], series, x="step", log_x=False))
     title = f"Sigma of layers along training, {deepest} blocks at a fixed rate"
     study.draw("charlm-sigma", title, panels, columns=2)
@@ -245,13 +242,10 @@ def _of_trainable_depths(
         "dot product: not beyond 10 blocks; L2, tied, and contractive L2: 18 (the authors, in "
         "their replies to reviewers)"
     )
-    for schedule, how, known in (
-        ("fixed", "at a fixed rate", said),
-        ("warm-up", "with warm-up", "–"),
-    ):
-        for data in texts:
-            about = f"deepest that trains {how}, {data.text.name}"
-            study.claim(about, known, _deepest(data, runs, schedule))
+    ways = {"fixed": ("at a fixed rate", said), "warm-up": ("with warm-up", "–")}
+    for (schedule, (how, known)), data in itertools.product(ways.items(), texts):
+        about = f"deepest that trains {how}, {data.text.name}"
+        study.claim(about, known, _deepest(data, runs, schedule))
     for data in texts:
         _bits_table(study, data, runs)
     _sigma_table(study, runs, rows)
@@ -283,8 +277,8 @@ def _deepest(data: Corpus, runs: Sequence[Record], schedule: str) -> str:
     found, most = [], data.chance - _BETTER
     for variant in VARIANTS:
         own = chosen(runs, sha256=data.text.sha256, schedule=schedule, variant=variant)
-        bits = {d: [one["bits"] for one in chosen(own, depth=d)] for d in _depths(own)}
-        fine = [d for d, each in bits.items() if all(b is not None and b < most for b in each)]
+        bits = ((d, [one["bits"] for one in some]) for d, some in grouped(own, "depth"))
+        fine = [d for d, each in bits if all(b is not None and b < most for b in each)]
         found.append(f"{variant}: {max(fine, default='none')}")
     return f"{'; '.join(found)} (of {', '.join(map(str, _depths(runs)))})"
 
@@ -312,7 +306,7 @@ def _bits_table(study: Study, data: Corpus, runs: Sequence[Record]) -> None:
 def _sigma_table(study: Study, runs: Sequence[Record], rows: Sequence[Measurement]) -> None:
     """Sigma of the deepest models, the largest over layers, runs and texts."""
     deepest, lines = _depths(runs)[-1], []
-    for place in itertools.product(_SCHEDULES, VARIANTS):
+    for place in itertools.product(_RATES, VARIANTS):
         own = chosen(runs, schedule=place[0], variant=place[1], depth=deepest)
         curves = [_sigmas_along(rows, one, i) for one in own for i in range(deepest)]
         ends = [(c[0][1], c[-1][1]) for c in curves if c]

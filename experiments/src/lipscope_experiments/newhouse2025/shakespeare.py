@@ -15,10 +15,10 @@ from lipscope.charts import Panel
 from lipscope.linalg import max_token_norm, start_named
 from lipscope.pages import number
 from lipscope.records import stable_id
+from lipscope_experiments.data import Corpus, corpus
 from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, average, chosen, geometric, grouped, line
-from lipscope_experiments.texts import Corpus, corpus
-from lipscope_experiments.training import SHARPER, norm_of, train
+from lipscope_experiments.training import SHARPER, norm_of, seeded, train
 
 CAPS = (1.0, 1.25, 1.5, 2.0, None)
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -125,8 +125,7 @@ def bounded(model: SmoothTransformer, data: Corpus, *ascent: int) -> Record:
 def trained(run: Record, data: Corpus) -> tuple[SmoothTransformer, Record]:
     """A model, what it predicts of the held-out text by blocks, and bound and sigma on the way."""
     gen, length = torch.Generator().manual_seed(run["seed"]), run["length"]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(run["seed"])
+    with seeded(run["seed"]):
         model = SmoothTransformer(
             **{name: run[name] for name in ("width", "heads", "depth", "length", "cap")},
             **VARIANTS[run["variant"]],
@@ -135,12 +134,11 @@ def trained(run: Record, data: Corpus) -> tuple[SmoothTransformer, Record]:
             causal=True,
             capped="after-step",
         )
-    span, probe = torch.arange(length + 1), data.held[:1, :-1]
+    probe = data.held[:1, :-1]
     curve: list[list[float]] = []
 
     def loss() -> Tensor:
-        starts = torch.randint(0, len(data.train) - length, (run["batch"],), generator=gen)
-        windows = data.train[starts[:, None] + span]
+        windows = data.draw(run["batch"], length, gen)
         return _nats(model(windows[:, :-1]), windows)
 
     for step, _ in train(model, loss, run["steps"]):

@@ -17,9 +17,8 @@ from lipscope import InputError, Monitor
 from lipscope.charts import Panel
 from lipscope.control import Alarm
 from lipscope.models import load_model
-from lipscope.records import grouped
 from lipscope_experiments.experiment import Study, experiment, grid
-from lipscope_experiments.findings import Record, chosen, level, line, share
+from lipscope_experiments.findings import Record, chosen, grouped, level, line, share
 
 _LENGTH, _BATCH, _STEPS = 32, 4, 100
 _PEAK, _MOMENTUM = 0.45, 0.9
@@ -126,7 +125,7 @@ def _train_until_divergence(
         except InputError:  # a weight is not finite any more
             onset = step + 1
             break
-    readings = grouped((r for r in monitor.readings if r.sigma is not None), lambda r: r.step)
+    readings = dict(grouped([r for r in monitor.readings if r.sigma is not None], "step"))
     signals = {
         name: [fmean(some[max(at - 5, 0) : max(at, 5)]) for at in readings]
         for name, some in ((LOSS, losses), (GRADIENT, gradients))
@@ -178,7 +177,7 @@ def areas(
 
 def _of_runs(study: Study, name: str, runs: Sequence[Record]) -> list[Panel]:
     """What is said of the runs with or without a norm of queries and keys."""
-    kinds = grouped(runs, lambda one: "diverging" if one["onset"] else "stable")
+    kinds = dict(grouped(runs, lambda one: "diverging" if one["onset"] else "stable"))
     diverged = share(len(kinds.get("diverging", ())), len(runs))
     study.claim(f"{name}: runs that diverge", "about half, by design", diverged)
     for kind, said in (("stable", "none"), ("diverging", "all, before they diverge")):

@@ -16,12 +16,19 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from lipscope.charts import Panel
 from lipscope.models import LoadedModel
-from lipscope_experiments.experiment import Study, batch_of, experiment, layers_of
+from lipscope_experiments.experiment import (
+    Source,
+    Study,
+    batch_of,
+    depth_of,
+    experiment,
+    grid,
+    layers_of,
+)
 from lipscope_experiments.findings import Record, average, line, middle
 from lipscope_experiments.frozen import column_sizes
 from lipscope_experiments.joint_test import flips, ranks, shown, verdict
 from lipscope_experiments.questions.precision import WORDS, decides, output_changes
-from lipscope_experiments.texts import Text
 
 Texts = Sequence[Sequence[Record]]
 """Windows, text by text."""
@@ -81,8 +88,8 @@ def kept_tokens(study: Study) -> None:
     """Costs of evicting and rounding tokens, one by one and by policy, beside baselines."""
     study.plan(*PLAN)
     by_model: dict[str, list[list[Record]]] = {}
-    for loaded, text in study.places():
-        by_model.setdefault(loaded.name, []).append(_windows(study, loaded, text))
+    for source in study.sources():
+        by_model.setdefault(source.model.name, []).append(_windows(study, source))
     panels: list[Panel] = []
     for name, texts in by_model.items():
         _of_tokens(study, name, texts)
@@ -120,22 +127,22 @@ def _left(columns: Tensor, given: Tensor) -> Tensor:
     return left / left.norm(dim=0).clamp_min(1e-12)
 
 
-def _windows(study: Study, loaded: LoadedModel, text: Text) -> list[Record]:
+def _windows(study: Study, source: Source) -> list[Record]:
     """Windows of a text with scores of their tokens, and costs by treatment, policy, outcome."""
-    count = int(loaded.config.num_hidden_layers)
-    layers = [*range(0, count, study.pick(max(count // 2, 1), max(count // 6, 1)))]
+    loaded, count = source.model, depth_of(source.model)
+    layers = [*range(0, count, max(count // study.pick(2, 6), 1))]
     later = _LATER if decides(loaded) else 0
-    ids = batch_of(loaded, text.content, lengths=[_CONTEXT + later], samples=2)["input_ids"]
+    ids = batch_of(loaded, **source.asking(_CONTEXT + later, 2))["input_ids"]
     ids = ids[: study.pick(1, 1 if later else 2)]  # a decoder's take five times as long
-    where = f"{loaded.name}, {text.name}"
-    rows = study.measure(f"sigma, {where}", loaded, ids[:, :_CONTEXT], layers=layers, tol=1e-2)
+    part = f"sigma, {source.where}"
+    rows = study.measure(part, loaded, ids[:, :_CONTEXT], layers=layers, tol=1e-2)
     layer_of = {row.id: row.sample for row in rows}
     shares = torch.zeros(len(ids), _CONTEXT, dtype=torch.float64)
     for token in rows.tokens:
         shares[layer_of[token.id], token.index] += (token.share_in or 0.0) / len(layers)
     return study.values(
-        f"kept, {where}",
-        [{"model": loaded.name, "text": text.sha256, "window": w} for w in range(len(ids))],
+        f"kept, {source.where}",
+        grid(model=[loaded.name], text=[source.text.sha256], window=range(len(ids))),
         lambda window, **_: _window(loaded, ids[window], layers, shares[window]),
     )
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from lipscope import Measurement
 from lipscope.charts import Panel, training_end
-from lipscope.models import LoadedModel, reinitialised
-from lipscope.records import grouped, growth
-from lipscope_experiments.experiment import Study, experiment, first_and_middle, is_deep
-from lipscope_experiments.findings import average, exponent, line, share
-from lipscope_experiments.texts import Text
+from lipscope.models import reinitialised
+from lipscope.records import growth
+from lipscope_experiments.experiment import Source, Study, experiment, first_and_middle, is_deep
+from lipscope_experiments.findings import average, exponent, grouped, line, share
 
 _TOL = 1e-2
 _MOST, _MOST_IF_DEEP = 2**9, 2**8  # tokens; where there are more than twelve layers
@@ -67,7 +66,7 @@ class RestrictedCase:
 )
 def long_context(study: Study) -> None:
     """Sigma of attention with what moves and what is read restricted, as windows get longer."""
-    cases = [case for place in study.places() for case in _trained_and_random(study, *place)]
+    cases = [case for source in study.sources() for case in _trained_and_random(study, source)]
     _draw_parts(study, cases)
     for case in cases:
         _of_parts(study, case)
@@ -94,24 +93,23 @@ def long_context(study: Study) -> None:
     )
 
 
-def _trained_and_random(study: Study, loaded: LoadedModel, text: Text) -> Iterator[RestrictedCase]:
-    yield _restricted_case(study, loaded, text, [*_ASKED])
-    if not loaded.weights.startswith("random"):
-        some = [name for name in _ASKED if name not in _AT_LAST]
-        yield _restricted_case(study, reinitialised(loaded), text, some)
+def _trained_and_random(study: Study, source: Source) -> Iterator[RestrictedCase]:
+    yield _restricted_case(study, source, [*_ASKED])
+    if not source.model.weights.startswith("random"):
+        fresh = replace(source, model=reinitialised(source.model))
+        yield _restricted_case(study, fresh, [name for name in _ASKED if name not in _AT_LAST])
 
 
-def _restricted_case(
-    study: Study, loaded: LoadedModel, text: Text, asked: Sequence[str]
-) -> RestrictedCase:
+def _restricted_case(study: Study, source: Source, asked: Sequence[str]) -> RestrictedCase:
+    loaded = source.model
     full = _MOST_IF_DEEP if is_deep(loaded) else _MOST
     most = min(loaded.max_tokens or full, study.pick(2**7, full))
     found: dict[str, dict[int, list[Measurement]]] = {}
     for one in asked:
         rows = study.measure(
-            f"{one}: {loaded.name}, {text.name}",
+            f"{one}: {source.where}",
             loaded,
-            text.content,
+            **source.asked,
             layers=first_and_middle(loaded),
             lengths=[2**k for k in range(5, 10) if 2**k <= most],
             samples=study.pick(2, 4),
@@ -120,8 +118,8 @@ def _restricted_case(
             tol=_TOL,
             **_ASKED[one],
         )
-        found[one] = grouped(rows, lambda row: row.layer or 0)
-    return RestrictedCase(f"{loaded.name}, {text.name}", found)
+        found[one] = dict(grouped(rows, "layer"))
+    return RestrictedCase(source.where, found)
 
 
 def _of_parts(study: Study, case: RestrictedCase) -> None:
@@ -147,18 +145,15 @@ def _of_parts(study: Study, case: RestrictedCase) -> None:
                     for layer in case.layers
                 ),
             )
+    first, middle, wins = "first tenth moves", "middle tenth moves", list[str]()
+    for layer in case.layers:
+        hits = [part > 1 for n in case.lengths for part in case.parts(first, layer, n, middle)]
+        wins.append(f"Layer {layer}: {share(sum(hits), len(hits))}")
     study.claim(
         f"{case.where}: the first tenth moves the output more than the middle one",
         "the sink, if it is at the beginning",
-        ". ".join(f"Layer {layer}: {_wins(case, layer)}" for layer in case.layers)
-        + " windows of all lengths",
+        ". ".join(wins) + " windows of all lengths",
     )
-
-
-def _wins(case: RestrictedCase, layer: int) -> str:
-    first, middle = "first tenth moves", "middle tenth moves"
-    hits = [part > 1 for n in case.lengths for part in case.parts(first, layer, n, middle)]
-    return share(sum(hits), len(hits))
 
 
 def _tables(study: Study, case: RestrictedCase) -> None:
@@ -184,7 +179,7 @@ def _tables(study: Study, case: RestrictedCase) -> None:
 def _draw_parts(study: Study, cases: Sequence[RestrictedCase]) -> None:
     """The first text of each model; the others are in the tables."""
     panels = []
-    for case, *_ in grouped(cases, lambda one: one.where.rpartition(",")[0]).values():
+    for _, (case, *_) in grouped(cases, lambda one: one.where.rpartition(",")[0]):
         for layer in case.layers:
             curves = []
             for name in (_ALL, _LAST, *_ALONE):

@@ -12,11 +12,19 @@ from torch import Tensor, nn
 from lipscope.charts import Panel
 from lipscope.models import LoadedModel
 from lipscope_experiments import joint_test
-from lipscope_experiments.experiment import Study, batch_of, experiment, grid, layers_of
+from lipscope_experiments.experiment import (
+    Source,
+    Study,
+    batch_of,
+    depth_of,
+    experiment,
+    grid,
+    is_deep,
+    layers_of,
+)
 from lipscope_experiments.findings import Record, average, chosen, grouped, line, middle
 from lipscope_experiments.questions.precision import decides
 from lipscope_experiments.simple_layers import embedding
-from lipscope_experiments.texts import Text
 
 Scores = Callable[[Tensor], Tensor]
 Windows = Sequence[Sequence[Record]]
@@ -77,8 +85,8 @@ def margin_gain(study: Study) -> None:
     """Rank correlations with moves that change the answer, by layer, beside baselines."""
     study.plan(*PLAN)
     by_model: dict[str, list[Windows]] = {}
-    for loaded, text in study.places():
-        by_model.setdefault(loaded.name, []).append(_windows(study, loaded, text))
+    for source in study.sources():
+        by_model.setdefault(source.model.name, []).append(_windows(study, source))
     _draw(study, by_model)
     for name, texts in by_model.items():
         _of_model(study, name, texts)
@@ -90,20 +98,17 @@ def margin_gain(study: Study) -> None:
     )
 
 
-def _windows(study: Study, loaded: LoadedModel, text: Text) -> Windows:
-    count = int(loaded.config.num_hidden_layers)
-    layers = [*range(0, count, study.pick(max(count // 2, 1), 6 if count > 12 else 1))]
+def _windows(study: Study, source: Source) -> Windows:
+    loaded, count = source.model, depth_of(source.model)
+    layers = [*range(0, count, study.pick(max(count // 2, 1), 6 if is_deep(loaded) else 1))]
     # Of encoders more: those among which one finds a neighbour are no windows that are asked.
     samples = study.pick(12, 16) if decides(loaded) else study.pick(24, 60)
-    options: Record = {"lengths": [_TOKENS], "samples": samples}
-    where = f"{loaded.name}, {text.name}"
-    rows = study.measure(
-        f"sigma, {where}", loaded, text.content, layers=layers, tol=1e-2, **options
-    )
-    run = StreamRun(loaded, text.content, layers, options)
-    key: Record = {"model": loaded.name, "text": text.name, "bank": samples - len(run.order)}
+    asked = source.asking(_TOKENS, samples)
+    rows = study.measure(f"sigma, {source.where}", loaded, layers=layers, tol=1e-2, **asked)
+    run = StreamRun(loaded, layers, asked)
+    key: Record = {"model": loaded.name, "text": source.name, "bank": samples - len(run.order)}
     found = study.values(
-        f"flips, {where}",
+        f"flips, {source.where}",
         [one | key for one in grid(sample=run.order, layer=layers)],
         lambda sample, layer, **_: run.flipped(sample, layer),
     )
@@ -125,20 +130,17 @@ def _reached(windows: Windows, target: str) -> Windows:
 class StreamRun:
     """A model whose stream can be moved before any block, and what its answers are."""
 
-    def __init__(
-        self, loaded: LoadedModel, content: str, layers: Sequence[int], options: Record
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, layers: Sequence[int], asked: Record) -> None:
         self.loaded: Any = loaded.model
-        self.arguments = batch_of(loaded, content, **options)
-        one = options | {"samples": 1}
-        maps = layers_of(loaded, content, map="block", layers=layers, dtype="float32", **one)
+        self.arguments, one = batch_of(loaded, **asked), asked | {"samples": 1}
+        maps = layers_of(loaded, map="block", layers=layers, dtype="float32", **one)
         self.paths = {at.layer: at.module or "" for at in maps}
-        self.order = [*range(0, options["samples"], 1 if decides(loaded) else 2)]
+        self.order = [*range(0, asked["samples"], 1 if decides(loaded) else 2)]
         if decides(loaded):
             table = self.loaded.get_input_embeddings().weight.detach()
             self.scores: Scores = lambda hidden: table @ hidden[-1]
         else:
-            others = range(1, options["samples"], 2)
+            others = range(1, asked["samples"], 2)
             with torch.no_grad():
                 bank = torch.stack([embedding(self.read(k).last_hidden_state[0]) for k in others])
             self.scores = lambda hidden: bank @ embedding(hidden)

@@ -26,9 +26,17 @@ from lipscope.models import (
     rounding_error,
 )
 from lipscope.pages import number
-from lipscope.records import grouped, mean_interval
-from lipscope_experiments.experiment import Source, Study, batch_of, experiment, grid, layers_of
-from lipscope_experiments.findings import Record, average, chosen, line
+from lipscope.records import mean_interval
+from lipscope_experiments.experiment import (
+    Source,
+    Study,
+    batch_of,
+    even_layers,
+    experiment,
+    grid,
+    layers_of,
+)
+from lipscope_experiments.findings import Record, average, chosen, grouped, line
 from lipscope_experiments.joint_test import correlations
 
 _TOKENS = 64
@@ -72,8 +80,7 @@ class RoundedCase:
 )
 def precision(study: Study) -> None:
     """Rank correlation over blocks of sigma and rounding errors with what rounding one does."""
-    missing: list[str] = []
-    cases = [case for one in study.sources(missing) for case in _trained_and_not(study, one)]
+    cases = [case for one in study.sources() for case in _trained_and_not(study, one)]
     _draw_rounding(study, cases)
     for case in cases:
         _of_rounding(study, case)
@@ -101,7 +108,6 @@ def precision(study: Study) -> None:
         "(pairs of one window); the index counts in the direction that suits it.",
         "What it does not show: formats with groups or outliers kept apart, and several blocks "
         "rounded together.",
-        *missing,
     )
 
 
@@ -113,13 +119,8 @@ def _trained_and_not(study: Study, source: Source) -> Iterator[RoundedCase]:
 
 
 def _rounded_model(study: Study, source: Source) -> RoundedCase:
-    count = int(source.model.config.num_hidden_layers)
-    layers = [*range(0, count, math.ceil(count / study.pick(6, _LAYERS)))]
-    asked = dict(source.asked)
-    if not source.sees:
-        asked["lengths"] = [_TOKENS]
-    if source.asked.get("images", "random") == "random":
-        asked["samples"] = study.pick(4, 8)
+    layers = even_layers(source.model, study.pick(6, _LAYERS))
+    asked = source.asking(_TOKENS, study.pick(4, 8))
     at = {"layers": layers, **asked}
     sigmas = {
         map: study.measure(f"{map}, {source.where}", source.model, map=map, tol=tol, **at)
@@ -243,18 +244,13 @@ def _of_rounding(study: Study, case: RoundedCase) -> None:
 
 
 def _mean_correlation(known: np.ndarray, change: np.ndarray) -> str:
-    found = [one for one in correlations(known, change) if math.isfinite(one)]
-    if not found:
-        return "–"
-    mean, low, high = mean_interval(found)
-    ends = f" [{max(low, -1.0):z.2f}, {min(high, 1.0):z.2f}]" if len(found) > 2 else ""
-    return f"{mean:z.2f}{ends}"
+    return average([*filter(math.isfinite, correlations(known, change))], (-1.0, 1.0), "z.2f")
 
 
 def _draw_rounding(study: Study, cases: Sequence[RoundedCase]) -> None:
     """One line of panels a model: trained weights on the first text; the rest is in the tables."""
     panels = []
-    for case, *_ in grouped(cases, lambda one: one.where.partition(",")[0]).values():
+    for _, (case, *_) in grouped(cases, lambda one: one.where.partition(",")[0]):
         measure, change = next(iter(case.change.items()))
         curves = [line(way, case.layers, own.mean(1).tolist()) for way, own in change.items()]
         panels.append(Panel(case.where, curves, "block", measure, log_x=False))

@@ -9,12 +9,12 @@ from statistics import fmean
 
 import torch
 
-from lipscope import Measurement, records
+from lipscope import Measurement
 from lipscope.charts import Panel, Series, readable
 from lipscope.control import attention_received
 from lipscope.models import reinitialised, special_tokens_of
 from lipscope.records import mean_interval, rank_correlation
-from lipscope_experiments.experiment import Source, Study, experiment, layers_of
+from lipscope_experiments.experiment import Source, Study, even_layers, experiment, layers_of
 from lipscope_experiments.findings import Record, Value, average, counted, grouped, middle, share
 
 _TOKENS = 64
@@ -37,8 +37,7 @@ _MOVED, _BARE_MOVED = f"from position {_LATER}", f"no special tokens, from posit
 )
 def sink(study: Study) -> None:
     """The top direction and the attention received, token by token, in layers of models."""
-    missing: list[str] = []
-    sources = [*study.sources(missing)]
+    sources = [*study.sources()]
     windows = [one for source in sources for one in _of_source(study, source)]
     _draw_shares(study, windows)
     for where, mine in grouped(windows, "where"):
@@ -70,7 +69,6 @@ def sink(study: Study) -> None:
         "Intervals: 95 %, Student's over windows (Clopper–Pearson of counts), for independent "
         "windows of this text. Layers of one model are not independent of each other.",
         "What it does not show: why a token becomes a sink, and larger models.",
-        *missing,
     )
 
 
@@ -89,23 +87,14 @@ def _of_source(study: Study, source: Source) -> Iterator[Record]:
         yield from _windows(study, case, source.where, control)
 
 
-def _layers_asked(study: Study, source: Source) -> list[int]:
-    count = int(source.model.config.num_hidden_layers)
-    return [*range(0, count, math.ceil(count / study.pick(4, _LAYERS)))]
-
-
 def _windows(study: Study, source: Source, where: str, control: str) -> Iterator[Record]:
     """Every layer of a model at every window."""
-    part = f"{where}, {control}"
-    asked: Record = {"layers": _layers_asked(study, source), **source.asked}
-    if not source.sees:
-        asked["lengths"] = [_TOKENS]
-    if source.asked.get("images", "random") == "random":
-        asked["samples"] = study.pick(4, 10)
+    part, asked = f"{where}, {control}", source.asking(_TOKENS, study.pick(4, 10))
+    asked["layers"] = even_layers(source.model, study.pick(4, _LAYERS))
     rows = study.measure(f"sigma, {part}", source.model, rest=True, **asked)
     key = {name: value for name, value in asked.items() if name != "data"}
     (found,) = study.values(f"received, {part}", [key], lambda **_: _received(source, asked))
-    tokens = records.grouped(sorted(rows.tokens, key=lambda one: one.index), lambda one: one.id)
+    tokens = dict(grouped(sorted(rows.tokens, key=lambda one: one.index), "id"))
     specials = frozenset(getattr(source.model.tokenizer, "all_special_tokens", ()))
     for row in rows:
         if row.sigma is not None:
@@ -121,11 +110,13 @@ def _window(row: Measurement, shares: list[tuple[str, float]], received: list[fl
 
     ``shares``: the kind and the share of every token; ``received``: means over heads and rows.
     """
-    by_kind = records.grouped(shares, lambda one: one[0])
     return {
         "layer": row.layer,
         "tokens": len(shares),
-        **{kind: math.fsum(value for _, value in some) for kind, some in by_kind.items()},
+        **{
+            kind: math.fsum(value for _, value in some)
+            for kind, some in grouped(shares, lambda kind, _: kind)
+        },
         "top": max(shares, key=lambda one: one[1])[0],
         "received": received[0],
         "agreement": rank_correlation([value for _, value in shares], received)[0],
@@ -145,7 +136,7 @@ def _received(source: Source, asked: Record) -> Record:
 
 def _erased_table(study: Study, source: Source) -> None:
     """Whether a layer's input at one place of a window still says which word stands there."""
-    layers = _layers_asked(study, source)
+    layers = even_layers(source.model, study.pick(4, _LAYERS))
     key = {"layers": layers, "words": list(_WORDS), "places": list(_PLACES)}
     part = f"erased, {source.where}"
     (found,) = study.values(part, [key], lambda **_: _erased(source, layers))
@@ -174,7 +165,7 @@ def _erased(source: Source, layers: Sequence[int]) -> Record:
         batch = window.repeat(len(words), 1)
         batch[:, place] = torch.tensor(words)
         found = layers_of(source.model, batch, layers=layers, dtype="float32")
-        for layer, some in records.grouped(found, lambda one: one.layer).items():
+        for layer, some in grouped(found, "layer"):
             inputs = torch.stack([one.x[place] for one in some])
             apart = torch.pdist(inputs).mean() / inputs.norm(dim=1).mean()
             got = [attention_received(one.attention, one.x)[:, place].mean() for one in some]

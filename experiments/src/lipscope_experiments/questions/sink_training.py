@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lipscope.charts import Panel
 from lipscope.models import LoadedModel
 from lipscope.records import rank_correlation
+from lipscope_experiments.data import Text
 from lipscope_experiments.experiment import Study, experiment, grid, layers_of
 from lipscope_experiments.findings import (
     Record,
@@ -33,7 +34,7 @@ from lipscope_experiments.frozen import (
     frozen_column,
 )
 from lipscope_experiments.simple_layers import top
-from lipscope_experiments.texts import Text
+from lipscope_experiments.training import seeded
 
 _WIDTH, _HEADS, _DEPTH, _LENGTH, _BATCH = 48, 4, 4, 64, 16
 _RATE, _WARM = 2e-3, 50
@@ -154,8 +155,7 @@ def sink_training(study: Study) -> None:
 def _trained(letters: Letters, seed: int, kind: str, steps: Sequence[int], **_: str) -> Record:
     """One run: its readings at some steps."""
     gen = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         net = CopyingNet(kind == DECODER)
     held = letters.windows(_BATCH, torch.Generator().manual_seed(10_000))
     optimiser = torch.optim.AdamW(net.parameters(), lr=_RATE, weight_decay=0.1, betas=(0.9, 0.95))

@@ -1,13 +1,15 @@
-"""The texts of an experiment: the default one always, and those that the user names."""
+"""What experiments read: texts, the default one always, sentences with labels, and digits."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,8 @@ AG_NEWS = "ag_news"
 AG_NEWS_TITLE = "AG_NEWS"
 _SHARE = 10  # one character of so many is held out, the last ones
 _HELD = 64  # windows of the held-out part
+_FOLDER = "LIPSCOPE_DEEPT"  # the environment variable that names what is not shipped
+_DIGITS = 1347  # to train on, of 1,797; the others are by other writers
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,11 @@ class Corpus:
     held: Tensor
     characters: int
 
+    def draw(self, count: int, length: int, gen: torch.Generator) -> Tensor:
+        """Windows ``(count, length + 1)`` of what is trained on."""
+        starts = torch.randint(0, len(self.train) - length, (count,), generator=gen)
+        return self.train[starts[:, None] + torch.arange(length + 1)]
+
     @property
     def chance(self) -> float:
         """Bits per held-out character of what knows how often each occurs, and nothing else."""
@@ -64,6 +73,15 @@ class Corpus:
         hits = (counts.argmax(1)[before] == after).double().mean()
         bits = (counts / counts.sum(1, keepdim=True))[before, after].log2()
         return float(hits), -float(bits.mean())
+
+
+@dataclass(frozen=True)
+class Task:
+    """Inputs with their classes, to train on and to test on."""
+
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    vocabulary: int | None = None  # of inputs that are ids
 
 
 def corpus(text: Text, length: int) -> Corpus:
@@ -120,3 +138,30 @@ def _ag_news() -> Text:
             f"{type(problem).__name__}: {said}; leave it out, or pass a file."
         ) from None
     return Text(AG_NEWS_TITLE, " ".join(lines))
+
+
+def folder_for(name: str) -> Path:
+    """The folder that the environment names, for a data set or network."""
+    if not os.environ.get(_FOLDER):
+        raise InputError(f"{name} was left out: {_FOLDER} names no folder.")
+    return Path(os.environ[_FOLDER])
+
+
+def sentences(folder: Path, part: str) -> list[tuple[list[str], int]]:
+    """The words of sentences of SST, with their labels."""
+    found: list[dict[str, Any]] = json.loads((folder / f"{part}.json").read_text("utf-8"))
+    return [(one["sentence"].lower().split(), one["label"]) for one in found]
+
+
+def digits() -> Task:
+    """The digits of scikit-learn, ``(b, 1, 8, 8)`` from 0 to 1, the last quarter for tests."""
+    try:
+        from sklearn.datasets import load_digits  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise InputError(
+            f"The digits need the package `scikit-learn`; run `{install('digits')}`."
+        ) from None
+    found: Any = load_digits()
+    images = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16
+    labels = torch.tensor(found.target)
+    return Task((images[:_DIGITS], labels[:_DIGITS]), (images[_DIGITS:], labels[_DIGITS:]))
