@@ -35,7 +35,7 @@ from lipscope.models.network_search import (
 from lipscope.models.tracing.calls import Trace
 from lipscope.models.tracing.map_endpoints import LayerMap
 from lipscope.models.tracing.maps import build_map
-from lipscope.models.tracing.prepare import implementation_for, prepared, replaced
+from lipscope.models.tracing.prepare import implementation_for, prepared, swapped
 from lipscope.models.tracing.recorder import Inputs, to_device
 from lipscope.models.tracing.sites import AttentionCall, attention_sites
 from lipscope.models.tracing.trace import trace
@@ -158,7 +158,8 @@ def read_parts(
     >>> len(parts.branches), tuple(parts(x).shape)
     (5, (5, 3))
     """
-    trained = {name: p for name, p in _weights(model) if p.requires_grad}
+    weights = model.named_parameters(remove_duplicate=False)
+    trained = {name: p for name, p in weights if p.requires_grad}
     with _traced(model, inputs, modules) as record:
         search = PartsSearch(function_of(record))
         with _linked(record.model, trained):
@@ -170,20 +171,16 @@ def read_parts(
     return network, found.x
 
 
-def _weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(model.named_parameters(remove_duplicate=False))
-
-
 def _linked(own: nn.Module, trained: Mapping[str, nn.Parameter]) -> AbstractContextManager[None]:
     """The weights of a copy as functions of those that are trained, for a while."""
     found: list[tuple[dict[str, Any], str, Any]] = []
-    for path, p in _weights(own):
+    for path, p in own.named_parameters(remove_duplicate=False):
         if path in trained:
             holder, _, name = path.rpartition(".")
             trained[path].requires_grad_()  # which it is not while the copy is the model itself
             weights: Any = own.get_submodule(holder)._parameters
             found.append((weights, name, trained[path].to(p) * 1.0))
-    return replaced(found)
+    return swapped(found)
 
 
 def _around(built: LayerMap, call: AttentionCall) -> tuple[Branch, ...]:

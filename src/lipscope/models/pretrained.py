@@ -321,21 +321,17 @@ def quiet() -> Iterator[None]:
     from transformers import logging
 
     hub = stdlib_logging.getLogger("huggingface_hub")
-    hub_level, level = hub.level, logging.get_verbosity()
-    hub.setLevel(stdlib_logging.CRITICAL)  # its retries would be lines of their own
-    bars = logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with contextlib.ExitStack() as stack:
-            if not sys.stderr.isatty():  # dequantisation draws a bar of its own
-                stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-            yield
-    finally:
-        hub.setLevel(hub_level)
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
+    with contextlib.ExitStack() as stack:
+        stack.callback(hub.setLevel, hub.level)
+        stack.callback(logging.set_verbosity, logging.get_verbosity())
+        if logging.is_progress_bar_enabled():
+            stack.callback(logging.enable_progress_bar)
+        hub.setLevel(stdlib_logging.CRITICAL)  # its retries would be lines of their own
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        if not sys.stderr.isatty():  # dequantisation draws a bar of its own
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        yield
 
 
 _ASKED = ("GGUFReader", "get_tensor_name_map")
@@ -346,11 +342,9 @@ def read_once() -> Iterator[None]:
     """Parse a GGUF file once, and its table of names once for all modules, not for each."""
     import gguf
 
-    before = {name: getattr(gguf, name) for name in _ASKED}
-    try:
-        for name, found in before.items():
-            setattr(gguf, name, functools.cache(found))
+    with contextlib.ExitStack() as stack:
+        for name in _ASKED:
+            own = getattr(gguf, name)
+            stack.callback(setattr, gguf, name, own)
+            setattr(gguf, name, functools.cache(own))
         yield
-    finally:
-        for name, found in before.items():
-            setattr(gguf, name, found)

@@ -84,7 +84,7 @@ def _modules(model: nn.Module) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def replaced(entries: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+def swapped(entries: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
     """Other entries in dictionaries, as those of a module's parts or weights, put back on exit."""
     entries = list(entries)
     before = [(held, name, held[name]) for held, name, _ in entries]
@@ -100,7 +100,7 @@ def replaced(entries: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[Non
 def undisturbed(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Run a module on copies of its buffers, so that caches in it stay as they were."""
     own = ((m._buffers, name, b) for m in _modules(module) for name, b in m._buffers.items())
-    return replaced((held, name, None if b is None else b.clone()) for held, name, b in own)
+    return swapped((held, name, None if b is None else b.clone()) for held, name, b in own)
 
 
 class ExactNorm(nn.Module):
@@ -252,7 +252,7 @@ def _uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[None]:
                 found.append((module._modules, name, child._orig_mod))
         if module._compiled_call_impl:
             found.append((vars(module), "_compiled_call_impl", None))
-    return replaced(found)
+    return swapped(found)
 
 
 def _drops(module: nn.Module) -> bool:

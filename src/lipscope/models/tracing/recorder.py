@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lipscope.errors import InputError
 from lipscope.linalg import draws_from
-from lipscope.models.tracing.prepare import exact_maths, replaced, undisturbed
+from lipscope.models.tracing.prepare import exact_maths, swapped, undisturbed
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 Node = Any  # of autograd's graph
@@ -602,7 +602,7 @@ def standing_in(model: nn.Module, outputs: BlockOutputs) -> contextlib.AbstractC
         around, _, name = path.rpartition(".")
         blocks: Any = model.get_submodule(around)._modules
         found.append((blocks, name, _KnownBlock(blocks[name], output)))
-    return replaced(found)
+    return swapped(found)
 
 
 class _KnownBlock(nn.Module):
