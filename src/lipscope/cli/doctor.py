@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lipscope.cli.terminal import say_table
 from lipscope.errors import install
 from lipscope.sources import BUNDLED
 
@@ -57,7 +57,7 @@ def doctor(
         bad |= missing and finding.required
         mark = ("no" if finding.required else "–") if missing else "ok"
         table.add_row(*(Text(t) for t in (mark, finding.name, finding.found, finding.remedy)))
-    Console(highlight=False, width=max(110, Console().width)).print(table)
+    say_table(table)
     if bad:
         raise typer.Exit(1)
 
