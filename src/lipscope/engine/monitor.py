@@ -30,7 +30,7 @@ from lipscope.engine.checks import argument, whole_number
 from lipscope.engine.plan import FUSED, WindowKey
 from lipscope.engine.ready_model import ReadyModel
 from lipscope.engine.runs import AnyFolder, LocalRun, folder_of
-from lipscope.engine.session import ModelKey, Session
+from lipscope.engine.session import ModelKey
 from lipscope.engine.spec import Model, Options, Verb
 from lipscope.errors import InputError, remark, shown
 from lipscope.records import Measurement, RunFolder, provenance, stable_id
@@ -445,7 +445,9 @@ class _LayerHeads:
         if name in ("heads", "attention"):
             self.radii.append(float(call.x.detach().norm(dim=-1).max()))
         layer = None if call.end.refusal else models.closed_form(call)
-        if layer is not None and (layer.mask is None or not _hides(layer.mask)):
+        mask = None if layer is None else layer.mask
+        hidden = mask is not None and not bool(mask.flatten(0, -2).any(0).all())  # from all tokens
+        if layer is not None and not hidden:
             self._found.append((largest_logits(layer, call.x), *entropy_and_sink(layer, call.x)))
 
     def worst(self) -> tuple[tuple[float, ...], ...]:
@@ -459,37 +461,20 @@ class _LayerHeads:
 
 def _heads_of(asked: LocalRun, layers: Sequence[int]) -> dict[int, _LayerHeads]:
     """What some layers of the model of a request read, open or not: one forward pass an entry."""
-    found: dict[int, _LayerHeads] = {}
-    name = asked.spec.models[0].name
-    with Session(asked.spec, {"": asked.data}, {name: lambda: asked.model}) as session:
-        for record in _traces(session):
+    found, spec = dict[int, _LayerHeads](), asked.spec
+    fused = any(name in FUSED for name in spec.maps)
+    with asked.new_session() as session:
+        for k in range(len(session.items(ModelKey(0, None), ""))):
+            window = session.window(WindowKey(0, None, spec.dtypes[0], fused, "", k))
+            record = window.trace  # no map of a layer is built
             names = {module: name for name, module in record.model.named_modules()}
             for layer in layers:
                 call = record.calls[layer]
-                parts = (
-                    [call.module]
-                    if call.end.projection is None
-                    else [call.module, call.end.projection]
-                )
+                parts = call.module, call.end.projection
                 # What torch's face of our own attention shows as a projection is no module of it.
                 holders = [names[part] for part in parts if part in names]
-                found.setdefault(layer, _LayerHeads(call.name, holders)).add(
-                    call, asked.spec.maps[0]
-                )
+                found.setdefault(layer, _LayerHeads(call.name, holders)).add(call, spec.maps[0])
     return found
-
-
-def _traces(session: Session) -> Iterator[models.Trace]:
-    """The model's trace at every input; no map of a layer is built."""
-    spec = session.spec
-    fused = any(name in FUSED for name in spec.maps)
-    for k in range(len(session.items(ModelKey(0, None), ""))):
-        yield session.window(WindowKey(0, None, spec.dtypes[0], fused, "", k)).trace
-
-
-def _hides(mask: Tensor) -> bool:
-    """Whether a token is hidden from all."""
-    return bool((~mask.flatten(0, -2).any(0)).any())
 
 
 @contextlib.contextmanager

@@ -13,8 +13,10 @@ from lipscope.engine import checks
 from lipscope.engine.checks import COPIES, OF_TEXT, Check, Entries, parse_tokens
 from lipscope.errors import InputError
 from lipscope.records import MAPS, MapName
+from lipscope.sources import check_device, check_model, read_text
 
 if TYPE_CHECKING:  # not at run time: the command line completes options without torch
+    from lipscope.certificates import DecisionBall
     from lipscope.linalg import Metric
     from lipscope.models import Side, WindowKind
 
@@ -29,17 +31,7 @@ WITH_INPUTS = ("attention", "heads")
 LENGTHS, SAMPLES = (16, 64, 256), 10
 
 
-class SolverOptions(TypedDict, total=False):
-    """When the solver stops: part of every id, and handed to it by these names."""
-
-    tol: float
-    delta: float
-
-
-SOLVER = tuple(SolverOptions.__annotations__)
-
-
-class Options(SolverOptions, total=False):
+class Options(TypedDict, total=False):
     """Options that every verb has; `measure` says what they mean."""
 
     map: MapName
@@ -49,6 +41,8 @@ class Options(SolverOptions, total=False):
     causal: bool | None
     images: str | Path | None
     resolutions: Sequence[int] | None
+    tol: float
+    delta: float
     dtype: DType | None
     device: str
     seed: int
@@ -210,17 +204,13 @@ class Spec:
     )
     allow_pickle: bool = _solver(False, checks.flag, "Load pickled weights, weights only.")
     tokens: bool = _entry(True, checks.flag)
-    decisions: tuple[str, ...] = _entry((), _when_used("decisions"))
+    decisions: tuple[DecisionBall, ...] = _entry((), _when_used("decisions"))
     directions: int = 0
     among: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values: what the manifest holds and what workers are told."""
         return asdict(self) | {"models": [list(model) for model in self.models]}
-
-    def solver(self) -> dict[str, Any]:
-        """What the solver is told."""
-        return {name: getattr(self, name) for name in SOLVER}
 
 
 OPTIONS = {one.name: one for one in fields(Spec) if one.metadata}
@@ -241,6 +231,7 @@ class Verb(NamedTuple):
     dtype: str = "float32"  # floating type if none is asked for
     norms: bool = False  # whether it asks for the norms that feed layers
     whole: str = ""  # what needs all weights of the model at once; empty if nothing does
+    one_input: bool = False  # whether its answer is of one input
     by_layer: bool = False  # whether a layer is looked at when its turn comes, not before the first
 
 
@@ -395,3 +386,34 @@ def _check_theorems(source: Entries, spec: Spec) -> None:
             f"every norm from the smallest of the text on. Found `radius = {spec.radius}`.",
             "radius",
         )
+
+
+# --- what is certain before torch is imported
+
+# Whose words stand in rooms that bring torch, or mean something else to a verb.
+_LATER = ("metrics", "side", "inputs", "theorems", "tokens")
+
+
+def refuse_early(model: str, options: Mapping[str, Any]) -> None:
+    """Refuse what is certain without a look at the model itself; a verb looks at the rest.
+
+    ``options`` are those of a verb, without those that are left to it.
+
+    Raises:
+        InputError: As the verb itself would.
+    """
+    for name, value in options.items():
+        key = AXES.get(name, name)
+        if key in CHECKS and key not in _LATER and value is not None:
+            CHECKS[key](Entries("", {name: value}), name, value)
+    check_device(options.get("device", "auto"))
+    if isinstance(among := options.get("among"), Path):
+        read_text(among, "`among`")
+    asked: dict[str, Any] = {"allow_pickle": options.get("allow_pickle", False)}
+    if "images" not in options:
+        asked["lengths"] = checks.items(options.get("lengths", options.get("length", [])))
+    if options.get("modules") is None and options.get("side", "self") == "self":
+        numbers = options.get("layers", options.get("layer", "all"))
+        asked["layers"] = checks.layers(Entries("", {}), "layers", numbers) or ()
+        asked["head"] = options.get("head")
+    check_model(model, **asked)

@@ -52,21 +52,16 @@ def read_spec(spec: str | Path | Mapping[str, Any]) -> Request:
         for key, value in source.values.items()
         if key not in ("models", "texts")
     }
-    sources: dict[str, Any] = (
-        _text_contents(source) if "images" not in values else _picture_source(source, values)
-    )
-    if "images" not in values:
+    if "images" in values:
+        if "texts" in source.values:
+            source.fail("`images` take the place of texts. Found both; leave one out.", "images")
+        sources = {IMAGES: values["images"]}
+    else:
+        sources = _text_contents(source)
         values = {"lengths": LENGTHS, "samples": SAMPLES} | values
     made = Spec(models=tuple(_models_of(source)), texts=digests(sources), **values)
     check_together(source, made)
     return Request(made, sources, Path(source.name).stem)
-
-
-def _picture_source(source: Entries, values: Mapping[str, Any]) -> dict[str, str]:
-    """The one source of a run on pictures."""
-    if "texts" in source.values:
-        source.fail("`images` take the place of texts. Found both; leave one out.", "images")
-    return {IMAGES: values["images"]}
 
 
 def _text_contents(source: Entries) -> dict[str, str]:

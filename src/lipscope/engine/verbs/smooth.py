@@ -158,7 +158,8 @@ def smooth(
     if head is not None and start is not None:
         end = _perplexity(head, ids)
         return Smoothed(before, after, "perplexity", start, end, *changes, path=folder)
-    agreement = _mean_cosine(original, now)
+    pooled = [torch.cat([one.mean(1) for one in some]) for some in (original, now)]
+    agreement = float(torch.cosine_similarity(*pooled, dim=-1).mean())
     return Smoothed(before, after, "agreement", 1.0, agreement, *changes, path=folder)
 
 
@@ -266,12 +267,6 @@ def _change_under_attack(model: Any, ids: Tensor, outputs: Sequence[Tensor], see
         with torch.no_grad():
             found.append(float((moved(x + move) - here[0]).norm() / here.norm()))
     return sum(found) / len(found)
-
-
-def _mean_cosine(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
-    """Mean cosine between means over tokens."""
-    pooled = [torch.cat([one.mean(1) for one in some]) for some in (before, after)]
-    return float(torch.cosine_similarity(*pooled, dim=-1).mean())
 
 
 def _tune(
