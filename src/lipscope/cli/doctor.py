@@ -114,13 +114,11 @@ def _installed(requirement: Requirement) -> tuple[str, bool]:
 
 
 def _extra(extra: str, requirements: list[Requirement]) -> Finding:
-    states = {one.name: _installed(one) for one in requirements}
-    lacking = [name for name, (_, fits) in states.items() if not fits]
+    lacking = [one.name for one in requirements if not _installed(one)[1]]
     purpose = FEATURES.get(extra, "optional")
     if not lacking:
         return Finding(f"[{extra}]", purpose)
-    lacks = f"{purpose}: lacks {', '.join(lacking)}"
-    return Finding(f"[{extra}]", lacks, install(extra))
+    return Finding(f"[{extra}]", f"{purpose}: lacks {', '.join(lacking)}", install(extra))
 
 
 def _model(name: str, package: str) -> Finding:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypedDict
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -122,11 +123,14 @@ def classifier_of_file(path: str | Path) -> Classifier:
         InputError: If the file cannot be read or holds something else. Pickles are refused.
     """
     path = Path(path)
-    read = {".npy": _numpy, ".safetensors": _safetensors}.get(path.suffix.lower())
-    if read is None:
+    kind = path.suffix.lower()
+    if kind not in (".npy", ".safetensors"):
         raise InputError(f"`read-out` should be a .npy or .safetensors file. Found `{path}`.")
     try:
-        weight, bias = read(path)
+        if kind == ".npy":
+            weight, bias = torch.from_numpy(np.load(path, allow_pickle=False)), None
+        else:
+            weight, bias = _safetensors(path)
     except OSError as problem:
         why = problem.strerror or "no such file"
         raise InputError(f"`read-out` should be a readable file. Found `{path}`: {why}.") from None
@@ -148,12 +152,6 @@ def classifier_of_file(path: str | Path) -> Classifier:
     names = tuple(str(i) for i in range(len(weight)))
     weight = weight.double()
     return Classifier(weight, None if bias is None else bias.double(), names)
-
-
-def _numpy(path: Path) -> tuple[Tensor, None]:
-    import numpy as np
-
-    return torch.from_numpy(np.load(path, allow_pickle=False)), None
 
 
 def _safetensors(path: Path) -> tuple[Tensor, Tensor | None]:

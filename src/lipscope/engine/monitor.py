@@ -128,7 +128,8 @@ class Monitor:
         self._weights: dict[int, list[nn.Parameter]] = {}
         self._before: dict[int, list[Tensor]] = {}
         self._folder: RunFolder | None = None
-        with _in_full(self.model), self._request(self._name, "") as run:
+        self._now = (self._name, "")  # what its rows call the model, and its revision
+        with _in_full(self.model), self._request() as run:
             self._layers = sorted({job.layer or 0 for job in run.jobs})
         self._lent = out if isinstance(out, RunFolder) else None
         self._folder = self._lent or (None if out is None else self._opened(out))
@@ -215,10 +216,11 @@ class Monitor:
             raise InputError(f"Step {self._last}: {text}{self.rose()}.") from None
         revision = f"sha256:{models.fingerprint(self.model)}"
         name = self._named(revision)
+        self._now = (name, revision)
         self._run = name.rpartition("@")[0]
         with _in_full(self.model):
-            heads = self._heads(self._request(name, revision))
-            rows, problems = self._measured(name, revision)
+            heads = self._heads(self._request())
+            rows, problems = self._measured()
         new = [
             self._reading(layer, heads.get(layer), rows.get(layer, ()), problems.get(layer))
             for layer in self._layers
@@ -277,9 +279,9 @@ class Monitor:
         end = f"steps {steps[0]} to {self._last}; {self._alarm.summary()}"
         return f"Monitor: {len(steps)} readings, {end}."
 
-    def _request(self, name: str, revision: str, **more: Any) -> LocalRun:
+    def _request(self, **more: Any) -> LocalRun:
         """What is asked of the model as it is now; its options are checked."""
-        model = self.model
+        model, (name, revision) = self.model, self._now
         if more.get("dtype", self._asked["dtype"]) != self._asked["dtype"]:
             # Not the model as it is: its own differences would be those of float32.
             model = models.copied(model).to(torch.float64)
@@ -289,37 +291,33 @@ class Monitor:
         asked = self._asked | more
         return LocalRun(loaded, self.data, asked, _MONITOR, more=set_, out=self._folder)
 
-    def _measured(
-        self, name: str, revision: str
-    ) -> tuple[dict[int, list[Measurement]], dict[int, str]]:
+    def _measured(self) -> tuple[dict[int, list[Measurement]], dict[int, str]]:
         """Rows by layer, and why float32, or nothing, can measure a layer."""
         found, problems = {}, {}
         with contextlib.suppress(Exception):  # then layer by layer
-            return self._rows(name, revision), problems
+            return self._rows(), problems
         for layer in self._layers:
-            first = self._tried(found, name, revision, layer, self._asked["dtype"])
-            last = first and self._tried(found, name, revision, layer, "float64")
+            first = self._tried(found, layer, self._asked["dtype"])
+            last = first and self._tried(found, layer, "float64")
             if last:
                 problems[layer] = f"cannot be measured ({last})"
             elif first:
                 problems[layer] = f"cannot be measured in float32, and was in float64 ({first})"
         return found, problems
 
-    def _tried(
-        self, found: dict[int, list[Measurement]], name: str, revision: str, layer: int, dtype: str
-    ) -> str:
+    def _tried(self, found: dict[int, list[Measurement]], layer: int, dtype: str) -> str:
         """Add the rows of a layer; why there are none, if so."""
         try:
-            found |= self._rows(name, revision, layers=[layer], dtype=dtype)
+            found |= self._rows(layers=[layer], dtype=dtype)
         except Exception as problem:  # whatever it is, training goes on
             if not self.readings and dtype == "float64":
                 raise
             return explained(problem).rstrip(".").removesuffix("; use float64")
         return ""
 
-    def _rows(self, name: str, revision: str, **more: Any) -> dict[int, list[Measurement]]:
+    def _rows(self, **more: Any) -> dict[int, list[Measurement]]:
         found: dict[int, list[Measurement]] = {}
-        with self._request(name, revision, **more) as run:
+        with self._request(**more) as run:
             for row in run.rows():
                 if row.error is not None or row.sigma is None:
                     raise InputError(row.error or row.note or "Sigma is not finite.")

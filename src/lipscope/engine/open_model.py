@@ -386,7 +386,7 @@ class LayerAtInput(Shown):
 
     def bounds(self, **options: Any) -> Rows:
         """Every theorem next to sigma here, as `bounds` gives them."""
-        return bounds(*self._here(), layers=self._layers(), **self._with(options))
+        return bounds(*self._here(), layers=self._layers(), **self._options | options)
 
     def directions(self, **options: Any) -> Rows:
         """The worst directions here in words, as `directions` gives them."""
@@ -406,7 +406,7 @@ class LayerAtInput(Shown):
         """A bound in a ball around this input, as `certify` gives it."""
         if self.head is not None:
             options.setdefault("head", self.head)
-        asked = self._with(options)
+        asked = self._options | options
         asked.pop("per_head", None)
         return certify(*self._here(), eps=eps, layer=self.layer or 0, **asked)
 
@@ -445,16 +445,13 @@ class LayerAtInput(Shown):
     def _layers(self) -> Any:
         return "all" if self.layer is None else [self.layer]
 
-    def _with(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        return self._options | dict(options)
-
     def _of_all_heads(self, verb: str, options: Mapping[str, Any]) -> dict[str, Any]:
         if self.head is not None:
             raise InputError(
                 f"`{verb}` speaks of all heads together. Found a layer at `head = {self.head}`; "
                 "ask `model.at` without `head`."
             )
-        return self._with(options)
+        return self._options | dict(options)
 
     # --- shown
 

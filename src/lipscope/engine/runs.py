@@ -80,8 +80,9 @@ class LocalRun:
         options, dtype = dict(options), verb.dtype
         data, model = checked_data(data), str(model) if isinstance(model, Path) else model
         loading = {name: options.pop(name, None) for name in ("tokenizer", "revision")}
+        revision = loading["revision"]
         if isinstance(model, str):
-            name, _ = split_revision(model)
+            name, revision = split_revision(model, revision)
         else:
             model = ready_model(model, **loading)
             name = model.name
@@ -105,9 +106,6 @@ class LocalRun:
             return found.in_memory(verb.whole) if verb.whole else found
 
         self._load = functools.cache(load)
-        revision = loading["revision"]
-        if isinstance(model, str):
-            revision = split_revision(model, revision)[1]
         self._more = {"norms": verb.norms, "revision": revision}
         self._verb, self._out, self._asked = verb, out, asked
         self._stack = contextlib.ExitStack()

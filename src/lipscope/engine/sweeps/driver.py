@@ -26,9 +26,8 @@ from lipscope.engine.runs import (
     tell_fewer,
 )
 from lipscope.engine.session import Result, Session
-from lipscope.engine.spec import Request, spec_of
+from lipscope.engine.spec import Request, read_spec, spec_of
 from lipscope.engine.sweeps.pool import Decisions, cores, local_results, start_time, threads_of
-from lipscope.engine.sweeps.spec_file import read_spec
 from lipscope.errors import InputError, install
 from lipscope.models import device_of
 from lipscope.pages import Rows

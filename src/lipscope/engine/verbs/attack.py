@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
+import numpy as np
 import torch
 from rich.table import Table
 from rich.text import Text
@@ -115,16 +116,10 @@ def attack(
         if not tried:  # it was attacked before
             assert run.folder is not None
             tried = [WorstInput(**one, x=None, v=None) for one in held["found"]]
-            tried[0] = replace(tried[0], **_load_worst(run.folder.path / _WORST))
+            with np.load(run.folder.path / _WORST, allow_pickle=False) as arrays:
+                x, v = (torch.from_numpy(arrays[name]) for name in ("x", "v"))
+            tried[0] = replace(tried[0], x=x, v=v)
     return Attacked(rows, tried, held["radius"], held["given_radius"])
-
-
-def _load_worst(path: Path) -> dict[str, Tensor]:
-    """The worst input, and the direction in which it is worst."""
-    import numpy as np
-
-    with np.load(path, allow_pickle=False) as held:
-        return {name: torch.from_numpy(held[name]) for name in ("x", "v")}
 
 
 # --- texts
