@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
-from lipscope.engine.answer import Answer, Solve, answer, explained, failed_rows, row_of
+from lipscope.engine.answer import Answer, answer, explained, failed_rows, row_of
 from lipscope.engine.checks import COPIES, FREE, parse_bytes, parse_tokens
 from lipscope.engine.closed_form import (
     BuiltInput,
@@ -82,7 +82,8 @@ class MapAtInput:
     ) -> None:
         self._session, self.spec = session, session.spec
         self.job, self.window, self.model = job, window, window.model
-        self._watch = session.watching(job.layer)
+        solves = session.solves
+        self._watch = None if solves is None else solves.watching(job.layer)
         if given is not None:
             self.__dict__["given"] = given
 
@@ -264,11 +265,13 @@ class MapAtInput:
         whole_tokens = spec.move != COPIES  # the model itself has no copies
 
         def make() -> list[Answer]:
-            solved = None
+            solved, solves = None, self._session.solves
             # What fails, fails again where its own row is made, and is told there.
             with suppress(InputError, RuntimeError, MemoryError):
-                solved = self._session.solved(self)
-            with self._session.beside_solves(), self.window.ready():
+                solved = None if solves is None else solves.solved(self)
+            # What is done beside solves ahead has few threads.
+            beside = nullcontext() if solves is None else solves.beside()
+            with beside, self.window.ready():
                 check = self._session.first(job) and whole_tokens
                 reference = partial(self.window.reference, self.map) if check else None
                 return answer(*self.question, reference, solved)
@@ -617,18 +620,6 @@ class Session:
         if len(jobs) > 1 or watch is not None:
             made = partial(MapAtInput, self)
             self.solves = SolveQueue(self.spec, self.chunks, made, jobs, watch)
-
-    def watching(self, layer: int | None) -> Watch | None:
-        """What is called after every step of a solve, if anything is."""
-        return None if self.solves is None else self.solves.watching(layer)
-
-    def solved(self, one: MapAtInput) -> Solve | None:
-        """What found sigma of a map ahead, if anything did."""
-        return None if self.solves is None else self.solves.solved(one)
-
-    def beside_solves(self) -> AbstractContextManager[None]:
-        """What is done beside solves ahead has few threads."""
-        return nullcontext() if self.solves is None else self.solves.beside()
 
     def first(self, job: Job) -> bool:
         """Whether its input is the first one of its length."""
