@@ -14,7 +14,6 @@ from lipscope.engine.plan import Job, Shape
 from lipscope.engine.session import Result
 from lipscope.engine.spec import Request, spec_of
 from lipscope.engine.sweeps import pool
-from lipscope.engine.sweeps.decisions import Decisions
 
 # `l2_opposed` is made for another kind of attention: two of these ten jobs raise.
 SPEC: dict[str, Any] = {
@@ -32,7 +31,7 @@ def in_this_process(
 ) -> Iterator[list[Result]]:
     """What a worker would answer, in its words: for tests of answers, not of processes."""
     assert workers == 1
-    session = Decisions(spec_of(request.spec.as_dict()), dict(request.sources))
+    session = pool.Decisions(spec_of(request.spec.as_dict()), dict(request.sources))
     for job in jobs:
         (taken,), shape = pool.decoded_jobs(pool.encoded_jobs([job], shapes[job.model]))
         yield [pool.decoded_result(pool.encoded_result(session.result(taken, shape)))]

@@ -295,18 +295,18 @@ def test_a_run_folder_goes_on_and_is_read(command, monkeypatch) -> None:
     Path("run/values.jsonl").write_text("".join(lines[:-3]), encoding="utf-8")
     Path("run/values.parquet").unlink()
     done: list[str] = []
-    pushed = inside.PushCurves.pushed
+    pushed = inside.PushProbe.pushed
 
     def counted(self, name, about):
         done.append(name)
         return pushed(self, name, about)
 
-    monkeypatch.setattr(inside.PushCurves, "pushed", counted)
+    monkeypatch.setattr(inside.PushProbe, "pushed", counted)
     again = command(*arguments, "--jsonl")
     assert again.status == 0, again.err
     assert "1 damaged in `values.jsonl`" in again.err
     assert done == ["-top", "random 1"] and len(again.rows) == 15
-    monkeypatch.setattr(inside.PushCurves, "pushed", None)  # nothing is computed anew
+    monkeypatch.setattr(inside.PushProbe, "pushed", None)  # nothing is computed anew
     third = command(*arguments, "--jsonl")
     assert third.rows == again.rows
     sheet = command("rows", "run", "--part", "push", "--to", "csv")

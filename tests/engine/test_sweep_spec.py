@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from lipscope.engine.plan import InputKey, Job, Shape, Survey, plan, row_ids
-from lipscope.engine.spec import AXES, OPTIONS, MeasureOptions, Spec, spec_of
+from lipscope.engine.spec import AXES, OPTIONS, MeasureOptions, Spec, read_spec, spec_of
 from lipscope.engine.sweeps.driver import seconds_at
 from lipscope.engine.sweeps.pool import TRIES, Batches
-from lipscope.engine.sweeps.spec_file import read_spec
 from lipscope.engine.verbs.measure import measure
 from lipscope.errors import InputError
 from lipscope.theorems import catalogue

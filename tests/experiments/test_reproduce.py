@@ -58,7 +58,7 @@ def test_every_experiment_cites_the_bibliography() -> None:
 
 
 def test_without_the_package_one_line_says_what_to_install(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("lipscope.cli.reproduce.load_plugins", lambda group: ())
+    monkeypatch.setattr("lipscope.cli.papers.load_plugins", lambda group: ())
     for word in ("--list", "castin2024/figure3"):
         status, out, err = said_by(monkeypatch, capsys, word)
         assert (status, out) == (2, "") and err.count("\n") == 1
@@ -77,7 +77,7 @@ def test_a_foreign_package_comes_in_by_its_entry_point(tmp_path, monkeypatch, ca
         "    return One(claims=[One(about=name, said='1', found='2')], remarks=())\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("lipscope.cli.reproduce.load_plugins", load_plugins.__wrapped__)
+    monkeypatch.setattr("lipscope.cli.papers.load_plugins", load_plugins.__wrapped__)
     status, out, _ = said_by(monkeypatch, capsys, "--list")
     assert status == 0 and "Its title" in out and "castin2024/figure1" in out
     status, out, _ = said_by(monkeypatch, capsys, "mine/own", "--out", str(tmp_path / "run"))

@@ -21,7 +21,7 @@ import pytest
 
 from command import BERT, Command
 from lipscope.explore import Server, served
-from lipscope.explore.question import Question
+from lipscope.explore.answers import Question
 from lipscope.explore.solver import Place
 
 TEXT = "It was late."

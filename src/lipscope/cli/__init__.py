@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from lipscope.cli import catalogue, certify, doctor, explore, layers, reproduce, rows, sweep
+from lipscope.cli import doctor, layers, papers, rows
 from lipscope.cli.terminal import errors, note
 from lipscope.errors import InputError
 
@@ -64,15 +64,15 @@ EXAMPLES: dict[Callable[..., None], str] = {
     layers.bounds: "lipscope bounds minilm --layer 3 --length 64 --radius norm",
     layers.directions: "lipscope directions minilm --layer 3 --length 32 -k 3 --out runs/words",
     layers.attack: "lipscope attack minilm --layer 3 --length 64 --like-text --steps 80",
-    certify.certify: "lipscope certify minilm --layer 3 --length 32 --eps 0.01",
+    layers.certify: "lipscope certify minilm --layer 3 --length 32 --eps 0.01",
     layers.push: "lipscope push smollm2 --layer 5 --length 32 --map block --out runs/push",
     layers.split: "lipscope split minilm --layers 0,3 --length 32 --out runs/split",
-    sweep.smooth: "lipscope smooth minilm --layers 3 --target 2 --out smooth-minilm",
-    catalogue.theorems: "lipscope theorems --kind upper --scope local",
-    sweep.sweep: "lipscope sweep growth.yaml --out runs/growth --workers 2",
+    layers.smooth: "lipscope smooth minilm --layers 3 --target 2 --out smooth-minilm",
+    papers.theorems: "lipscope theorems --kind upper --scope local",
+    layers.sweep: "lipscope sweep growth.yaml --out runs/growth --workers 2",
     rows.rows: 'lipscope rows runs/demo --where "layer = 3 and sigma > 10" --to csv',
-    reproduce.reproduce: "lipscope reproduce castin2024/figure1 --quick --out runs/figure1",
-    explore.explore: "lipscope explore minilm --text FILE",
+    papers.reproduce: "lipscope reproduce castin2024/figure1 --quick --out runs/figure1",
+    layers.explore: "lipscope explore minilm --text FILE",
     rows.report: "lipscope report runs/demo runs/bounds -o report.html --svg figures",
     doctor.doctor: "lipscope doctor",
 }

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lipscope.cli.terminal import say_table
 from lipscope.errors import install
 from lipscope.sources import BUNDLED
 
@@ -57,7 +57,7 @@ def doctor(
         bad |= missing and finding.required
         mark = ("no" if finding.required else "–") if missing else "ok"
         table.add_row(*(Text(t) for t in (mark, finding.name, finding.found, finding.remedy)))
-    Console(highlight=False, width=max(110, Console().width)).print(table)
+    say_table(table)
     if bad:
         raise typer.Exit(1)
 
@@ -114,13 +114,11 @@ def _installed(requirement: Requirement) -> tuple[str, bool]:
 
 
 def _extra(extra: str, requirements: list[Requirement]) -> Finding:
-    states = {one.name: _installed(one) for one in requirements}
-    lacking = [name for name, (_, fits) in states.items() if not fits]
+    lacking = [one.name for one in requirements if not _installed(one)[1]]
     purpose = FEATURES.get(extra, "optional")
     if not lacking:
         return Finding(f"[{extra}]", purpose)
-    lacks = f"{purpose}: lacks {', '.join(lacking)}"
-    return Finding(f"[{extra}]", lacks, install(extra))
+    return Finding(f"[{extra}]", f"{purpose}: lacks {', '.join(lacking)}", install(extra))
 
 
 def _model(name: str, package: str) -> Finding:

@@ -1,16 +1,22 @@
-"""`lipscope measure`, `bounds`, `directions`, `split`, `attack` and `push`: layers at inputs."""
+"""What is asked of a model's layers at inputs: a command each, a page, and a file of questions."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import sys
-from collections.abc import Iterator
+import webbrowser
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from lipscope import charts, engine, pages, records
+from lipscope.cli import interrupts
 from lipscope.cli.options import (
     INPUT,
     QUESTION,
@@ -18,10 +24,23 @@ from lipscope.cli.options import (
     THEOREMS,
     Model,
     ask,
+    convert,
     indices,
     with_options,
 )
-from lipscope.cli.terminal import Screen, errors, note, say, say_table, show, write_lines
+from lipscope.cli.terminal import (
+    Screen,
+    bar,
+    errors,
+    given_text,
+    note,
+    resumable,
+    say,
+    say_table,
+    show,
+    write_lines,
+)
+from lipscope.display import rounded_down, rounded_up
 from lipscope.errors import InputError
 
 _PLACE = ("model", "layer", "head", "map", "num_tokens", "sample")
@@ -29,6 +48,17 @@ _ASKED = ("map", "per_head", "metric", "radius", "theorems", "sharp", "ascent_st
 _EDITS = ("budget", "recipes", "queries", "target", "samples", "read_out", "between")
 _ASIDE = "`--budget` edits a text. Found `--steps`, `--like-text` or `--radius` too; leave it out."
 _ALONE = "`--{}` goes with edits of a text. Found no `--budget`."
+_MOVES = {"token": "every token moves", "frobenius": "all tokens together move"}
+_FORMS = {
+    "sum": "heads put together by the sum of their bounds",
+    "projection": "heads put together by the norm of the output projection",
+    "joint": "heads put together by one bound of the whole layer",
+    "expansion": "a bound of sigma at X, and one of what is of second order",
+    "slopes": "the parts' slopes at X after each other, and a bound of what they leave out",
+}
+_OF_BALL = ("eps", "head", "steps", "sharp", "random", "ascents")
+_REASONS = 5  # of failed rows that are told
+_HIDDEN = ("windows", "position_offset", "device", "dtype", "delta", "tol")
 
 
 @with_options(
@@ -288,3 +318,289 @@ def _draw_pushes(found: engine.Pushed, folder: Path) -> None:
     pushes = pages.pushes_in(found.rows, found.places, found.directions, found.steps)
     for name, chart in pages.push_charts(pushes):
         charts.save_each(chart, [folder / f"{name}.{kind}" for kind in ("svg", "png")])
+
+
+# --- how far outputs, or a decision, can move while the input stays in a ball
+
+
+@with_options(
+    *("layer", "length", "read_out", "between", "pool", *(n for n in INPUT if n != "map"), *SOLVER),
+    hidden=(*_HIDDEN, "images", "memory", "special_tokens", "tokens"),
+    eps=(float, None, "Radius of the ball.  [default: 0.01]"),
+    decision=(bool, False, "How far a decision stands."),
+    ball=(
+        str,
+        None,
+        "token, frobenius; of a decision joint, token, each.  [default: token; joint]",
+    ),
+    tokens=(str, None, "Tokens that may move, of a decision."),
+    head=(int, None, "One query head alone.  [default: all]"),
+    steps=(int, None, "Radii of the bound.  [default: 4]"),
+    sharp=(bool, None, "Sharpest bound, slow; unset: up to seconds."),
+    random=(int, None, "Random points of the attack.  [default: 20]"),
+    ascents=(int, None, "Ascents of each kind.  [default: 2]"),
+    map=(str, None, "Or residual, block, …  [default: attention; model]"),
+    length=(None, "Tokens in the window.  [default: 64; the text]"),
+    pool=(None, "Pool by mean or first.  [default: mean]"),
+    out="Run folder for the row, and worst inputs.",
+    jsonl="ball",
+)
+def certify(model: Model = "minilm", **options: Any) -> None:
+    """Bound all moves in a ball around a text.
+
+    Certify L with ‖f(X') − f(X)‖ ≤ L ‖X' − X‖ for every X' in the ball, then attack it:
+    the largest ratio found inside the ball must stay below L. Some 15 s for MiniLM. With
+    --decision, --between or --read-out: the radius within which a decision cannot change, of
+    the whole model from --layer on or, with --map attention, of that layer's pooled output.
+    More options: docs/commands.md.
+    """
+    given = {name: options.pop(name) for name in _OF_BALL}
+    ball, tokens = options.pop("ball"), options.pop("tokens")
+    if options.pop("decision") or options["read_out"] is not None or options["between"]:
+        return _decision(model, ball, tokens, given, options)
+    for name, value in (("tokens", tokens), ("pool", options.pop("pool"))):
+        if value is not None:
+            raise InputError(f"`--{name}` goes with a decision. Found it alone; leave it out.")
+    if ball not in (None, *_MOVES):
+        raise InputError(f"`ball` should be {' or '.join(_MOVES)}. Found `{ball}`.")
+    options["map"] = options["map"] or "attention"
+    default: dict[str, Any] = {"eps": 0.01, "random": 20, "ascents": 2}
+    how = {name: default.get(name) if value is None else value for name, value in given.items()}
+    one, folder = ask("certify", model, options, ball=ball or "token", **how)
+    return _tell([one], folder, () if options["jsonl"] else _of_ball(one))
+
+
+def _tell(found: Sequence[Any], folder: Any, lines: Iterable[str]) -> None:
+    """What was found, as lines or else as JSON, and where it stands."""
+    lines = list(lines)
+    if not lines:
+        write_lines(map(_certificate_line, found))
+    say(lines)
+    if lines and getattr(found[0], "words", None) and found[0].ball == "token":
+        show(engine.TokenRadii(tuple(found)))
+    if folder is not None:
+        file = getattr(found[0], "file", None)
+        note(f"Row: {folder}" + (f"; inputs: {folder / file}" if file else ""))
+    if getattr(found[-1], "stopped", False):
+        kept = "is kept; the same command goes on from there."
+        note(f"Stopped. What was proved {'stands above.' if folder is None else kept}")
+        raise typer.Exit(130)
+    if any(one.violated for one in found):
+        raise typer.Exit(1)
+
+
+def _decision(
+    model: str,
+    ball: str | None,
+    tokens: str | None,
+    given: Mapping[str, Any],
+    options: dict[str, Any],
+) -> None:
+    if wrong := [f"`--{name}`" for name, value in given.items() if value is not None]:
+        raise InputError(f"A decision has no {wrong[0]}. Found it; leave it out.")
+    how: dict[str, Any] = {"ball": ball or "joint", "at_layer": options.pop("layer")}
+    how["tokens"] = None if tokens is None else engine.parse_integers(tokens, "tokens")
+    found, folder = ask("certify_decision", model, options, **how)
+    _tell(found, folder, () if options["jsonl"] else _of_decision(found))
+
+
+def _of_decision(found: Sequence[engine.DecisionCertificate]) -> Iterator[str]:
+    """The decision and its radius; those of single tokens have a table."""
+    one = found[0]
+    what = "whole model" if one.map == "model" else f"layer {one.at_layer}"
+    yield f"{one.model}, {what}, decided by {one.by}"
+    yield (
+        f"decision      “{one.decision_name}”; “{one.rival_name}” is behind by a margin of "
+        f"{pages.number(one.margin)}"
+    )
+    if one.ball == "token":
+        return
+    moves = _MOVES["frobenius" if one.ball == "joint" else "token"]
+    if math.isinf(one.radius):
+        yield f"{one.ball:<14}certified at any radius: {one.note}"
+        return
+    below = pages.number(rounded_down(one.radius))
+    yield f"{one.ball:<14}certified radius {below}: the decision stands while {moves} by less"
+    attack = "no attack changed it"
+    if one.attack is not None:
+        attack = f"an attack changes it at {pages.number(one.attack)}"
+    yield f"{'':14}{attack}; to first order it ends at {pages.number(one.first_order)}"
+    if one.words_within is not None:
+        yield (
+            f"{'':14}{one.words_within} embeddings of other words lie within it; the nearest is "
+            f"at {pages.number(one.nearest)}"
+        )
+    if one.violated:
+        yield "VIOLATED: the attack found less than the certified radius. Please report."
+    if one.note:
+        yield f"Note: {one.note}."
+
+
+def _certificate_line(
+    found: engine.CertifiedBall | engine.DecisionCertificate,
+) -> dict[str, Any]:
+    """What a line of JSON says: no heads, which are many, and no number that it cannot hold."""
+    left = ("heads", "value", "ratio", "file")
+    said = {one.name: getattr(found, one.name) for one in fields(found) if one.name not in left}
+    if hasattr(found, "heads"):
+        more = {"certificate": "value", "over_attack": "over_attack"}
+        said |= {name: getattr(found, key) for name, key in more.items()}
+    said["violated"] = found.violated
+    endless = {name for name, v in said.items() if isinstance(v, float) and not math.isfinite(v)}
+    return {name: None if name in endless else value for name, value in said.items()}
+
+
+def _of_ball(found: engine.CertifiedBall) -> Iterator[str]:
+    head = "" if found.head is None else f", head {found.head}"
+    layer = "" if found.layer is None else f", layer {found.layer}"
+    yield f"{found.model}{layer}{head}, map {found.map}, {found.num_tokens} tokens"
+    yield (
+        f"ball          {_MOVES[found.ball]} by at most {found.eps:.4g} "
+        f"({found.relative_eps:.2g} of the largest token norm)"
+    )
+    value, sigma, upper = (
+        f"{rounded_up(one):.4g}" for one in (found.value, found.sigma_bound, found.upper)
+    )
+    yield (
+        f"certificate   ‖f(X') − f(X)‖ ≤ {value} ‖X' − X‖ from the centre X to "
+        f"every X' in the ball ({_FORMS.get(found.form, found.form)})"
+    )
+    yield (
+        f"sigma         at most {sigma} anywhere in the ball, hence between any two of its inputs; "
+        f"at X measured in [{rounded_down(found.sigma):.4g}, {upper}]"
+    )
+    yield (
+        f"attack        largest ratio found {found.largest_ratio:.4g}, largest sigma "
+        f"{found.largest_sigma:.4g}, in {found.attempts} attempts"
+    )
+    if found.violated:
+        yield "VIOLATED: the attack found more than the certificate allows. Please report."
+    elif found.over_attack is not None:
+        yield f"The certificate holds; it is {found.over_attack:.3g} times the best attack."
+    if found.note:
+        yield f"Note: {found.note}."
+
+
+# --- asked on a page
+
+
+@with_options(
+    text=(str, None, "File that the page begins with, or -."),
+    beside=(str, None, "A second model, to compare with."),
+    browser=(bool, True, "Open a browser."),
+)
+def explore(model: Model = "minilm", **options: Any) -> None:
+    """Open a page on this machine where one types, and sees where attention is fragile.
+
+    The page is served to this machine alone, by an address that holds a secret. To use it from
+    another machine, forward its port. Ctrl-C ends it.
+    """
+    begin, beside = given_text(options["text"]), options["beside"]
+    from lipscope.explore import served
+
+    interrupts.as_usual()
+    server = served([model] if beside is None else [model, beside], begin)
+    note(f"{server.address}\nCtrl-C ends it.")
+    if options["browser"]:
+        webbrowser.open(server.address)
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run()
+    errors.print("Stopped.")
+    raise typer.Exit(130)
+
+
+# --- many questions, resumed; a model rescaled
+
+
+@with_options(
+    "force",
+    out=(Path, None, "Run folder.  [default: runs/SPEC]"),
+    workers=(int, None, "Processes on this machine.  [default: 2]"),
+    cluster=(str, None, "A Dask scheduler, such as tcp://host:8786."),
+    dry_run=(bool, False, "Only say how many jobs and how long."),
+)
+def sweep(
+    spec: Annotated[
+        Path, typer.Argument(metavar="SPEC.yaml", help="Models, layers, …: see docs/sweeps.md.")
+    ],
+    **options: Any,
+) -> None:
+    """Measure every combination of models, layers, maps, lengths, texts, … of a file.
+
+    Finished rows are on the disk at once. The same command on the same folder goes on with
+    what is missing.
+    """
+    place = records.Place(options.pop("out"), spec.stem, dated=False, force=options.pop("force"))
+    if options.pop("dry_run"):
+        found = engine.estimate(spec, place, **options)
+        say([f"{found.jobs:,} jobs: {found.done:,} done, {found.jobs - found.done:,} to go."])
+        if found.jobs > found.done:
+            say([f"About {in_words(found.seconds)}. {found.basis}"])
+        return
+    with resumable(), bar() as told:
+        rows = engine.sweep(spec, place, progress=told.update, **options)
+    _tell_rows(rows, place.path)
+    if any(row.passing for row in rows):
+        raise typer.Exit(1)
+
+
+def in_words(seconds: float) -> str:
+    """A time to two digits.
+
+    >>> in_words(5.2), in_words(754.0), in_words(9000.0), in_words(4e5)
+    ('5 s', '13 min', '2.5 h', '4.6 days')
+    """
+    for size, unit in ((86400, "days"), (3600, "h")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    if seconds >= 99.5:
+        return f"{seconds / 60:.0f} min"
+    return f"{max(seconds, 1):.0f} s"
+
+
+def _job(row: records.Measurement) -> str:
+    layer = "" if row.layer is None else f", layer {row.layer}"
+    return f"{row.model}{layer}, {row.map}, {row.num_tokens} tokens, sample {row.sample}"
+
+
+def _tell_rows(rows: pages.Rows, folder: Path) -> None:
+    """What there is now, why some failed, and where to go on."""
+    lost = [row for row in rows if row.passing]
+    reasons = Counter(row.error for row in rows if row.status == "failed" and not row.passing)
+    failed = f" ({sum(reasons.values()) + len(lost):,} failed)" if reasons or lost else ""
+    lines = [f"{len(rows):,} rows{failed} in {folder}."]
+    lines += [f"  {count:,} failed: {why}" for why, count in reasons.most_common(_REASONS)]
+    if len(reasons) > _REASONS:
+        lines.append(
+            f"  and {len(reasons) - _REASONS} other reasons: --where \"status = 'failed'\""
+        )
+    lines += [f"  {_job(row)}: {row.error}" for row in lost[:_REASONS]]
+    if len(lost) > _REASONS:
+        lines.append(f"  and {len(lost) - _REASONS} others that the next run tries again")
+    lines += filter(None, [rows.confidence()])
+    say(lines)
+    note(f"Look at them: lipscope rows {folder}")
+
+
+@with_options(
+    *("layers", "text", "length", "samples", "seed", "allow_pickle", "force"),
+    layers=("all", "all, or 0,3,5 or 0:5."),
+    length="Tokens of a window.",
+    samples=(4, "Windows."),
+    target=(float, ..., "Largest sigma."),
+    out=(Path, ..., "Folder for the model."),
+    steps=(int, 0, "Steps of training towards the old outputs."),
+)
+def smooth(model: Model = "minilm", **options: Any) -> None:
+    """Rescale attention layers to a largest sigma on a text.
+
+    The output projection of every layer above the target is multiplied by what is missing, at all
+    windows of the text. Shown before and after: sigma; perplexity (decoders) or agreement of
+    embeddings (others); how much an attack on the embeddings changes the outputs. The model is
+    saved in the format of Hugging Face.
+    """
+    content = convert(options, options.pop("text"))
+    options["progress"] = lambda what: errors.print(f"{what} …", markup=False)
+    found = engine.smooth(model, content, **options)
+    show(found)
+    note(f"Model: {found.path}")

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from lipscope import pages, records
 from lipscope.cli.options import with_options
-from lipscope.cli.terminal import Screen
+from lipscope.cli.terminal import say, say_table
 from lipscope.display import printable
 from lipscope.engine import nearest
 from lipscope.errors import InputError
@@ -200,11 +200,8 @@ def _print(frame: polars.DataFrame) -> None:
         table.add_column(Text(name), justify="right" if kind.is_numeric() else "left", no_wrap=True)
     for row in frame.iter_rows():
         table.add_row(*(Text(printable(_cell_words(value))) for value in row))
-    # A pipe counts as 80 columns, and a table is never measured as wider than that.
-    needed = Console(width=10**6).measure(table).maximum
-    console = Screen(width=max(Console().width, needed))
-    console.print(table)
-    console.print(f"{len(frame):,} rows")
+    say_table(table, Console(width=10**6).measure(table).maximum)
+    say([f"{len(frame):,} rows"])
 
 
 @with_options(

@@ -3,13 +3,11 @@ from .checks import items, nearest, parse_integers
 from .model_decision import DecisionCertificate, ModelDecision, TokenRadii
 from .monitor import Monitor
 from .open_model import LayerAtInput, OpenModel, load_model
-from .refusals import refuse_early
 from .runs import Bar, Progress, folder_of
-from .spec import AXES, OPTIONS, options_of
+from .spec import AXES, OPTIONS, options_of, refuse_early
 from .sweeps import Estimate, estimate, sweep
 from .verbs.attack import Attacked, attack, attack_text
-from .verbs.certify import CertifiedBall, certify
-from .verbs.decisions import certify_decision
+from .verbs.certify import CertifiedBall, certify, certify_decision
 from .verbs.measure import bounds, directions, measure, measure_built
 from .verbs.push import Pushed, push
 from .verbs.smooth import Smoothed, smooth

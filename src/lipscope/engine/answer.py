@@ -283,7 +283,8 @@ class Solve:
             lambda rank: self.generator(None, f"direction {rank}"),
             count=self.spec.directions,
             memory=self.memory // 2,
-            **self.spec.solver(),
+            tol=self.spec.tol,
+            delta=self.spec.delta,
         )
         whole = [
             replace(
@@ -362,7 +363,8 @@ class Solve:
             [self.generator(head, purpose) for head in self.heads],
             memory=self.memory // 2,
             watch=self.watch if purpose == "sigma" else None,
-            **self.spec.solver(),
+            tol=self.spec.tol,
+            delta=self.spec.delta,
         )
 
     def _alone(self, op: Operator, index: int) -> Operator:
@@ -482,7 +484,8 @@ def solved_together(
         memory=first.memory // 2,
         watch=watch,
         found=keep,
-        **first.spec.solver(),
+        tol=first.spec.tol,
+        delta=first.spec.delta,
     )
 
 

@@ -120,17 +120,6 @@ def _check_upwards(start: int, stop: int, text: str, option: str) -> None:
 FREE = "free"  # as much memory as is free, or ``free/2``, a share of it
 
 
-def budget(text: str, free: Callable[[], int]) -> int:
-    """Bytes of a budget of memory; of what is free, or a share of it.
-
-    >>> budget("free/2", lambda: 1000), budget("1MiB", lambda: 1000)
-    (500, 1048576)
-    """
-    if not text.startswith(FREE):
-        return parse_bytes(text)
-    return free() // int(text.partition("/")[2] or 1)
-
-
 def parse_bytes(text: str | int) -> int:
     """Read a memory size such as ``1GiB`` or ``500MB``.
 
@@ -347,13 +336,6 @@ def memory(source: Entries, key: str, value: Any) -> str:
     except InputError as problem:
         source.fail(str(problem), key)
     return str(value)
-
-
-def window_length(length: Any) -> Any:
-    """The number of tokens of the one window that a verb looks at: 64 if None."""
-    if length is None:
-        return 64
-    return argument(whole_number(1, 10**6), "length", length) if is_whole(length) else length
 
 
 def no_several(options: Mapping[str, Any]) -> None:

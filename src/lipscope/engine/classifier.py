@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.display import Shown
 from lipscope.engine.direction_words import Texts, beginning_of, check_texts
-from lipscope.engine.ready_model import AnyModel, ReadyModel, ready_model
-from lipscope.engine.runs import LocalRun, maps_at
+from lipscope.engine.ready_model import ReadyModel
+from lipscope.engine.runs import maps_at
 from lipscope.errors import InputError
 from lipscope.models import digest, whole_text
 
@@ -45,31 +46,12 @@ class Classifier(Shown):
         return [digest(one) for one in (self.weight, self.bias) if one is not None]
 
 
-def nearest_centroid(points: Float[Tensor, "c d"], names: Sequence[str] = ()) -> Classifier:
-    """The class whose point ``c_k``, ``(c, d)``, is nearest: scores ``<c_k, y> - |c_k|^2 / 2``.
-
-    A difference of two scores is half the difference of the squared distances. Holds for
-    Euclidean distances. Without names the classes are called by their indices.
-
-    >>> found = nearest_centroid(torch.tensor([[1.0, 0.0], [0.0, 3.0]]))
-    >>> (found.weight @ torch.tensor([0.5, 1.0]) + found.bias).tolist()
-    [0.0, -1.5]
-    """
-    names = tuple(names) or tuple(str(i) for i in range(len(points)))
-    by = "which of the points is nearest to this layer's pooled output"
-    return Classifier(points, -points.square().sum(1) / 2, names, by)
-
-
 def classifier_of_texts(
-    model: AnyModel,
-    texts: Sequence[str],
-    *,
-    layer: int,
-    pool: Pool = "mean",
-    special_tokens: bool = True,
+    model: ReadyModel, texts: Sequence[str], *, layer: int, pool: Pool, special_tokens: bool
 ) -> Classifier:
     """Nearest centroid, where that of a class is the pooled output of one text, which names it.
 
+    The scores of a pooled output y are ``<c_k, y> - |c_k|^2 / 2``, c_k the centroid of class k.
     Holds for layers whose weights are read in closed form. A text longer than the model's
     positions is cut.
 
@@ -77,17 +59,23 @@ def classifier_of_texts(
         InputError: For fewer than two texts, for empty or equal ones, or as `capture` does.
     """
     check_texts(texts)
-    ready = ready_model(model)
-    points = torch.stack(
-        [_pooled_output(ready, text, layer, pool, special_tokens) for text in texts]
-    )
+    reader, longest, each = model.loaded.reader_of_text(), model.loaded.max_tokens, []
+    for text in texts:
+        ids = whole_text(text, reader, special_tokens=special_tokens, longest=longest)
+        (at,) = maps_at(model, {"input_ids": ids}, layers=[layer], dtype="float64", device="cpu")
+        with torch.no_grad():
+            y = at.attention(at.x)
+        each.append(y.mean(0) if pool == "mean" else y[0])
+    points = torch.stack(each)
     if len(torch.unique(points, dim=0)) < len(points):  # pooled by a first token that reads nothing
         raise InputError(
             "`between` should name texts that this layer can tell apart. Found two with the same "
             "pooled output; choose another layer or `pool`."
         )
-    found = nearest_centroid(points, [beginning_of(text) for text in texts])
-    return replace(found, by="which of these texts has the nearest pooled output at this layer")
+    # Differences of these scores are half those of the squared distances.
+    bias, names = -points.square().sum(1) / 2, tuple(map(beginning_of, texts))
+    by = "which of these texts has the nearest pooled output at this layer"
+    return Classifier(points, bias, names, by)
 
 
 def nearest_by_angle(texts: Texts) -> Classifier:
@@ -96,21 +84,6 @@ def nearest_by_angle(texts: Texts) -> Classifier:
     Its rows have unit norm: its scores are cosines times a norm.
     """
     return Classifier(texts.points, None, texts.names, BY_ANGLE)
-
-
-def _pooled_output(
-    model: ReadyModel, text: str, layer: int, pool: Pool, special_tokens: bool
-) -> Float[Tensor, " d"]:
-    ids = whole_text(
-        text,
-        model.loaded.reader_of_text(),
-        special_tokens=special_tokens,
-        longest=model.loaded.max_tokens,
-    )
-    (found,) = maps_at(model, {"input_ids": ids}, layers=[layer], dtype="float64", device="cpu")
-    with torch.no_grad():
-        y = found.attention(found.x)
-    return y.mean(0) if pool == "mean" else y[0]
 
 
 def read_out_of(
@@ -132,14 +105,11 @@ def read_out_of(
     return classifier_of_file(read_out) if isinstance(read_out, str | Path) else read_out
 
 
-def read_out_at(
-    run: LocalRun, given: Classifier | None, between: Sequence[str], pool: Pool
+def decides_by(
+    between: Sequence[str] | None, read_out: str | Path | Classifier | None
 ) -> Classifier | None:
-    """The read-out that was given, or that of some texts at the layer of a run."""
-    if given is not None or not between:
-        return given
-    how: dict[str, Any] = {"pool": pool, "special_tokens": run.spec.special_tokens}
-    return classifier_of_texts(run.model, between, layer=run.jobs[0].layer or 0, **how)
+    """The read-out that was given; None where texts decide, or the model itself."""
+    return None if between is None and read_out is None else read_out_of(between, read_out)
 
 
 def classifier_of_file(path: str | Path) -> Classifier:
@@ -153,11 +123,14 @@ def classifier_of_file(path: str | Path) -> Classifier:
         InputError: If the file cannot be read or holds something else. Pickles are refused.
     """
     path = Path(path)
-    read = {".npy": _numpy, ".safetensors": _safetensors}.get(path.suffix.lower())
-    if read is None:
+    kind = path.suffix.lower()
+    if kind not in (".npy", ".safetensors"):
         raise InputError(f"`read-out` should be a .npy or .safetensors file. Found `{path}`.")
     try:
-        weight, bias = read(path)
+        if kind == ".npy":
+            weight, bias = torch.from_numpy(np.load(path, allow_pickle=False)), None
+        else:
+            weight, bias = _safetensors(path)
     except OSError as problem:
         why = problem.strerror or "no such file"
         raise InputError(f"`read-out` should be a readable file. Found `{path}`: {why}.") from None
@@ -179,12 +152,6 @@ def classifier_of_file(path: str | Path) -> Classifier:
     names = tuple(str(i) for i in range(len(weight)))
     weight = weight.double()
     return Classifier(weight, None if bias is None else bias.double(), names)
-
-
-def _numpy(path: Path) -> tuple[Tensor, None]:
-    import numpy as np
-
-    return torch.from_numpy(np.load(path, allow_pickle=False)), None
 
 
 def _safetensors(path: Path) -> tuple[Tensor, Tensor | None]:

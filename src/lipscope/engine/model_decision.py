@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -27,15 +26,14 @@ from lipscope.certificates import (
 from lipscope.display import Card, Piece, Shown, pieces, rounded_down
 from lipscope.engine.answer import finite
 from lipscope.engine.checks import argument, is_whole, items, one_of, whole_number
-from lipscope.engine.classifier import Classifier, nearest_by_angle, read_out_of
+from lipscope.engine.classifier import Classifier, classifier_of_texts, nearest_by_angle
 from lipscope.engine.direction_words import Texts, body_of, mean_outputs, names_of
 from lipscope.engine.ready_model import ReadyModel
 from lipscope.engine.runs import AnyData, LocalRun, is_text
+from lipscope.engine.session import MapAtInput
 from lipscope.engine.spec import OF_QUESTION, Verb
 from lipscope.errors import InputError, shown
 from lipscope.models import (
-    Branch,
-    Chain,
     Network,
     Sample,
     checked_data,
@@ -45,7 +43,6 @@ from lipscope.models import (
     layer_network,
     prepared,
     read_network,
-    read_parts,
     run,
     to_device,
     whole_text,
@@ -58,8 +55,8 @@ from lipscope.theorems import DERIVED
 
 DecisionMap = Literal["model", "attention"]
 BALLS: tuple[DecisionBall, ...] = ("joint", "token", "each")
-_DECISION = Verb("decision", OF_QUESTION, "float64")
-_PARTS = Verb("as_network", OF_QUESTION, "float64")
+_OF_RADII: dict[str, Any] = {"cite": DERIVED, "kind": "radius", "scope": "ball"}
+_OF_RADII |= {"metric": "frobenius"}
 _POOLS = ("mean", "first", "last")
 _INDEX = 10**6  # larger than any of a token
 _BEGINNING = 1000  # characters of the default text
@@ -108,10 +105,7 @@ class DecisionCertificate(NetworkCertificate):
             id=self.id or "",
             theorem=f"decision_{self.ball}{alone}",
             statement=f"{self.decision_name} stays ahead of {self.rival_name}{moves}",
-            cite=DERIVED,
-            kind="radius",
-            scope="ball",
-            metric="frobenius",
+            **_OF_RADII,
             value=finite(self.radius),
             eps=finite(self.radius),
             reason="" if math.isfinite(self.radius) else self.note or "",
@@ -127,17 +121,8 @@ def radius_key(id: str | None, ball: DecisionBall, tokens: Sequence[int], **aske
 
 def missing_radius(id: str, ball: DecisionBall, reason: str) -> Bound:
     """The record of a decision that was not certified."""
-    return Bound(
-        id=id,
-        theorem=f"decision_{ball}",
-        statement="the decision stays",
-        cite=DERIVED,
-        kind="radius",
-        scope="ball",
-        metric="frobenius",
-        value=None,
-        reason=reason,
-    )
+    about: dict[str, Any] = {"theorem": f"decision_{ball}", "statement": "the decision stays"}
+    return Bound(id=id, **about, **_OF_RADII, value=None, reason=reason)
 
 
 @dataclass(frozen=True, repr=False)
@@ -335,41 +320,15 @@ class ModelDecision(Shown):
             yield "first order", f"{self.margin / self.slope:.4g} (no bound)"
 
 
-def decision(
-    model: ReadyModel,
-    data: AnyData = None,
-    *,
-    length: int | None = None,
-    sample: int = 0,
-    between: Sequence[str] | None = None,
-    read_out: str | Path | Classifier | None = None,
-    pool: Any = None,
-    at_layer: int = 0,
-    **options: Any,
-) -> ModelDecision:
-    """The decision of an open model at an input, as `OpenModel.decision` explains it."""
-    given, special = decides_by(between, read_out), options.get("special_tokens") is not False
-    item = one_sample(model, data, length, sample, options, _DECISION)
-    return decision_at(
-        model,
-        item,
-        given=given,
-        between=between,
-        pool=pool,
-        at_layer=at_layer,
-        special_tokens=special,
-    )
-
-
 def one_sample(
     model: ReadyModel,
     data: AnyData,
     length: int | None,
     sample: int,
     options: Mapping[str, Any],
-    verb: Verb,
+    verb: str,
 ) -> Sample:
-    """One input: a text whole or a window of it, or an entry of a batch."""
+    """One input of a verb: a text whole or a window of it, or an entry of a batch."""
     sample = argument(whole_number(0, 100_000), "sample", sample)
     asked = {name: value for name, value in options.items() if value is not None}
     if is_text(data, asked) and length is not None:
@@ -378,26 +337,8 @@ def one_sample(
         data = whole_input(model, data, special_tokens=asked.get("special_tokens", True))
     elif length is not None:
         raise InputError("`length` cuts a text into windows. Found it with a batch; leave it out.")
-    (item,) = LocalRun(model, data, asked, verb).samples([sample])
-    return item
-
-
-def network_of(
-    model: ReadyModel, data: AnyData, length: int | None, sample: int, **options: Any
-) -> Network | Chain:
-    """The parts of an open model with its own head, at an input."""
-    if isinstance(model.model, Attention):
-        return Chain((Branch(model.model, skip=False),))
-    item = one_sample(model, data, length, sample, options, _PARTS)
-    model = model.in_memory("A bound of a model")
-    return read_parts(with_own_head(model.loaded), item.arguments)[0]
-
-
-def decides_by(
-    between: Sequence[str] | None, read_out: str | Path | Classifier | None
-) -> Classifier | None:
-    """The read-out that was given; None where texts decide, or the model itself."""
-    return None if between is None and read_out is None else read_out_of(between, read_out)
+    run = LocalRun(model, data, asked, Verb(verb, OF_QUESTION, "float64"))
+    return run.samples([sample])[0]
 
 
 def whole_input(
@@ -415,9 +356,9 @@ def decision_at(
     model: ReadyModel,
     item: Sample,
     *,
-    given: Classifier | None,
-    between: Sequence[str] | None,
-    pool: Any,
+    given: Classifier | None = None,
+    between: Sequence[str] | None = None,
+    pool: Any = None,
     at_layer: int = 0,
     special_tokens: bool = True,
 ) -> ModelDecision:
@@ -425,7 +366,10 @@ def decision_at(
     at_layer = argument(whole_number(0, 10_000), "at_layer", at_layer)
     _check_pool(pool)
     if isinstance(model.model, Attention):
-        return _of_bare_layer(model, item, given, between, pool)
+        assert isinstance(item.arguments, tuple)
+        if given is None or between is not None:
+            raise InputError("A layer by itself decides by a `read_out`. Found none.")
+        return decision_of_layer(model.model, item.arguments[0], given, pool, model=model.name)
     model = model.in_memory("A decision of a model")
     with eval_mode(model.model):
         deciding = _deciding(model, given, between, pool, special_tokens)
@@ -458,20 +402,6 @@ def _check_pool(pool: Any) -> None:
         )
 
 
-def _of_bare_layer(
-    model: ReadyModel,
-    item: Sample,
-    given: Classifier | None,
-    between: Sequence[str] | None,
-    pool: Any,
-) -> ModelDecision:
-    """That of one attention layer which is the whole model."""
-    assert isinstance(item.arguments, tuple)
-    if given is None or between is not None:
-        raise InputError("A layer by itself decides by a `read_out`. Found none.")
-    return decision_of_layer(model.model, item.arguments[0], given, pool, model=model.name)
-
-
 def decision_of_layer(
     layer: nn.Module,
     x: Float[Tensor, "n d"],
@@ -496,6 +426,29 @@ def decision_of_layer(
     network = layer_network(own, len(x), given.weight, bias, pool=pool or "mean", names=given.names)
     said: Any = {"model": model, "by": given.by, "map": "attention", **place}
     return ModelDecision(network, x, words or [*map(str, range(len(x)))], **said)
+
+
+def decision_at_layer(
+    at: MapAtInput,
+    given: Classifier | None,
+    between: Sequence[str] | None,
+    pool: Any,
+    *,
+    special_tokens: bool,
+) -> ModelDecision:
+    """The decision of a read-out of a layer's pooled output in a model, given or by texts."""
+    layer = at.job.layer or 0
+    if given is None:
+        pool = pool or "mean"
+        if pool not in ("mean", "first"):
+            raise InputError(
+                f"`pool` should be mean or first with `between`. Found `{shown(pool)}`."
+            )
+        how: Any = {"layer": layer, "pool": pool, "special_tokens": special_tokens}
+        given = classifier_of_texts(at.model, between or (), **how)
+    place: dict[str, Any] = {"words": at.tokens, "at_layer": layer, "sample": at.job.sample}
+    with at.window.ready():
+        return decision_of_layer(at.attention, at.x, given, pool, model=at.model.name, **place)
 
 
 def _deciding(

@@ -30,7 +30,7 @@ from lipscope.engine.checks import argument, whole_number
 from lipscope.engine.plan import FUSED, WindowKey
 from lipscope.engine.ready_model import ReadyModel
 from lipscope.engine.runs import AnyFolder, LocalRun, folder_of
-from lipscope.engine.session import ModelKey, Session
+from lipscope.engine.session import ModelKey
 from lipscope.engine.spec import Model, Options, Verb
 from lipscope.errors import InputError, remark, shown
 from lipscope.records import (
@@ -133,7 +133,8 @@ class Monitor:
         self._weights: dict[int, list[nn.Parameter]] = {}
         self._before: dict[int, list[Tensor]] = {}
         self._folder: RunFolder | None = None
-        with _in_full(self.model), self._request(self._name, "") as run:
+        self._now = (self._name, "")  # what its rows call the model, and its revision
+        with _in_full(self.model), self._request() as run:
             self._layers = sorted({job.layer or 0 for job in run.jobs})
         self._lent = out if isinstance(out, RunFolder) else None
         self._folder = self._lent or (None if out is None else self._opened(out))
@@ -220,10 +221,11 @@ class Monitor:
             raise InputError(f"Step {self._last}: {text}{self.rose()}.") from None
         revision = f"sha256:{models.fingerprint(self.model)}"
         name = self._named(revision)
+        self._now = (name, revision)
         self._run = name.rpartition("@")[0]
         with _in_full(self.model):
-            heads = self._heads(self._request(name, revision))
-            rows, problems = self._measured(name, revision)
+            heads = self._heads(self._request())
+            rows, problems = self._measured()
         new = [
             self._reading(layer, heads.get(layer), rows.get(layer, ()), problems.get(layer))
             for layer in self._layers
@@ -282,9 +284,9 @@ class Monitor:
         end = f"steps {steps[0]} to {self._last}; {self._alarm.summary()}"
         return f"Monitor: {len(steps)} readings, {end}."
 
-    def _request(self, name: str, revision: str, **more: Any) -> LocalRun:
+    def _request(self, **more: Any) -> LocalRun:
         """What is asked of the model as it is now; its options are checked."""
-        model = self.model
+        model, (name, revision) = self.model, self._now
         if more.get("dtype", self._asked["dtype"]) != self._asked["dtype"]:
             # Not the model as it is: its own differences would be those of float32.
             model = models.copied(model).to(torch.float64)
@@ -294,37 +296,33 @@ class Monitor:
         asked = self._asked | more
         return LocalRun(loaded, self.data, asked, _MONITOR, more=set_, out=self._folder)
 
-    def _measured(
-        self, name: str, revision: str
-    ) -> tuple[dict[int, list[Measurement]], dict[int, str]]:
+    def _measured(self) -> tuple[dict[int, list[Measurement]], dict[int, str]]:
         """Rows by layer, and why float32, or nothing, can measure a layer."""
         found, problems = {}, {}
         with contextlib.suppress(Exception):  # then layer by layer
-            return self._rows(name, revision), problems
+            return self._rows(), problems
         for layer in self._layers:
-            first = self._tried(found, name, revision, layer, self._asked["dtype"])
-            last = first and self._tried(found, name, revision, layer, "float64")
+            first = self._tried(found, layer, self._asked["dtype"])
+            last = first and self._tried(found, layer, "float64")
             if last:
                 problems[layer] = f"cannot be measured ({last})"
             elif first:
                 problems[layer] = f"cannot be measured in float32, and was in float64 ({first})"
         return found, problems
 
-    def _tried(
-        self, found: dict[int, list[Measurement]], name: str, revision: str, layer: int, dtype: str
-    ) -> str:
+    def _tried(self, found: dict[int, list[Measurement]], layer: int, dtype: str) -> str:
         """Add the rows of a layer; why there are none, if so."""
         try:
-            found |= self._rows(name, revision, layers=[layer], dtype=dtype)
+            found |= self._rows(layers=[layer], dtype=dtype)
         except Exception as problem:  # whatever it is, training goes on
             if not self.readings and dtype == "float64":
                 raise
             return explained(problem).rstrip(".").removesuffix("; use float64")
         return ""
 
-    def _rows(self, name: str, revision: str, **more: Any) -> dict[int, list[Measurement]]:
+    def _rows(self, **more: Any) -> dict[int, list[Measurement]]:
         found: dict[int, list[Measurement]] = {}
-        with self._request(name, revision, **more) as run:
+        with self._request(**more) as run:
             for row in run.rows():
                 if row.error is not None or row.sigma is None:
                     raise InputError(row.error or row.note or "Sigma is not finite.")
@@ -450,7 +448,9 @@ class _LayerHeads:
         if name in ("heads", "attention"):
             self.radii.append(float(call.x.detach().norm(dim=-1).max()))
         layer = None if call.end.refusal else models.closed_form(call)
-        if layer is not None and (layer.mask is None or not _hides(layer.mask)):
+        mask = None if layer is None else layer.mask
+        hidden = mask is not None and not bool(mask.flatten(0, -2).any(0).all())  # from all tokens
+        if layer is not None and not hidden:
             self._found.append((largest_logits(layer, call.x), *entropy_and_sink(layer, call.x)))
 
     def worst(self) -> tuple[tuple[float, ...], ...]:
@@ -464,37 +464,20 @@ class _LayerHeads:
 
 def _heads_of(asked: LocalRun, layers: Sequence[int]) -> dict[int, _LayerHeads]:
     """What some layers of the model of a request read, open or not: one forward pass an entry."""
-    found: dict[int, _LayerHeads] = {}
-    name = asked.spec.models[0].name
-    with Session(asked.spec, {"": asked.data}, {name: lambda: asked.model}) as session:
-        for record in _traces(session):
+    found, spec = dict[int, _LayerHeads](), asked.spec
+    fused = any(name in FUSED for name in spec.maps)
+    with asked.new_session() as session:
+        for k in range(len(session.items(ModelKey(0, None), ""))):
+            window = session.window(WindowKey(0, None, spec.dtypes[0], fused, "", k))
+            record = window.trace  # no map of a layer is built
             names = {module: name for name, module in record.model.named_modules()}
             for layer in layers:
                 call = record.calls[layer]
-                parts = (
-                    [call.module]
-                    if call.end.projection is None
-                    else [call.module, call.end.projection]
-                )
+                parts = call.module, call.end.projection
                 # What torch's face of our own attention shows as a projection is no module of it.
                 holders = [names[part] for part in parts if part in names]
-                found.setdefault(layer, _LayerHeads(call.name, holders)).add(
-                    call, asked.spec.maps[0]
-                )
+                found.setdefault(layer, _LayerHeads(call.name, holders)).add(call, spec.maps[0])
     return found
-
-
-def _traces(session: Session) -> Iterator[models.Trace]:
-    """The model's trace at every input; no map of a layer is built."""
-    spec = session.spec
-    fused = any(name in FUSED for name in spec.maps)
-    for k in range(len(session.items(ModelKey(0, None), ""))):
-        yield session.window(WindowKey(0, None, spec.dtypes[0], fused, "", k)).trace
-
-
-def _hides(mask: Tensor) -> bool:
-    """Whether a token is hidden from all."""
-    return bool((~mask.flatten(0, -2).any(0)).any())
 
 
 @contextlib.contextmanager

@@ -15,13 +15,8 @@ from lipscope.attention import Attention
 from lipscope.certificates import BallCertificate
 from lipscope.display import Card, Piece, Shown, pieces
 from lipscope.engine.checks import argument, whole_number
-from lipscope.engine.classifier import Classifier, Pool, classifier_of_texts, read_out_of
-from lipscope.engine.model_decision import (
-    ModelDecision,
-    decision,
-    decision_of_layer,
-    network_of,
-)
+from lipscope.engine.classifier import Classifier, Pool, decides_by, read_out_of
+from lipscope.engine.model_decision import ModelDecision, decision_at, decision_at_layer, one_sample
 from lipscope.engine.ready_model import AnyModel, ReadyModel, loaded_model
 from lipscope.engine.runs import OF_INPUT, AnyData, is_text, maps_at
 from lipscope.engine.session import MapAtInput
@@ -33,7 +28,7 @@ from lipscope.engine.verbs.push import Pushed, push
 from lipscope.engine.verbs.split import Splitting, split
 from lipscope.errors import InputError
 from lipscope.linalg import Operator, Watch
-from lipscope.models import Chain, ExactNorm, Network, Pooled
+from lipscope.models import Branch, Chain, ExactNorm, Network, Pooled, read_parts, with_own_head
 from lipscope.pages import Rows
 from lipscope.plugins import load_plugins
 from lipscope.records import Measurement
@@ -51,6 +46,9 @@ class OpenModel(Shown, ReadyModel):
 
     Attributes:
         loaded: The model with what rows say about it.
+        name: As the user gave it.
+        model: The module, as it was given.
+        tokenizer: Its tokenizer, or None.
     """
 
     def at(
@@ -88,7 +86,7 @@ class OpenModel(Shown, ReadyModel):
         (True, ('[CLS]', 'it', 'was'))
         """
         sample = argument(whole_number(0, 100_000), "sample", sample)
-        asked: dict[str, Any] = {name: v for name, v in options.items() if v is not None}
+        asked: dict[str, Any] = {**options}
         cut: dict[str, Any] = {}
         if is_text(data, asked):
             several = 1 if sample == 0 else max(10, sample + 1)
@@ -133,10 +131,9 @@ class OpenModel(Shown, ReadyModel):
         Raises:
             InputError: If a layer or a map does not exist.
         """
-        asked: dict[str, Any] = {name: v for name, v in options.items() if v is not None}
         cut = {"layers": layers, "lengths": lengths, "samples": samples}
-        for one in maps_at(self, data, watch=watch, **cut, **asked):
-            yield LayerAtInput(one, None, asked)
+        for one in maps_at(self, data, watch=watch, **cut, **options):
+            yield LayerAtInput(one, None, options)
 
     def decision(
         self,
@@ -175,16 +172,15 @@ class OpenModel(Shown, ReadyModel):
         Raises:
             InputError: If there is no such decision, or the model is not read in closed form.
         """
-        return decision(
+        item = one_sample(self, data, length, sample, options, "decision")
+        return decision_at(
             self,
-            data,
+            item,
+            given=decides_by(between, read_out),
             between=between,
-            read_out=read_out,
             pool=pool,
             at_layer=at_layer,
-            length=length,
-            sample=sample,
-            **options,
+            special_tokens=options.get("special_tokens") is not False,
         )
 
     def as_network(
@@ -212,7 +208,11 @@ class OpenModel(Shown, ReadyModel):
         Raises:
             InputError: If the model holds what is not known, by name.
         """
-        return network_of(self, data, length, sample, **options)
+        if isinstance(self.model, Attention):
+            return Chain((Branch(self.model, skip=False),))
+        item = one_sample(self, data, length, sample, options, "as_network")
+        whole = self.in_memory("A bound of a model").loaded
+        return read_parts(with_own_head(whole), item.arguments)[0]
 
     def explore(self, text: str | None = None) -> Any:
         """The live page on this model, as `lipscope explore` opens it: in a notebook a frame.
@@ -254,7 +254,8 @@ class LayerAtInput(Shown):
                 f"`head` should be between 0 and {(heads or 1) - 1}. Found `head = {head}`."
             )
         self._map, self.head = map, head
-        self._options = {name: v for name, v in options.items() if name not in OF_INPUT}
+        given = {name: v for name, v in options.items() if v is not None}
+        self._options = {name: v for name, v in given.items() if name not in OF_INPUT}
 
     @property
     def model(self) -> ReadyModel:
@@ -385,7 +386,7 @@ class LayerAtInput(Shown):
 
     def bounds(self, **options: Any) -> Rows:
         """Every theorem next to sigma here, as `bounds` gives them."""
-        return bounds(*self._here(), layers=self._layers(), **self._with(options))
+        return bounds(*self._here(), layers=self._layers(), **self._options | options)
 
     def directions(self, **options: Any) -> Rows:
         """The worst directions here in words, as `directions` gives them."""
@@ -405,7 +406,7 @@ class LayerAtInput(Shown):
         """A bound in a ball around this input, as `certify` gives it."""
         if self.head is not None:
             options.setdefault("head", self.head)
-        asked = self._with(options)
+        asked = self._options | options
         asked.pop("per_head", None)
         return certify(*self._here(), eps=eps, layer=self.layer or 0, **asked)
 
@@ -432,12 +433,7 @@ class LayerAtInput(Shown):
             InputError: If neither or both were given, or the layer is not read in closed form.
         """
         given = read_out_of(between, read_out)
-        if given is None:
-            how: dict[str, Any] = {"pool": pool, "special_tokens": special_tokens}
-            given = classifier_of_texts(self.model, between or (), layer=self.layer or 0, **how)
-        at = {"at_layer": self.layer or 0, "sample": self.sample}
-        how = {"words": self.tokens, "model": self.model.name, **at}
-        return decision_of_layer(self.attention, self.x, given, pool, **how)
+        return decision_at_layer(self._map, given, between, pool, special_tokens=special_tokens)
 
     def split(self, **options: Any) -> Splitting:
         """Tokens that are better split than moved, as `split` finds them."""
@@ -449,16 +445,13 @@ class LayerAtInput(Shown):
     def _layers(self) -> Any:
         return "all" if self.layer is None else [self.layer]
 
-    def _with(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        return self._options | dict(options)
-
     def _of_all_heads(self, verb: str, options: Mapping[str, Any]) -> dict[str, Any]:
         if self.head is not None:
             raise InputError(
                 f"`{verb}` speaks of all heads together. Found a layer at `head = {self.head}`; "
                 "ask `model.at` without `head`."
             )
-        return self._with(options)
+        return self._options | dict(options)
 
     # --- shown
 
@@ -485,13 +478,8 @@ class LayerAtInput(Shown):
 
 
 @pieces.register
-def _show_model(model: OpenModel) -> Iterator[Piece]:
-    yield Card("OpenModel", tuple(model.display_lines()))
-
-
-@pieces.register
-def _show_layer(at: LayerAtInput) -> Iterator[Piece]:
-    yield Card("LayerAtInput", tuple(at.display_lines()))
+def _as_card(found: OpenModel | LayerAtInput) -> Iterator[Piece]:
+    yield Card(type(found).__name__, tuple(found.display_lines()))
 
 
 def load_model(

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from lipscope.engine.checks import OF_TEXT
 from lipscope.engine.spec import ADVERSARIAL, ASCENT, OPTIONS, REAL, Spec
-from lipscope.errors import InputError, remark
-from lipscope.models import WHOLE, folder_stamp, source_stamp
-from lipscope.records import SURVEY, RunFolder, stable_id, version
+from lipscope.models import WHOLE
+from lipscope.records import stable_id
 
 # Maps whose input may be captured under fused attention where weights are read in closed form.
 FUSED = ("heads", "attention", "normed", "residual")
@@ -90,13 +86,6 @@ def plan(spec: Spec, surveys: Sequence[Survey]) -> list[Job]:
         for window in _windows_of(spec, model, survey.items)
         for job in _of_window(spec, survey, window)
     ]
-
-
-def check_one_input(jobs: Sequence[Job]) -> None:
-    """Refuse several inputs, a batch or pictures of several sizes, where the answer is of one."""
-    found = len({job.window for job in jobs if job.input == REAL})
-    if found > 1:
-        raise InputError(f"`data` should be one input here. Found {found}; give one of them.")
 
 
 def _identity(spec: Spec, item: InputKey, asked: Mapping[str, Any]) -> str:
@@ -183,60 +172,3 @@ def heads_one_by_one(job: Job, shape: Shape) -> Sequence[int | None]:
 def row_id(job: str, head: int | None) -> str:
     """The id of a row of a job: the job's own, or one for each head."""
     return job if head is None else stable_id({"job": job, "head": head})
-
-
-# --- surveys kept in a run folder: a finished run answers without loading a model
-
-Held = Mapping[str, Mapping[str, Any]]
-
-
-def surveys_in(folder: RunFolder | None) -> Held:
-    """The surveys that a folder holds, by their keys."""
-    return {} if folder is None else folder.values(SURVEY)
-
-
-def survey_key(spec: Spec, model: int, more: Mapping[str, Any]) -> str | None:
-    """Digest of everything that a survey depends on; None if it cannot be told.
-
-    ``more`` is what the specification does not say, such as the revision that was asked for.
-    """
-    one = spec.models[model]
-    revision = more.get("revision")
-    is_now = source_stamp(f"{one.name}@{revision}" if revision else one.name)
-    if is_now is None:
-        return None
-    pictures = Path(os.path.expanduser(spec.images)) if spec.images is not None else None
-    seen = folder_stamp(pictures) if pictures is not None and os.path.isdir(pictures) else ""
-    asked = spec.as_dict() | {"models": [one.name, one.step], "pictures": seen}
-    return stable_id({**asked, **more, "is_now": is_now, "version": version()})
-
-
-def surveyed(
-    held: Held, folder: RunFolder | None, key: str | None, look: Callable[[], Survey]
-) -> tuple[Survey, bool]:
-    """A survey, held under a key or made and kept in the folder; whether it was held."""
-    if key is not None and key in held:
-        plain = held[key]
-        layers, heads = plain["shape"]
-        items = {name: [InputKey(*one) for one in some] for name, some in plain["items"].items()}
-        return Survey(Shape(layers, heads and tuple(heads)), items, plain["revision"]), True
-    found = look()
-    if folder is not None and key is not None:
-        plain = found._asdict() | {"items": {name: [*some] for name, some in found.items.items()}}
-        folder.add_value(SURVEY, key, plain)
-    return found, False
-
-
-def tell_fewer(spec: Spec, survey: Survey) -> None:
-    """Say where a text has fewer distinct windows than were asked for."""
-    if spec.samples is None or spec.images is not None or spec.lengths is None:
-        return
-    for name, items in survey.items.items():
-        counts = Counter(one.num_tokens for one in items)
-        fewer = {n: count for n, count in counts.items() if count < spec.samples}
-        if fewer:
-            which = ", ".join(f"{count} of {n} tokens" for n, count in sorted(fewer.items()))
-            remark(
-                f"The text{f' `{name}`' * bool(name)} has fewer distinct windows than "
-                f"`samples = {spec.samples}`: {which}. Each is measured once."
-            )

@@ -111,10 +111,18 @@ class ReadyModel:
     Nothing has to be closed: the module is made ready (eval mode, a known attention
     implementation) while a question is answered, and is as it was found afterwards. A copy in
     another dtype is kept as long as this object lives.
+
+    Attributes:
+        loaded: The model with what rows say about it.
+        name: As the user gave it.
+        model: The module, as it was given.
+        tokenizer: Its tokenizer, or None.
+        is_layer: Whether it is an attention layer by itself.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self.loaded = loaded
+        self.loaded, self.name, self.model = loaded, loaded.name, loaded.model
+        self.tokenizer, self.is_layer = loaded.tokenizer, isinstance(loaded.model, Attention)
         self._ready: dict[Setting, Ready] = {}
         self._copies: dict[tuple[torch.dtype, torch.device], nn.Module | ResidentWeights] = {}
         self._windows: WeakValueDictionary[Any, ModelAtInput] = WeakValueDictionary()
@@ -125,29 +133,9 @@ class ReadyModel:
         self.with_masks: dict[bool, ReadyModel] = {}  # the same under other masks
 
     @property
-    def name(self) -> str:
-        """As the user gave it."""
-        return self.loaded.name
-
-    @property
-    def model(self) -> nn.Module:
-        """The module, as it was given."""
-        return self.loaded.model
-
-    @property
-    def tokenizer(self) -> Any:
-        """Its tokenizer, or None."""
-        return self.loaded.tokenizer
-
-    @property
     def config(self) -> Any:
         """The model's Hugging Face configuration, or None."""
         return self.loaded.config
-
-    @property
-    def is_layer(self) -> bool:
-        """Whether it is an attention layer by itself."""
-        return isinstance(self.model, Attention)
 
     @contextlib.contextmanager
     def ready(self, setting: Setting) -> Iterator[Ready]:

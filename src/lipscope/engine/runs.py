@@ -7,7 +7,9 @@ import copy
 import functools
 import hashlib
 import io
+import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,30 +21,17 @@ from tqdm import tqdm
 
 from lipscope.attention import Attention
 from lipscope.engine.answer import explained, failed_rows
-from lipscope.engine.checks import argument, no_several, path, window_length
-from lipscope.engine.plan import (
-    Job,
-    left_over,
-    plan,
-    row_ids,
-    survey_key,
-    surveyed,
-    surveys_in,
-    tell_fewer,
-)
+from lipscope.engine.checks import argument, no_several, path, whole_number
+from lipscope.engine.plan import InputKey, Job, Shape, Survey, left_over, plan, row_ids
 from lipscope.engine.ready_model import AnyModel, ReadyModel, masked, ready_model
 from lipscope.engine.session import MapAtInput, ModelKey, Session
 from lipscope.engine.spec import AXES, LENGTHS, REAL, SAMPLES, Spec, Verb, options_of, single_spec
-from lipscope.errors import InputError
+from lipscope.errors import InputError, remark
 from lipscope.linalg import Watch
-from lipscope.models import (
-    Sample,
-    checked_data,
-    device_of,
-    digest,
-)
+from lipscope.models import Sample, checked_data, device_of, digest, folder_stamp, source_stamp
 from lipscope.pages import Rows
 from lipscope.records import (
+    SURVEY,
     Bound,
     Finished,
     Measurement,
@@ -52,6 +41,7 @@ from lipscope.records import (
     replaced,
     sha256_of,
     stable_id,
+    version,
 )
 from lipscope.sources import default_text, split_revision
 
@@ -90,8 +80,9 @@ class LocalRun:
         options, dtype = dict(options), verb.dtype
         data, model = checked_data(data), str(model) if isinstance(model, Path) else model
         loading = {name: options.pop(name, None) for name in ("tokenizer", "revision")}
+        revision = loading["revision"]
         if isinstance(model, str):
-            name, _ = split_revision(model)
+            name, revision = split_revision(model, revision)
         else:
             model = ready_model(model, **loading)
             name = model.name
@@ -110,35 +101,30 @@ class LocalRun:
         how = {"seed": self.spec.seeds[0], "allow_pickle": self.spec.allow_pickle, **loading}
 
         def load() -> ReadyModel:
-            found = masked(ready_model(model, **how), self.spec.causal)
+            found = ready_model(model, **how) if isinstance(model, str) else model
+            found = masked(found, self.spec.causal)
             return found.in_memory(verb.whole) if verb.whole else found
 
         self._load = functools.cache(load)
-        revision = loading["revision"]
-        if isinstance(model, str):
-            revision = split_revision(model, revision)[1]
         self._more = {"norms": verb.norms, "revision": revision}
-        self._norms, self._by_layer, self._out, self._asked = verb.norms, verb.by_layer, out, asked
+        self._verb, self._out, self._asked = verb, out, asked
         self._stack = contextlib.ExitStack()
         self._values: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> LocalRun:
         with contextlib.ExitStack() as stack:
             self.folder = self.opened(stack)
-            models = {self.spec.models[0].name: self._load}
-            about = {"norms": self._norms, "by_layer": self._by_layer}
-            self.session = Session(self.spec, {"": self.data}, models, **about)
+            self.session = self.new_session(norms=self._verb.norms, by_layer=self._verb.by_layer)
             self.session.coming = None
             stack.callback(self.session.end)
             self._key = key = survey_key(self.spec, 0, self._more) if self._named else None
-            self.survey, held = surveyed(
-                surveys_in(self.folder if key else None),
-                self.folder,
-                key,
-                lambda: self.session.survey(0),
-            )
+            known = {} if self.folder is None or key is None else self.folder.values(SURVEY)
+            look = functools.partial(self.session.survey, 0)
+            self.survey, held = surveyed(known, self.folder, key, look)
             tell_fewer(self.spec, self.survey)
             self.jobs: list[Job] = plan(self.spec, [self.survey])
+            if self._verb.one_input:
+                self._check_one_input()
             if not held:
                 self._note_model()
             self._stack = stack.pop_all()
@@ -146,6 +132,10 @@ class LocalRun:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
+
+    def new_session(self, **how: bool) -> Session:
+        """A session of its own on the model and the data."""
+        return Session(self.spec, {"": self.data}, {self.spec.models[0].name: self._load}, **how)
 
     def also(self, folder: RunFolder | None, **changes: Any) -> LocalRun:
         """The same question of the same model but for some entries, into an open folder."""
@@ -168,6 +158,11 @@ class LocalRun:
         self.spec = replace(self.spec, **plain)
         return folder
 
+    def _check_one_input(self) -> None:
+        found = len({job.window for job in self.jobs if job.input == REAL})
+        if found > 1:  # a batch, or pictures of several sizes
+            raise InputError(f"`data` should be one input here. Found {found}; give one of them.")
+
     def _note_model(self) -> None:
         if self.folder is not None:
             self.folder.add_model(self.spec.models[0].name, self.session.about(0))
@@ -183,7 +178,7 @@ class LocalRun:
 
     def samples(self, chosen: Sequence[int]) -> list[Sample]:
         """Some of the inputs that are read, without a look at the layers."""
-        with Session(self.spec, {"": self.data}, {self.spec.models[0].name: self._load}) as session:
+        with self.new_session() as session:
             some = session.items(ModelKey(0, None), "")
         count = 1 + max(one.sample for one in some)
         for index in chosen:
@@ -212,10 +207,7 @@ class LocalRun:
         parts = folder.directions(done) if folder is not None and self.spec.directions else []
         tell(sum(one in done for one in ids), len(ids), None)
         left = left_over(self.jobs, [self.survey.shape], done)
-        self.session.coming = {job.window for job in left}
-        ordered = self.session.in_order(left) if left else []
-        self.session.expect(ordered)
-        for job in ordered:
+        for job in self.session.ordered(left):
             new = [one for one in self._answered(job) if one.row.id not in done]
             if folder is not None and keep:
                 self._note_model()
@@ -233,6 +225,11 @@ class LocalRun:
             bounds=bounds,
             directions=parts,
         )
+
+    def only_rows(self, progress: Progress | None = None) -> Rows:
+        """The rows, where nothing else is asked of the run."""
+        with self:
+            return self.rows(progress)
 
     def once(
         self,
@@ -270,6 +267,12 @@ class LocalRun:
         if self.folder is not None:
             self.folder.add_value(part, key, content)
 
+    def value(self, part: str, key: str, make: Callable[[], Any]) -> dict[str, Any]:
+        """A value of a part; of a record that is made and kept where there is none."""
+        if key not in self.values(part):
+            self.keep_value(part, key, make())
+        return self.values(part)[key]
+
     def save(self, file: str, points: Mapping[str, Tensor]) -> None:
         """Inputs into a file of the folder, in one move; nowhere if there is no folder."""
         if self.folder is None:
@@ -284,14 +287,14 @@ class LocalRun:
                 f"`--out {folder}` cannot be written ({problem.strerror}); choose another folder."
             ) from None
 
-    def keep(self, finished: Sequence[Finished]) -> None:
-        """Write rows with more side tables than the run itself asks for."""
+    def keep(self, rows: Rows, row: Measurement, bounds: Sequence[Bound]) -> None:
+        """Write one of the rows, with other bounds than those that the run itself asks for."""
         assert self.folder is not None
-        held = {_bound_key(one) for one in self.folder.bounds()}
-        for one in finished:
-            new = tuple(bound for bound in one.bounds if _bound_key(bound) not in held)
-            if new or one.row.id not in self.folder.done:
-                self.folder.extend([one._replace(bounds=new)])
+        tokens = tuple(one for one in rows.tokens if one.id == row.id)
+        held = {(one.id, one.theorem, one.eps) for one in self.folder.bounds()}
+        new = tuple(one for one in bounds if (one.id, one.theorem, one.eps) not in held)
+        if new or row.id not in self.folder.done:
+            self.folder.extend([Finished(row, tokens, new)])
 
     def _ids(self) -> list[str]:
         return [one for job in self.jobs for one in row_ids(job, self.survey.shape)]
@@ -340,10 +343,6 @@ def _with_held(one: Finished, held: Measurement | None) -> Finished:
     return one._replace(row=replace(one.row, **more, note="; ".join(dict.fromkeys(notes)) or None))
 
 
-def _bound_key(bound: Bound) -> tuple[str, str, float | None]:
-    return bound.id, bound.theorem, bound.eps
-
-
 def folder_of(out: str | Path | Place) -> Place:
     """Where a run goes, by its name."""
     return out if isinstance(out, Place) else Place(Path(argument(path, "out", out)))
@@ -353,7 +352,8 @@ def of_one_window(data: AnyData, options: Mapping[str, Any], length: int | None)
     """Lengths and samples of a verb that looks at one window: of 64 tokens, of a text."""
     no_several(options)
     if is_text(data, options):
-        return {"lengths": window_length(length), "samples": 1}
+        length = 64 if length is None else argument(whole_number(1, 10**6), "length", length)
+        return {"lengths": length, "samples": 1}
     if length is not None:
         raise InputError("`length` cuts a text into windows. Found it with a batch; leave it out.")
     return {}
@@ -428,6 +428,58 @@ def maps_at(
             run.session.expect(run.jobs, watch)
         for job in run.jobs:
             yield run.at(job)
+
+
+# --- surveys kept in a run folder: a finished run answers without loading a model
+
+Held = Mapping[str, Mapping[str, Any]]
+
+
+def survey_key(spec: Spec, model: int, more: Mapping[str, Any]) -> str | None:
+    """Digest of everything that a survey depends on; None if it cannot be told.
+
+    ``more`` is what the specification does not say, such as the revision that was asked for.
+    """
+    one = spec.models[model]
+    revision = more.get("revision")
+    is_now = source_stamp(f"{one.name}@{revision}" if revision else one.name)
+    if is_now is None:
+        return None
+    pictures = Path(os.path.expanduser(spec.images)) if spec.images is not None else None
+    seen = folder_stamp(pictures) if pictures is not None and os.path.isdir(pictures) else ""
+    asked = spec.as_dict() | {"models": [one.name, one.step], "pictures": seen}
+    return stable_id({**asked, **more, "is_now": is_now, "version": version()})
+
+
+def surveyed(
+    held: Held, folder: RunFolder | None, key: str | None, look: Callable[[], Survey]
+) -> tuple[Survey, bool]:
+    """A survey, held under a key or made and kept in the folder; whether it was held."""
+    if key is not None and key in held:
+        plain = held[key]
+        layers, heads = plain["shape"]
+        items = {name: [InputKey(*one) for one in some] for name, some in plain["items"].items()}
+        return Survey(Shape(layers, heads and tuple(heads)), items, plain["revision"]), True
+    found = look()
+    if folder is not None and key is not None:
+        plain = found._asdict() | {"items": {name: [*some] for name, some in found.items.items()}}
+        folder.add_value(SURVEY, key, plain)
+    return found, False
+
+
+def tell_fewer(spec: Spec, survey: Survey) -> None:
+    """Say where a text has fewer distinct windows than were asked for."""
+    if spec.samples is None or spec.images is not None or spec.lengths is None:
+        return
+    for name, items in survey.items.items():
+        counts = Counter(one.num_tokens for one in items)
+        fewer = {n: count for n, count in counts.items() if count < spec.samples}
+        if fewer:
+            which = ", ".join(f"{count} of {n} tokens" for n, count in sorted(fewer.items()))
+            remark(
+                f"The text{f' `{name}`' * bool(name)} has fewer distinct windows than "
+                f"`samples = {spec.samples}`: {which}. Each is measured once."
+            )
 
 
 # --- progress reporting: to a function, or as a line in a terminal or a notebook

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -14,15 +14,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
-from lipscope.engine.answer import (
-    Answer,
-    Solve,
-    answer,
-    explained,
-    failed_rows,
-    row_of,
-)
-from lipscope.engine.checks import COPIES, FREE, budget, parse_tokens
+from lipscope.engine.answer import Answer, answer, explained, failed_rows, row_of
+from lipscope.engine.checks import COPIES, FREE, parse_bytes, parse_tokens
 from lipscope.engine.closed_form import (
     BuiltInput,
     built_input,
@@ -62,10 +55,7 @@ from lipscope.models import (
 from lipscope.records import Direction, Finished, Measurement
 from lipscope.theorems import Normed, Residual, norm_of
 
-_MASKS = {
-    True: "run with a causal mask in every layer",
-    False: "run without a causal mask",
-}
+_MASKS = {True: "run with a causal mask in every layer", False: "run without a causal mask"}
 _CHUNKS = 2**30  # bytes
 K = TypeVar("K")
 V = TypeVar("V")
@@ -92,7 +82,8 @@ class MapAtInput:
     ) -> None:
         self._session, self.spec = session, session.spec
         self.job, self.window, self.model = job, window, window.model
-        self._watch = session.watching(job.layer)
+        solves = session.solves
+        self._watch = None if solves is None else solves.watching(job.layer)
         if given is not None:
             self.__dict__["given"] = given
 
@@ -274,13 +265,15 @@ class MapAtInput:
         whole_tokens = spec.move != COPIES  # the model itself has no copies
 
         def make() -> list[Answer]:
-            solved = None
+            solved, solves = None, self._session.solves
             # What fails, fails again where its own row is made, and is told there.
             with suppress(InputError, RuntimeError, MemoryError):
-                solved = self._session.solved(self)
-            with self._session.beside_solves(), self.window.ready():
+                solved = None if solves is None else solves.solved(self)
+            # What is done beside solves ahead has few threads.
+            beside = nullcontext() if solves is None else solves.beside()
+            with beside, self.window.ready():
                 check = self._session.first(job) and whole_tokens
-                reference = (lambda: self.window.reference(self.map)) if check else None
+                reference = partial(self.window.reference, self.map) if check else None
                 return answer(*self.question, reference, solved)
 
         asked = job, spec.per_head, spec.rest, spec.average, spec.directions
@@ -305,11 +298,6 @@ class MapAtInput:
                 parts = self._described(row, reply)
             found.append(Finished(row, tuple(tokens), bounds, parts))
         return found
-
-    @property
-    def rows(self) -> list[Measurement]:
-        """The row of all heads together, or one for each head."""
-        return [one.row for one in self.finished]
 
     def _described(self, row: Measurement, reply: Answer) -> tuple[Direction, ...]:
         if not reply.leading:
@@ -373,9 +361,12 @@ class Session:
         by_layer: bool = False,
     ) -> None:
         self.spec, self.sources, self.models = spec, sources, models or {}
-        self.memory = budget(spec.memory, usable_memory)  # bytes
-        # Of them what products and the basis may take: more is no faster where nobody asked for it.
-        self.chunks = min(self.memory, _CHUNKS) if spec.memory.startswith(FREE) else self.memory
+        if spec.memory.startswith(FREE):  # or a share of it, such as `free/2`
+            self.memory = usable_memory() // int(spec.memory.partition("/")[2] or 1)  # bytes
+            # What products and the basis may take: more is no faster where nobody asked for it.
+            self.chunks = min(self.memory, _CHUNKS)
+        else:
+            self.memory = self.chunks = parse_bytes(spec.memory)
         device_of(spec.device)
         self._norms = norms or spec.radius == "norm"
         self._by_layer = by_layer and not spec.per_head  # of which the shape says the heads
@@ -506,7 +497,7 @@ class Session:
                     f"`layers` should be between 0 and {count - 1} for "
                     f"`{self.spec.models[key.model].name}`. Found {layer}."
                 )
-        longest = max(n or record.calls[0].num_tokens for n in lengths)
+        longest = max((n for n in lengths if n is not None), default=0)
         heads = [1] * count
         for name in maps:
             places = [None] if name in WHOLE else layers
@@ -592,12 +583,17 @@ class Session:
             found.append(one)
         return found
 
-    def in_order(self, jobs: Sequence[Job]) -> list[Job]:
-        """Jobs in the order that reads the fewest blocks: layer by layer, of windows together."""
+    def ordered(self, jobs: Sequence[Job]) -> list[Job]:
+        """Jobs that will be asked, in the order that reads the fewest blocks, and by it.
+
+        Layer by layer, of windows together.
+        """
         found, keys = list[Job](), [job.window for job in jobs]
-        shared = {key: self._sharing(key) for key in dict.fromkeys(keys)}
+        self.coming = dict.fromkeys(keys)
+        shared = {key: self._sharing(key) for key in self.coming}
         for _, some in groupby(zip(keys, jobs, strict=True), lambda one: shared[one[0]]):
             found += sorted((job for _, job in some), key=lambda job: job.layer or 0)
+        self.expect(found)
         return found
 
     def at(self, job: Job) -> MapAtInput:
@@ -625,18 +621,6 @@ class Session:
             made = partial(MapAtInput, self)
             self.solves = SolveQueue(self.spec, self.chunks, made, jobs, watch)
 
-    def watching(self, layer: int | None) -> Watch | None:
-        """What is called after every step of a solve, if anything is."""
-        return None if self.solves is None else self.solves.watching(layer)
-
-    def solved(self, one: MapAtInput) -> Solve | None:
-        """What found sigma of a map ahead, if anything did."""
-        return None if self.solves is None else self.solves.solved(one)
-
-    def beside_solves(self) -> AbstractContextManager[None]:
-        """What is done beside solves ahead has few threads."""
-        return nullcontext() if self.solves is None else self.solves.beside()
-
     def first(self, job: Job) -> bool:
         """Whether its input is the first one of its length."""
         some = self.items(ModelKey(job.model, job.weights), job.text)
@@ -649,7 +633,9 @@ class Session:
         held = keep_last(self._sizes, (key, job.dtype, job.text, job.map), dict)
         at = self.at(job)
         if job.layer not in held:
-            layers = self._layers(job, at)
+            layers = self.spec.layers or [job.layer]
+            if self.spec.layers is None and not at.model.is_layer:
+                layers = range(at.window.num_layers)
             held |= {layer: [] for layer in layers}
             # Window by window, so that one forward pass serves all layers.
             for index in range(len(self.items(key, job.text))):
@@ -659,11 +645,6 @@ class Session:
                         held[layer].append(self.at(other).size)
         some = held[job.layer] or [at.size]  # which says why there is none
         return (max(some), None) if norm_in_front(at.for_theorems) is None else (None, min(some))
-
-    def _layers(self, job: Job, at: MapAtInput) -> Sequence[int | None]:
-        if self.spec.layers is not None or at.model.is_layer:
-            return self.spec.layers or [job.layer]
-        return range(at.window.num_layers)
 
     # --- answers
 
@@ -693,8 +674,6 @@ class Session:
         return between - began, clock() - between
 
     def _about_if_loaded(self, job: Job) -> dict[str, Any]:
-        if ModelKey(job.model, job.weights) in self._failed:
-            return {}
         with suppress(Exception):
             return self.about(job.model, job.weights)
         return {}

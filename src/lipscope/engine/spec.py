@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+import math
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -13,8 +16,10 @@ from lipscope.engine import checks
 from lipscope.engine.checks import COPIES, OF_TEXT, Check, Entries, parse_tokens
 from lipscope.errors import InputError
 from lipscope.records import MAPS, MapName
+from lipscope.sources import check_device, check_model, default_text, read_text, read_texts
 
 if TYPE_CHECKING:  # not at run time: the command line completes options without torch
+    from lipscope.certificates import DecisionBall
     from lipscope.linalg import Metric
     from lipscope.models import Side, WindowKind
 
@@ -29,17 +34,7 @@ WITH_INPUTS = ("attention", "heads")
 LENGTHS, SAMPLES = (16, 64, 256), 10
 
 
-class SolverOptions(TypedDict, total=False):
-    """When the solver stops: part of every id, and handed to it by these names."""
-
-    tol: float
-    delta: float
-
-
-SOLVER = tuple(SolverOptions.__annotations__)
-
-
-class Options(SolverOptions, total=False):
+class Options(TypedDict, total=False):
     """Options that every verb has; `measure` says what they mean."""
 
     map: MapName
@@ -49,6 +44,8 @@ class Options(SolverOptions, total=False):
     causal: bool | None
     images: str | Path | None
     resolutions: Sequence[int] | None
+    tol: float
+    delta: float
     dtype: DType | None
     device: str
     seed: int
@@ -210,17 +207,13 @@ class Spec:
     )
     allow_pickle: bool = _solver(False, checks.flag, "Load pickled weights, weights only.")
     tokens: bool = _entry(True, checks.flag)
-    decisions: tuple[str, ...] = _entry((), _when_used("decisions"))
+    decisions: tuple[DecisionBall, ...] = _entry((), _when_used("decisions"))
     directions: int = 0
     among: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values: what the manifest holds and what workers are told."""
         return asdict(self) | {"models": [list(model) for model in self.models]}
-
-    def solver(self) -> dict[str, Any]:
-        """What the solver is told."""
-        return {name: getattr(self, name) for name in SOLVER}
 
 
 OPTIONS = {one.name: one for one in fields(Spec) if one.metadata}
@@ -241,6 +234,7 @@ class Verb(NamedTuple):
     dtype: str = "float32"  # floating type if none is asked for
     norms: bool = False  # whether it asks for the norms that feed layers
     whole: str = ""  # what needs all weights of the model at once; empty if nothing does
+    one_input: bool = False  # whether its answer is of one input
     by_layer: bool = False  # whether a layer is looked at when its turn comes, not before the first
 
 
@@ -395,3 +389,233 @@ def _check_theorems(source: Entries, spec: Spec) -> None:
             f"every norm from the smallest of the text on. Found `radius = {spec.radius}`.",
             "radius",
         )
+
+
+# --- what is certain before torch is imported
+
+# Whose words stand in rooms that bring torch, or mean something else to a verb.
+_LATER = ("metrics", "side", "inputs", "theorems", "tokens")
+
+
+def refuse_early(model: str, options: Mapping[str, Any]) -> None:
+    """Refuse what is certain without a look at the model itself; a verb looks at the rest.
+
+    ``options`` are those of a verb, without those that are left to it.
+
+    Raises:
+        InputError: As the verb itself would.
+    """
+    for name, value in options.items():
+        key = AXES.get(name, name)
+        if key in CHECKS and key not in _LATER and value is not None:
+            CHECKS[key](Entries("", {name: value}), name, value)
+    check_device(options.get("device", "auto"))
+    if isinstance(among := options.get("among"), Path):
+        read_text(among, "`among`")
+    asked: dict[str, Any] = {"allow_pickle": options.get("allow_pickle", False)}
+    if "images" not in options:
+        asked["lengths"] = checks.items(options.get("lengths", options.get("length", [])))
+    if options.get("modules") is None and options.get("side", "self") == "self":
+        numbers = options.get("layers", options.get("layer", "all"))
+        asked["layers"] = checks.layers(Entries("", {}), "layers", numbers) or ()
+        asked["head"] = options.get("head")
+    check_model(model, **asked)
+
+
+# --- the file of a sweep: its entries with their lines, its models, checkpoints and texts
+
+_DEFAULT, _IMAGES = "default", "images"
+# The scalars of YAML 1.2. PyYAML knows those of 1.1, where `2:50:4` is a number in base 60,
+# `1e-3` is a word and `no` is false.
+_SCALARS = {
+    "null": r"^(~|null|Null|NULL|)$",
+    "bool": r"^(true|True|TRUE|false|False|FALSE)$",
+    "int": r"^[-+]?[0-9]+$",
+    "float": r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$",
+}
+_MOST = 100_000  # characters, and values, of a specification
+
+
+def read_spec(spec: str | Path | Mapping[str, Any]) -> Request:
+    """Read and check a specification, of a YAML file or given by key, with its texts.
+
+    Raises:
+        InputError: For every entry that cannot be, with its key and line.
+
+    >>> made = read_spec({"models": "minilm", "lengths": "16:64:16", "layers": [0, 1]}).spec
+    >>> made.lengths, made.layers, made.models[0].name
+    ((16, 32, 48, 64), (0, 1), 'minilm')
+    """
+    source = _read_entries(spec)
+    source.check_keys(["models", "texts", *CHECKS])
+    values = {
+        key: CHECKS[key](source, key, value)
+        for key, value in source.values.items()
+        if key not in ("models", "texts")
+    }
+    if "images" in values:
+        if "texts" in source.values:
+            source.fail("`images` take the place of texts. Found both; leave one out.", "images")
+        sources = {_IMAGES: values["images"]}
+    else:
+        sources = _text_contents(source)
+        values = {"lengths": LENGTHS, "samples": SAMPLES} | values
+    made = Spec(models=tuple(_models_of(source)), texts=digests(sources), **values)
+    check_together(source, made)
+    return Request(made, sources, Path(source.name).stem)
+
+
+def _text_contents(source: Entries) -> dict[str, str]:
+    """The content of every text by its name: that of its file without folder and ending."""
+    texts: dict[str, str] = {}
+    for i, entry in enumerate(checks.items(source.values.get("texts", _DEFAULT))):
+        if not isinstance(entry, str | Path):
+            source.refuse("names of files", entry, "texts", i)
+        name = _DEFAULT if entry == _DEFAULT else Path(entry).stem
+        if name in texts:
+            source.fail(
+                f"`texts` should have names of their own. Found `{name}` twice.", "texts", i
+            )
+        try:
+            texts[name] = (
+                default_text()
+                if entry == _DEFAULT
+                else read_texts(entry, "`texts`", "readable text files")
+            )
+        except InputError as problem:
+            source.fail(str(problem), "texts", i)
+        if not texts[name].strip():
+            source.fail(f"`texts` should not be empty. Found no words in `{entry}`.", "texts", i)
+    return texts
+
+
+def _models_of(source: Entries) -> Iterator[Model]:
+    """Every model, and every checkpoint as one."""
+    entries = checks.items(source.values.get("models", []))
+    if not entries:
+        source.fail("`models` should name at least one model, such as `models: [minilm]`.")
+    seen: set[str] = set()
+    for i, entry in enumerate(entries):
+        for name, step in _checkpoints_of(source, entry, i):
+            if name in seen:
+                source.fail(
+                    f"`models` should name each model once. Found `{name}` twice.", "models", i
+                )
+            seen.add(name)
+            yield Model(name, step, i)
+
+
+def _checkpoints_of(source: Entries, entry: Any, i: int) -> Iterator[tuple[str, int | None]]:
+    if isinstance(entry, str) and entry:
+        yield entry, None
+        return
+    if not isinstance(entry, dict) or set(entry) != {"name", "checkpoints"}:
+        source.refuse("names, or `name` with `checkpoints`", entry, "models", i)
+    root, folder = str(entry["name"]), Path(os.path.expanduser(str(entry["name"])))
+    found = [str(one) for one in checks.items(entry["checkpoints"])]
+    if os.path.isdir(folder):
+        matches = [sorted(folder.glob(one), key=lambda p: _step(p.name) or 0) for one in found]
+        for pattern, paths in zip(found, matches, strict=True):
+            if not paths:
+                source.fail(
+                    f"`checkpoints` should be folders in `{root}`. Found none named `{pattern}`.",
+                    "models",
+                    i,
+                )
+        yield from (
+            (f"{root}/{p.relative_to(folder)}", _step(p.name)) for ps in matches for p in ps
+        )
+    else:
+        yield from ((f"{root}@{one}", _step(one)) for one in found)
+
+
+def _step(name: str) -> int | None:
+    """The training step in the name of a checkpoint: its last number.
+
+    >>> _step("checkpoint-1000"), _step("main")
+    (1000, None)
+    """
+    numbers = re.findall(r"\d+", name)
+    return int(numbers[-1]) if numbers else None
+
+
+# --- YAML
+
+
+def _read_entries(spec: str | Path | Mapping[str, Any]) -> Entries:
+    """The entries of a YAML file, or values that are given."""
+    if isinstance(spec, Mapping):
+        return Entries("", dict(spec))
+    if not isinstance(spec, str | Path):
+        raise InputError(
+            "The specification should be the path of a YAML file, or a mapping of entries. Found "
+            f"`{type(spec).__name__}`."
+        )
+    import yaml
+
+    path = Path(spec)
+    text = read_text(path, "The specification", "a readable YAML file")
+    try:
+        node = yaml.compose(text, Loader=_loader()) if len(text) <= _MOST else None
+        if not isinstance(node, yaml.MappingNode) or _count_values(node, {}) > _MOST:
+            raise InputError(
+                f"`{path}` should hold entries such as `models: [minilm]`, and at most {_MOST:,} "
+                "characters and values. Found none, or more."
+            )
+        return _source(str(path), node)
+    # Whatever makes a date of "x" raises what it likes.
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as problem:
+        if isinstance(problem, InputError):
+            raise
+        raise InputError(f"`{path}` should be YAML. Found {_in_one_line(problem)}.") from None
+
+
+def _count_values(node: Any, known: dict[Any, float]) -> float:
+    """How many values a node stands for: aliases of aliases multiply, and may hold themselves."""
+    if node not in known:
+        known[node] = math.inf
+        parts = node.value if isinstance(node.value, list) else []
+        known[node] = 1.0 + sum(
+            _count_values(one, known)
+            for part in parts
+            for one in (part if type(part) is tuple else [part])
+        )
+    return known[node]
+
+
+def _source(name: str, node: Any) -> Entries:
+    loader = _loader()("")
+    values: dict[str, Any] = {}
+    lines: dict[tuple[str | int, ...], int] = {}
+    for key_node, value_node in node.value:
+        key = str(key_node.value)
+        line = key_node.start_mark.line + 1
+        if key in values:
+            raise InputError(
+                f"`{name}`, line {line}: `{key}` should appear once. Found it on "
+                f"line {lines[key,]} too."
+            )
+        lines[key,] = line
+        values[key] = loader.construct_object(value_node, deep=True)
+        if value_node.id == "sequence":
+            for i, item in enumerate(value_node.value):
+                lines[key, i] = item.start_mark.line + 1
+    return Entries(name, values, lines)
+
+
+def _loader() -> Any:
+    """A safe loader that reads scalars as YAML 1.2 does."""
+    import yaml
+
+    loader: Any = type("Loader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": {}})
+    for tag, pattern in _SCALARS.items():
+        loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), None)
+    return loader
+
+
+def _in_one_line(problem: Exception) -> str:
+    if isinstance(problem, RecursionError):
+        return "lists in lists in lists, too deep to be read"
+    mark = getattr(problem, "problem_mark", None)
+    what = getattr(problem, "problem", None) or " ".join(str(problem).split())
+    return what if mark is None else f"{what} on line {mark.line + 1}"

@@ -10,5 +10,9 @@ if not (find_spec("starlette") and find_spec("uvicorn")):
         "lipscope."
     )
 
-from lipscope.explore.notebook import Explored as Explored, explore as explore
-from lipscope.explore.server import Server as Server, served as served
+from lipscope.explore.server import (
+    Explored as Explored,
+    Server as Server,
+    explore as explore,
+    served as served,
+)

@@ -1,11 +1,13 @@
-"""Questions to events: what the page is told, number by number, as it is solved."""
+"""Questions of the page, checked as they come in, and the events that answer them as they come."""
 
 from __future__ import annotations
 
 import math
+import shlex
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_type_hints
 
 from torch.overrides import TorchFunctionMode
 
@@ -13,7 +15,6 @@ from lipscope.charts import as_svg, spaced
 from lipscope.display import rounded_down
 from lipscope.engine import DecisionCertificate, OpenModel, directions, push
 from lipscope.errors import InputError
-from lipscope.explore.question import MOST_TOKENS, Question, as_command, as_python
 from lipscope.linalg import Watch
 from lipscope.models import whole_text
 from lipscope.pages import Rows, directions_in_words, pushes_in, window_shares
@@ -21,6 +22,14 @@ from lipscope.pages import Rows, directions_in_words, pushes_in, window_shares
 Event = dict[str, Any]
 Tell = Callable[[Event], None]
 Check = Callable[[], None]
+MOST_TOKENS = 256
+MOST_LETTERS = 20_000
+_MASKS = {"own": None, "yes": True, "no": False}
+_FILES = ("report", "rows", "figure")
+_KINDS = ("measure", "words", "push", "certify", *_FILES)
+_BALLS = ("joint", "each", "token")
+# What `measure` has too, with what it takes for granted.
+_OPTIONS = {"map": "attention", "metric": "frobenius", "move": "all", "read": "all"}
 _EVERY = 0.25  # seconds between two intervals of one layer: the page draws no oftener
 _ROUGH = 3  # steps before the first interval is told: earlier ones say little
 _ROW = (
@@ -32,6 +41,126 @@ _CERTIFIED = (
     *("decision_name", "rival_name", "margin", "ball", "tokens", "words", "radius", "first_order"),
     *("attack", "nearest", "words_within", "seconds", "note"),
 )
+
+
+# --- questions
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a window of the page asks. Frozen, so that answers are kept by it.
+
+    Raises:
+        InputError: If an entry is none that the page has.
+    """
+
+    text: str
+    kind: str = "measure"  # or what else is wanted, such as ``push``
+    model: int = 0  # which of the open models
+    layer: int | None = None  # one alone; None for all
+    heads: bool = False  # each head of the layer by itself
+    map: str = "attention"
+    metric: str = "frobenius"
+    move: str = "all"
+    read: str = "all"
+    mask: str = "own"
+    among: str = ""  # texts, a line each: the nearest is read, or decides
+    ball: str = "joint"
+
+    def __post_init__(self) -> None:
+        for name, known in (("kind", _KINDS), ("mask", tuple(_MASKS)), ("ball", _BALLS)):
+            if getattr(self, name) not in known:
+                raise InputError(
+                    f"`{name}` should be {', '.join(known)}. Found `{getattr(self, name)[:40]}`."
+                )
+        if len(self.text) + len(self.among) > MOST_LETTERS:
+            raise InputError(
+                f"The text should have at most {MOST_LETTERS:,} letters here. Found "
+                f"{len(self.text) + len(self.among):,}; `lipscope measure` takes longer ones."
+            )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `measure`."""
+        found: dict[str, Any] = {
+            name: getattr(self, name)
+            for name, usual in _OPTIONS.items()
+            if getattr(self, name) != usual
+        }
+        if self.heads:
+            found["per_head"] = True
+        if _MASKS[self.mask] is not None:
+            found["causal"] = _MASKS[self.mask]
+        return found
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether it is asked at every key."""
+        return self.kind == "measure"
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the answer is a file to keep."""
+        return self.kind in _FILES
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts of ``among``."""
+        return [line.strip() for line in self.among.splitlines() if line.strip()]
+
+
+def question_of(given: Any, models: int) -> Question:
+    """A question from the JSON of the page, for so many models.
+
+    >>> question_of({"text": "It was late.", "layer": 3}, 1).layer
+    3
+    """
+    if not isinstance(given, Mapping):
+        raise InputError("A question should be a JSON object.")
+    kinds = get_type_hints(Question)
+    for name, value in given.items():
+        wanted = kinds.get(name)
+        # JSON tells true from 1, and so does this.
+        if wanted is None or type(value) not in getattr(wanted, "__args__", (wanted,)):
+            raise InputError(
+                f"A question should have the entries of the page. Found `{name[:40]}`."
+            )
+    if not isinstance(given.get("text"), str):
+        raise InputError("A question should have a text. Found none.")
+    asked = Question(**given)
+    if not 0 <= asked.model < models or (asked.layer or 0) < 0:
+        raise InputError("A question should be of a model and a layer that are open here.")
+    return asked
+
+
+def _options(asked: Question, length: int) -> dict[str, Any]:
+    """The options of `measure` that give the same rows."""
+    layers = {} if asked.layer is None else {"layers": [asked.layer]}
+    return {"lengths": length, "samples": 1} | layers | asked.options
+
+
+def as_python(asked: Question, name: str, length: int) -> str:
+    """The lines of Python that give the same rows."""
+    more = ", ".join(f"{key}={value!r}" for key, value in _options(asked, length).items())
+    return (
+        f"import lipscope as ls\n\nmodel = ls.load_model({name!r})\ntext = {asked.text!r}\n"
+        f"rows = ls.measure(model, text, {more})\nrows"
+    )
+
+
+def as_command(asked: Question, name: str, length: int) -> str:
+    """The command that gives the same rows."""
+    words: list[Any] = ["lipscope", "measure", name, "--text", "-"]
+    for option, value in _options(asked, length).items():
+        words.append("--" + option.replace("_", "-"))
+        if option == "causal":
+            words.append("yes" if value else "no")
+        elif value is not True:
+            words.append(",".join(map(str, value)) if isinstance(value, list) else value)
+    return f"printf %s {shlex.quote(asked.text)} | {shlex.join(map(str, words))}"
+
+
+# --- answers
 
 
 class _Interruptible(TorchFunctionMode):
@@ -71,9 +200,10 @@ def length_of(model: OpenModel, text: str) -> tuple[int, bool]:
 
 def _measured(model: OpenModel, asked: Question, check: Check, tell: Tell) -> Iterator[Event]:
     length, cut = length_of(model, asked.text)
-    said = {name: say(asked, model.name, length) for name, say in _SAID.items()}
+    said = {"python": as_python(asked, model.name, length)}
+    said |= {"command": as_command(asked, model.name, length)}
     yield {"event": "asked", "length": length, "cut": cut} | said
-    for layer, rows in _rows(model, asked, check, tell):
+    for layer, rows in _rows(model, asked, length, check, tell):
         tokens = {row.id: [t for t in rows.tokens if t.id == row.id] for row in rows}
         yield {
             "event": "rows",
@@ -86,21 +216,15 @@ def _measured(model: OpenModel, asked: Question, check: Check, tell: Tell) -> It
         }
 
 
-_SAID = {"python": as_python, "command": as_command}
-
-
 def _rows(
-    model: OpenModel, asked: Question, check: Check, tell: Tell
+    model: OpenModel, asked: Question, length: int, check: Check, tell: Tell
 ) -> Iterator[tuple[int | None, Rows]]:
     """The rows of each layer."""
-    layers = "all" if asked.layer is None else [asked.layer]
-    length, _ = length_of(model, asked.text)
 
     def watch(layer: int | None) -> Watch:
         return _Watch(layer, check, tell)
 
-    cut = {"lengths": length, "layers": layers}
-    for at in model.layers(asked.text, watch=watch, **cut, **asked.options):
+    for at in model.layers(asked.text, watch=watch, **_options(asked, length)):
         yield at.layer, at.rows()
         check()
 
@@ -190,7 +314,7 @@ def _plain(one: DecisionCertificate) -> Event:
 def _kept(model: OpenModel, asked: Question, check: Check, tell: Tell) -> Iterator[Event]:
     """A file of what is shown: the static report, the rows, or the figure."""
     rows, tokens = [], []
-    for _, some in _rows(model, asked, check, tell):
+    for _, some in _rows(model, asked, length_of(model, asked.text)[0], check, tell):
         rows += some
         tokens += some.tokens
     found = Rows(rows, tokens)

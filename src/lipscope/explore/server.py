@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import html
 import importlib.resources
 import json
 import secrets
 import socket
 import threading
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
@@ -22,12 +24,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lipscope.engine import OpenModel, load_model
 from lipscope.errors import InputError
-from lipscope.explore.answers import Event
-from lipscope.explore.question import MOST_LETTERS, Question, question_of
+from lipscope.explore.answers import MOST_LETTERS, Event, Question, question_of
 from lipscope.explore.solver import Place, Solver, by_itself, twin
 from lipscope.pages import asset, live_data, live_script
 
 HOST = "127.0.0.1"
+_HEIGHT = 780  # pixels of a frame
 _BEGINS = (
     "It was the best of times, it was the worst of times, it was the age of wisdom, it was the "
     "age of foolishness."
@@ -59,14 +61,15 @@ class Server:
         # What is asked at every key does not wait for what takes long.
         self.quick = [Solver(model) for model in models]
         self._slow = [Solver(twin(model)) for model in models]
-        self._asked, self._framed = asked, framed
+        self._asked = asked
         self._token = secrets.token_urlsafe(24)
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._socket.bind((HOST, 0))
         self._socket.listen()  # whoever comes before the server runs waits for it
         self._host = f"{HOST}:{self._socket.getsockname()[1]}"
+        policy = _POLICY.format(frames=_NOTEBOOKS if framed else "'none'")
         config = uvicorn.Config(
-            _Guard(self._app(), self._host, self._token, self._policy()),
+            _Guard(self._app(), self._host, self._token, policy),
             http=_Protocol,
             ws="none",
             lifespan="off",
@@ -119,9 +122,6 @@ class Server:
         about = [{"name": one.model.name, "encoder": _is_encoder(one.model)} for one in self.quick]
         data = live_data(models=about, asked=vars(self._asked))
         return _asset("explore.html").format(data=data, push=asset("push.html"))
-
-    def _policy(self) -> str:
-        return _POLICY.format(frames=_NOTEBOOKS if self._framed else "'none'")
 
     async def _ask(self, request: Request) -> Response:
         given = await _json_of(request)
@@ -179,6 +179,47 @@ def served(
             server.end()
             raise InputError(problem)
     return server
+
+
+# --- the page in a frame of a notebook
+
+
+@dataclass(frozen=True)
+class Explored:
+    """A page on an open model, which a notebook shows in a frame.
+
+    Attributes:
+        address: Where it is; a browser on this machine opens it as well.
+    """
+
+    address: str
+    server: Server
+
+    def _repr_html_(self) -> str:
+        return (
+            f'<iframe title="lipscope explore" src="{html.escape(self.address)}" '
+            f'style="width:100%;height:{_HEIGHT}px;border:0"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        return f"<Explored at {self.address}: a notebook shows it; `.end()` ends it>"
+
+    def end(self) -> None:
+        """End the page."""
+        self.server.end()
+
+
+def explore(model: OpenModel, text: str | None = None) -> Explored:
+    """The live page on an open model, as a notebook shows it.
+
+    The page asks a module of its own, of the same weights, so that both may be asked at once.
+    """
+    server = served([twin(model)], text, framed=True)
+    server.start()
+    return Explored(server.address, server)
+
+
+# --- inside
 
 
 def _constant(kind: str, content: bytes) -> Any:

@@ -16,8 +16,7 @@ from torch import nn
 
 from lipscope.engine import OpenModel
 from lipscope.errors import InputError
-from lipscope.explore.answers import Event, events_of
-from lipscope.explore.question import Question
+from lipscope.explore.answers import Event, Question, events_of
 
 _KEPT = 32  # answers
 T = TypeVar("T")

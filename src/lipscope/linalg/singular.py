@@ -185,7 +185,7 @@ def golub_kahan(
         step extends; copy what must outlive it.
     """
     b = start.shape[0]
-    size_in, size_out = op.in_size, math.prod(op.out_shape)
+    size_in, size_out = math.prod(op.in_shape), math.prod(op.out_shape)
     # Room for a usual run: the process keeps memory of this size, so that the next solve meets no
     # page faults. A run that turns out long gets all its room at once, when the first is full.
     held = capacity if capacity <= 2 * USUAL_STEPS else USUAL_STEPS
@@ -379,7 +379,7 @@ def top_singular_batch(
     b = len(generators)
     answers: list[TopSingular | None] = [None] * b
     left = op.left if isinstance(op, Together) else None
-    with few_threads(b * max(op.in_size, math.prod(op.out_shape))):
+    with few_threads(b * max(math.prod(op.in_shape), math.prod(op.out_shape))):
         for run, last in _restarted(op, _random_starts(op, generators), max_steps, memory, stop):
             for i in range(b):
                 if answers[i] is not None or (top := stop.judge(run, i, last=last)) is None:
@@ -446,9 +446,8 @@ def _restarted(
 ) -> Iterator[tuple[_Restarts, bool]]:
     """Golub–Kahan steps, restarted from the top Ritz vector when the basis is full."""
     b = start.shape[0]
-    right, left = (
-        b * size * start.element_size() for size in (op.in_size, math.prod(op.out_shape))
-    )
+    each = b * start.element_size()
+    right, left = each * math.prod(op.in_shape), each * math.prod(op.out_shape)
     room = memory // max(right + left, 1) - 1
     keep_left = room >= min(max_steps, USUAL_STEPS)
     if not keep_left:
@@ -472,7 +471,8 @@ class _Stop:
 
     def __init__(self, tol: float, delta: float, op: Operator) -> None:
         self.tol, self.delta, self.op = tol, delta, op
-        self.threshold = start_threshold(op.in_size, delta)
+        self.in_size = math.prod(op.in_shape)
+        self.threshold = start_threshold(self.in_size, delta)
 
     def interval(self, run: _Restarts, i: int) -> tuple[float, float]:
         """The interval of entry ``i`` so far."""

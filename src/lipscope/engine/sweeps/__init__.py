@@ -4,8 +4,7 @@ The specification becomes jobs with ids of their own; every finished job is on t
 the same request on the same folder goes on with what is missing.
 """
 
-from lipscope.engine.spec import Spec
+from lipscope.engine.spec import read_spec
 from lipscope.engine.sweeps.driver import Estimate, estimate, sweep
-from lipscope.engine.sweeps.spec_file import read_spec
 
-__all__ = ["Estimate", "Spec", "estimate", "read_spec", "sweep"]
+__all__ = ["Estimate", "estimate", "read_spec", "sweep"]

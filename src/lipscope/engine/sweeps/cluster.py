@@ -8,22 +8,14 @@ from concurrent.futures import CancelledError
 from typing import Any
 from uuid import uuid4
 
-from distributed import (
-    Client,
-    Future,
-    KilledWorker,
-    Worker,
-    WorkerPlugin,
-    get_worker,
-    wait,
-)
+from distributed import Client, Future, KilledWorker, Worker, WorkerPlugin, get_worker, wait
 
 from lipscope.engine.plan import Job, Shape
 from lipscope.engine.session import Result, failed
 from lipscope.engine.spec import Request, spec_of
-from lipscope.engine.sweeps.decisions import Decisions
 from lipscope.engine.sweeps.pool import (
     Batches,
+    Decisions,
     decoded_jobs,
     decoded_result,
     encoded_jobs,

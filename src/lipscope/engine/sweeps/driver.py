@@ -15,25 +15,19 @@ import torch
 
 from lipscope import records
 from lipscope.engine.checks import argument, whole_number
-from lipscope.engine.plan import (
+from lipscope.engine.plan import Job, Shape, Survey, left_over, plan, row_ids
+from lipscope.engine.runs import (
     Held,
-    Job,
-    Shape,
-    Survey,
-    left_over,
-    plan,
-    row_ids,
+    Progress,
+    as_callback,
+    folder_of,
     survey_key,
     surveyed,
-    surveys_in,
     tell_fewer,
 )
-from lipscope.engine.runs import Progress, as_callback, folder_of
 from lipscope.engine.session import Result, Session
-from lipscope.engine.spec import Request, spec_of
-from lipscope.engine.sweeps.decisions import Decisions
-from lipscope.engine.sweeps.pool import cores, local_results, start_time, threads_of
-from lipscope.engine.sweeps.spec_file import read_spec
+from lipscope.engine.spec import Request, read_spec, spec_of
+from lipscope.engine.sweeps.pool import Decisions, cores, local_results, start_time, threads_of
 from lipscope.errors import InputError, install
 from lipscope.models import device_of
 from lipscope.pages import Rows
@@ -77,7 +71,7 @@ def sweep(
     origin = records.provenance(workers=cluster or f"{count} local")
     with records.RunFolder(path, request.spec.as_dict(), origin, growing=True) as folder:
         request = replace(request, spec=spec_of(folder.spec))
-        surveys = surveys_of(request, surveys_in(folder), folder)
+        surveys = surveys_of(request, folder.values(records.SURVEY), folder)
         shapes, jobs = [one.shape for one in surveys], plan(request.spec, surveys)
         ids = [one for job in jobs for one in row_ids(job, shapes[job.model])]
         folder.planned(ids)

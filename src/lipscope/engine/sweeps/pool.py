@@ -18,15 +18,16 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any, TextIO
 
+from lipscope.engine.answer import explained
 from lipscope.engine.checks import FREE
+from lipscope.engine.model_decision import decision_at, missing_radius, radius_key
 from lipscope.engine.plan import Job, Shape
-from lipscope.engine.session import Result, failed
+from lipscope.engine.session import Result, Session, failed
 from lipscope.engine.spec import Request, spec_of
-from lipscope.engine.sweeps.decisions import Decisions
 from lipscope.errors import InputError, remark
 from lipscope.records import AGAIN, Bound, Finished, Measurement, TokenShare
 
@@ -363,6 +364,40 @@ def decoded_jobs(line: str | bytes) -> tuple[list[Job], Shape]:
 
 
 # --- the worker's end
+
+
+class Decisions(Session):
+    """A session whose rows have the certificates of their decisions, where a sweep asks for them.
+
+    A decision that cannot be certified says why in its bound; the row stands.
+    """
+
+    def result(self, job: Job, shape: Shape) -> Result:
+        """The result of a job."""
+        found = super().result(job, shape)
+        if not self.spec.decisions:
+            return found
+        return found._replace(finished=[self._decided(job, one) for one in found.finished])
+
+    def _decided(self, job: Job, one: Finished) -> Finished:
+        if one.row.sigma is None:
+            return one
+        bounds, radii, decision = [], [], None
+        for ball in self.spec.decisions:
+            try:
+                if decision is None:
+                    at = self.at(job)
+                    special = self.spec.special_tokens
+                    decision = decision_at(at.model, at.item, special_tokens=special)
+                groups = decision.groups(ball, None)
+                found = [replace(decision.certified(ball, g), id=one.row.id) for g in groups]
+                keys = [radius_key(one.row.id, ball, group) for group in groups]
+            except Exception as problem:  # as of a row: the others go on
+                bounds.append(missing_radius(one.row.id, ball, explained(problem)))
+                continue
+            bounds += [each.as_bound() for each in found]
+            radii += [(key, asdict(each)) for key, each in zip(keys, found, strict=True)]
+        return one._replace(bounds=(*one.bounds, *bounds), radii=tuple(radii))
 
 
 def serve() -> None:

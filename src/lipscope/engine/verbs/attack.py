@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
+import numpy as np
 import torch
 from rich.table import Table
 from rich.text import Text
@@ -17,9 +18,9 @@ from lipscope.attacks import RECIPES, Draft, EditSearch, Scores, WorstInput
 from lipscope.display import Piece, Shown, pieces
 from lipscope.engine import checks, runs
 from lipscope.engine.checks import argument, no_several, one_of, whole_number, words
-from lipscope.engine.classifier import BY_ANGLE, Classifier, nearest_by_angle, read_out_of
+from lipscope.engine.classifier import BY_ANGLE, Classifier, decides_by, nearest_by_angle
 from lipscope.engine.direction_words import mean_outputs
-from lipscope.engine.plan import Job, check_one_input
+from lipscope.engine.plan import Job
 from lipscope.engine.ready_model import AnyModel
 from lipscope.engine.spec import ADVERSARIAL, REAL, Options, Verb
 from lipscope.errors import InputError
@@ -28,7 +29,7 @@ from lipscope.pages import Rows, empty_table, number
 
 _WORST = "worst.npz"
 _WITHOUT = ("map", "per_head", "metric", "move", "read", "side", "inputs", "ascent_steps", "radius")
-_ATTACK = Verb("attack", _WITHOUT, "float64")
+_ATTACK = Verb("attack", _WITHOUT, "float64", one_input=True)
 _ATTACK_TEXT = Verb("attack", _WITHOUT, whole="An attack on a text")
 _LENGTH, _SAMPLES = 64, 10
 _OWN = "the model's own scores"
@@ -94,7 +95,6 @@ def attack(
     more = {"inputs": (REAL, ADVERSARIAL), "radius": most, "ascent_steps": steps}
     verb = {"verb": "attack"}
     with runs.LocalRun(model, data, asked, _ATTACK, more=more, out=out, asked=verb) as run:
-        check_one_input(run.jobs)
         tried: list[WorstInput] = []
 
         def find() -> dict[str, Any]:
@@ -116,16 +116,10 @@ def attack(
         if not tried:  # it was attacked before
             assert run.folder is not None
             tried = [WorstInput(**one, x=None, v=None) for one in held["found"]]
-            tried[0] = replace(tried[0], **_load_worst(run.folder.path / _WORST))
+            with np.load(run.folder.path / _WORST, allow_pickle=False) as arrays:
+                x, v = (torch.from_numpy(arrays[name]) for name in ("x", "v"))
+            tried[0] = replace(tried[0], x=x, v=v)
     return Attacked(rows, tried, held["radius"], held["given_radius"])
-
-
-def _load_worst(path: Path) -> dict[str, Tensor]:
-    """The worst input, and the direction in which it is worst."""
-    import numpy as np
-
-    with np.load(path, allow_pickle=False) as held:
-        return {name: torch.from_numpy(held[name]) for name in ("x", "v")}
 
 
 # --- texts
@@ -231,8 +225,7 @@ def attack_text(
             "Token edits are of texts. Found a batch or pictures; leave `budget` out, or give a "
             "text."
         )
-    decides = between is not None or read_out is not None
-    given = read_out_of(between, read_out) if decides else None
+    given = decides_by(between, read_out)
     between = between or ()
     wanted = {"budget": budget, "queries": queries, "target": target}
     wanted |= {"decision": [*between, *(() if given is None else given.digests)]}
@@ -271,13 +264,11 @@ class _Windows:
     def edited(self, job: Job, row: records.Measurement, recipe: str) -> records.TextEdit:
         """What a recipe does to a window."""
         key = records.stable_id({"id": row.id, "recipe": recipe, **self._wanted})
-        held = self._run.values(records.EDITS)
-        if key not in held:
-            self.anew = True
-            self._run.keep_value(records.EDITS, key, self._made(job, row, recipe))
-        return records.TextEdit(**held[key])
+        held = self._run.value(records.EDITS, key, lambda: self._made(job, row, recipe))
+        return records.TextEdit(**held)
 
     def _made(self, job: Job, row: records.Measurement, recipe: Any) -> records.TextEdit:
+        self.anew = True
         budget, queries = self._wanted["budget"], self._wanted["queries"]
         search = self._search(job, row)
         written, ids = search.written, search.start.ids

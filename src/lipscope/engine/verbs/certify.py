@@ -1,9 +1,11 @@
-"""A certificate over a ball around a layer's input, on the map that is measured."""
+"""Certificates: of a map over a ball around its input, and of a decision that cannot change."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Unpack
 
 from torch import Tensor
@@ -13,22 +15,45 @@ from lipscope.attacks import attack_in_ball
 from lipscope.attention import Attention, Map
 from lipscope.certificates import (
     BallCertificate,
+    DecisionBall,
     HeadCertificate,
     certify_ball,
     certify_map,
 )
 from lipscope.engine.checks import argument, flag, is_number, one_of, whole_number
-from lipscope.engine.plan import check_one_input
-from lipscope.engine.ready_model import AnyModel
-from lipscope.engine.runs import AnyData, AnyFolder, LocalRun, Progress, of_one_input
+from lipscope.engine.classifier import Classifier, decides_by
+from lipscope.engine.model_decision import (
+    BALLS,
+    DecisionCertificate,
+    ModelDecision,
+    decision_at,
+    decision_at_layer,
+    radius_key,
+    whole_input,
+)
+from lipscope.engine.ready_model import AnyModel, ready_model
+from lipscope.engine.runs import (
+    AnyData,
+    AnyFolder,
+    LocalRun,
+    Progress,
+    Tell,
+    as_callback,
+    as_voice,
+    is_text,
+    of_one_input,
+)
 from lipscope.engine.session import MapAtInput
 from lipscope.engine.spec import OF_QUESTION, Options, Verb
 from lipscope.errors import InputError, shown
-from lipscope.models import Chain, eval_mode, read_map
-from lipscope.records import Bound, Finished, MapName, Measurement, stable_id
+from lipscope.models import Chain, Pooled, eval_mode, read_map
+from lipscope.records import RADII, Bound, MapName, Measurement, stable_id
 
 _SHARP = ("row_gram", "row_gram_joint")
-_VERB = Verb("certify", [one for one in OF_QUESTION if one != "per_head"], "float64")
+_WITHOUT = [one for one in OF_QUESTION if one != "per_head"]
+_VERB = Verb("certify", _WITHOUT, "float64", one_input=True)
+_DECISION = Verb("certify_decision", OF_QUESTION, "float64", one_input=True)
+_LOADING = ("tokenizer", "revision", "seed", "allow_pickle")
 _MOST_POINTS = 100_000
 _USUAL, _OF_NETWORKS = "attention", ("residual", "block", "stack", "model")
 _OF_ATTENTION = (_USUAL, "heads")
@@ -156,7 +181,6 @@ def certify(
     asked |= of_one_input(data, options, length) | {"layers": [layer]}
     several = {"verb": "certify"}  # certificates may stand beside one row
     with LocalRun(model, data, asked, _VERB, out=out, asked=several) as run:
-        check_one_input(run.jobs)
 
         def find() -> dict[str, Any]:
             at = run.at(run.jobs[0])
@@ -176,8 +200,7 @@ def certify(
                     found = _of_layer(of, x, which, sigma, eps=eps, **how)
                 tried = None if file is None else attack_in_ball(of, x, **kind)
             if run.folder is not None:
-                mine = tuple(one for one in rows.tokens if one.id == row.id)
-                run.keep([Finished(row, mine, tuple(as_bounds(found, row)))])
+                run.keep(rows, row, as_bounds(found, row))
             said = asdict(found) | {"model": run.model.name, "layer": row.layer, "map": map}
             said |= {"head": head, "num_tokens": len(x)}
             if file is None or tried is None:
@@ -279,3 +302,134 @@ def as_bounds(found: BallCertificate, row: Measurement) -> list[Bound]:
         )
         for name, value in values.items()
     ]
+
+
+# --- how far tokens may move before a decision changes
+
+
+def certify_decision(
+    model: AnyModel = "minilm",
+    data: AnyData = None,
+    *,
+    between: Sequence[str] | None = None,
+    read_out: str | Path | Classifier | None = None,
+    pool: Pooled | None = None,
+    ball: DecisionBall = "joint",
+    tokens: Sequence[int] | None = None,
+    at_layer: int = 0,
+    length: int | None = None,
+    out: AnyFolder = None,
+    progress: Progress | None = None,
+    **options: Unpack[Options],
+) -> tuple[DecisionCertificate, ...]:
+    """Certify how far tokens may move before a decision can change, of a model or of one layer.
+
+    What `OpenModel.decision` decides: the model's own class or next token, or which of some texts
+    is nearest, or a read-out. Within the radius no move of the embeddings changes it. With
+    ``map="attention"`` that of texts, or of a read-out, on one layer's pooled output.
+
+    Holds for models that `read_network` takes apart, and for dot-product layers in closed form;
+    deterministic, up to float64 rounding. Proofs: ``docs/theory/decision.md`` and, where an
+    expansion of a layer does not fit, ``docs/theory/ball-certificate.md``. Dense: seconds for some
+    256 coordinates, and 4 GB at most.
+
+    An interrupt from the keyboard ends it: the last certificate has what was proved so far and is
+    ``stopped``. The same request on the same folder goes on from there.
+    ``model`` and ``data`` are as for `measure`.
+
+    Args:
+        between: Texts: the one whose mean output is at the smallest angle decides.
+        read_out: A matrix of classes in a file, or a `Classifier`, in their place.
+        pool: Which tokens are read where the model does not pool them itself.
+        ball: ``joint``: all tokens together; ``each``: every one by less than the radius;
+            ``token``: one after the other, a certificate a token.
+        tokens: Indices of the tokens that may move; all if None.
+        at_layer: The attention layer before which they move; 0: the embeddings.
+        length: Number of tokens of the text; all of it, at most 64, if None.
+        out: Run folder for the row of sigma, of the map ``margin``, ``model`` or ``attention``, and
+            the radii; tokens that it holds are not certified again.
+        progress: As for `certify`; told after each certificate. A bar says how far one is.
+        **options: Those of `measure` about the input and the solver; ``dtype`` float64. The map is
+            ``model``, all that comes after the moves, or ``attention``, that layer by itself.
+
+    Raises:
+        InputError: For every request that cannot be answered as asked.
+
+    Source: derived here.
+    """
+    ball = argument(one_of(*BALLS), "ball", ball)
+    given = decides_by(between, read_out)
+    asked: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
+    map = argument(one_of("model", "attention"), "map", asked.pop("map", "model"))
+    if length is None and is_text(data, asked):
+        model = ready_model(model, **{name: asked[name] for name in _LOADING if name in asked})
+        asked = {k: v for k, v in asked.items() if k not in ("tokenizer", "revision")}
+        data = whole_input(model, data, special_tokens=asked.get("special_tokens", True))
+    own = given is None and between is None
+    if own and map == "attention":
+        raise InputError("A layer decides by `between` or a `read_out`. Found neither.")
+    asked |= of_one_input(data, asked, length)
+    if map == "attention":
+        asked["layers"] = [argument(whole_number(0, 10_000), "at_layer", at_layer)]
+    tell, more = as_callback(progress), {"maps": ("margin" if own else map,)}
+    several = {"verb": "certify"}
+    with LocalRun(model, data, asked, _DECISION, more=more, out=out, asked=several) as run:
+        about: dict[str, Any] = {"between": between, "pool": pool, "at_layer": at_layer}
+        about |= {"read_out": given and given.digests}
+
+        def find() -> dict[str, Any]:
+            how: dict[str, Any] = {"given": given, "between": between, "pool": pool}
+            how["special_tokens"] = run.spec.special_tokens
+            at = run.at(run.jobs[0])
+            if map == "attention":
+                decision = decision_at_layer(at, **how)
+            else:
+                decision = decision_at(run.model, at.item, at_layer=at_layer, **how)
+            groups = decision.groups(ball, tokens)
+            return {"keys": _certified_groups(run, decision, ball, groups, about, tell)}
+
+        whole = about | {"ball": ball, "tokens": tokens and list(tokens)}
+        try:
+            keys = run.once("decision", whole, find)["keys"]
+        except _StoppedError as stopped:
+            (keys,) = stopped.args
+        return tuple(_certificate(run.values(RADII)[key]) for key in keys)
+
+
+class _StoppedError(Exception):
+    """An interrupt, with the keys of what was found before."""
+
+
+def _certified_groups(
+    run: LocalRun,
+    decision: ModelDecision,
+    ball: DecisionBall,
+    groups: Sequence[tuple[int, ...]],
+    about: Mapping[str, Any],
+    tell: Tell,
+) -> list[str]:
+    """Certificates of some groups of tokens into the folder, and their keys in it."""
+    tell(0, len(groups), None)
+    rows = run.rows(keep=False) if run.folder is not None else None
+    id, keys = None if rows is None else rows[0].id, list[str]()
+    try:
+        for done, group in enumerate(groups, 1):
+            keys.append(radius_key(id, ball, group, **about))
+            before = run.values(RADII).get(keys[-1])
+            found = None if before is None else _certificate(before)
+            if found is None or found.stopped:
+                found = decision.certified(ball, group, as_voice(tell), found)
+                run.keep_value(RADII, keys[-1], replace(found, id=id))
+            if found.stopped:
+                raise _StoppedError(keys)
+            tell(done, len(groups), None)
+    finally:  # what was measured stays, whatever a later token comes to
+        if rows is not None:
+            known = [one for key in keys if (one := run.values(RADII).get(key))]
+            run.keep(rows, rows[0], [_certificate(one).as_bound() for one in known])
+    return keys
+
+
+def _certificate(held: dict[str, Any]) -> DecisionCertificate:
+    lists: dict[str, Any] = {name: tuple(held[name]) for name in ("tokens", "words")}
+    return DecisionCertificate(**held | lists)

@@ -119,8 +119,7 @@ def measure(
     ('converged', True)
     """
     asked = dict(options) | {"layers": layers, "lengths": lengths, "samples": samples}
-    with LocalRun(model, data, asked, _MEASURE, out=out) as run:
-        return run.rows(progress)
+    return LocalRun(model, data, asked, _MEASURE, out=out).only_rows(progress)
 
 
 def measure_built(
@@ -151,9 +150,7 @@ def measure_built(
     loaded = replace(of or LoadedModel("layer", layer, None, None, "float32"), model=layer)
     items = [Sample(kind, (x,), sample, None, len(x), digest(x), None)]
     asked: dict[str, Any] = {**options, "layers": [index]}
-    with LocalRun(loaded, items, asked, _MEASURE, more={"tokens": False}, out=out) as run:
-        (row,) = run.rows()
-    return row
+    return LocalRun(loaded, items, asked, _MEASURE, more={"tokens": False}, out=out).only_rows()[0]
 
 
 def bounds(
@@ -285,5 +282,4 @@ def directions(
         raise InputError("`move` should be tokens, whose directions are read. Found `copies`.")
     asked = {**options, **of_one_window(data, options, length), "layers": layer}
     more = {"directions": k, "among": tuple(given_texts(among))}
-    with LocalRun(model, data, asked, _DIRECTIONS, more=more, out=out) as run:
-        return run.rows(progress)
+    return LocalRun(model, data, asked, _DIRECTIONS, more=more, out=out).only_rows(progress)

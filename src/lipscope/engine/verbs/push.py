@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,22 +11,16 @@ from typing import Any, Unpack
 from rich.table import Table
 from rich.text import Text
 
-from lipscope.certificates import certified_changes, read_out_radius
 from lipscope.display import Drawing, Piece, Shown, pieces
-from lipscope.engine import classifier
-from lipscope.engine.answer import finite
 from lipscope.engine.checks import argument, flag, is_number, items, one_of, whole_number
-from lipscope.engine.direction_words import given_texts
-from lipscope.engine.model_decision import decision_of_layer
-from lipscope.engine.plan import Job
-from lipscope.engine.push_probe import (
-    Outputs,
-    PushProbe,
-    frobenius_distance,
-    norms_of,
-    reads_as_text,
-    size_from,
+from lipscope.engine.classifier import (
+    Classifier,
+    DecisionOptions,
+    classifier_of_texts,
+    decides_by,
 )
+from lipscope.engine.direction_words import given_texts
+from lipscope.engine.plan import Job
 from lipscope.engine.ready_model import AnyModel
 from lipscope.engine.runs import (
     AnyData,
@@ -39,7 +32,9 @@ from lipscope.engine.runs import (
     of_one_window,
 )
 from lipscope.engine.spec import OF_QUESTION, Options, Verb
-from lipscope.engine.verbs.certify import sharp_seconds
+from lipscope.engine.verbs.push_probe import (
+    PushProbe,
+)
 from lipscope.errors import InputError, shown
 from lipscope.models import MAPS
 from lipscope.pages import Push, Rows, empty_table, number, pushes_in
@@ -54,20 +49,15 @@ from lipscope.records import (
     PushStep,
     stable_id,
 )
-from lipscope.theorems import PATIENCE, NotApplicableError
 
 _PUSH = Verb("push", OF_QUESTION, "float64")
 _MAPS = tuple(name for name in MAPS if name != "heads")  # whose output the model never forms
 _MOST_SIZES, _MOST_DRAWS = 1000, 100
-# The default grid: four sizes a decade, from a thousandth of a token's mean norm, where the linear
-# model holds, to ‖X‖, where what is put in outweighs what was there.
-_LEAST, _A_DECADE = 1e-3, 4
 _COLUMNS = ("size", "token norms", "sigma·size", "certified", "map +v", "−v", "random", "block")
 _COLUMNS += ("model",)
-_LARGE = 12 * 64**2  # heads times tokens squared, up to which certificates take a minute or so
 
 
-class PushOptions(Options, classifier.DecisionOptions, total=False):
+class PushOptions(Options, DecisionOptions, total=False):
     """Options of `push`, which says what they mean."""
 
     certificate: bool | None
@@ -175,7 +165,7 @@ class _Pushes:
         wanted: Mapping[str, Any],
         among: Sequence[str],
         between: Sequence[str],
-        decides: classifier.Classifier | None,
+        decides: Classifier | None,
         tell: Tell,
     ) -> None:
         self._run, self._wanted, self._tell = run, wanted, tell
@@ -192,19 +182,21 @@ class _Pushes:
         if row.sigma is None:
             raise InputError(f"No push: {row.error or row.note or 'sigma is not known'}.")
         push = stable_id({"id": row.id, **self._wanted})
-        made: list[PushCurves] = []
+        made: list[PushProbe] = []
 
-        def place() -> PushCurves:  # not before it is needed: a finished push loads no model
+        def place() -> PushProbe:  # not before it is needed: a finished push loads no model
             if not made:
-                pool = self._wanted["pool"]
-                classes = classifier.read_out_at(self._run, self._given, self._between, pool)
+                pool, classes = self._wanted["pool"], self._given
+                if classes is None and self._between:
+                    how: Any = {"pool": pool, "special_tokens": self._run.spec.special_tokens}
+                    how["layer"] = job.layer or 0
+                    classes = classifier_of_texts(self._run.model, self._between, **how)
                 decides = None if classes is None else (classes, pool)
-                made.append(PushCurves(self._run, job, row, push, self._among, decides))
+                made.append(PushProbe(self._run, job, row, push, self._among, decides))
             return made[0]
 
-        if push not in self._run.values(PLACES):
-            self._run.keep_value(PLACES, push, place().about(self._wanted))
-        about = PushPlace(**self._run.values(PLACES)[push])
+        held = self._run.value(PLACES, push, lambda: place().about(self._wanted))
+        about = PushPlace(**held)
         self.places.append(about)
         names = [*self._names, *([f"+{PATCHES}", f"-{PATCHES}"] if about.patches else [])]
         self._total += len(names) - len(self._names)
@@ -214,7 +206,7 @@ class _Pushes:
             self._count += 1
         self._tell(self._count, self._total, row if made else None)
 
-    def _direction(self, about: PushPlace, name: str, place: Callable[[], PushCurves]) -> None:
+    def _direction(self, about: PushPlace, name: str, place: Callable[[], PushProbe]) -> None:
         end = f"{about.push}/{name}"
         keys = [f"{end}/{eps!r}" for eps, _ in about.sizes]
         held, ends = self._run.values(STEPS), self._run.values(DIRECTIONS)
@@ -241,176 +233,14 @@ def _grid(eps: Any) -> list[float]:
 
 def _decision(
     between: Sequence[str] | None, read_out: Any, options: Mapping[str, Any]
-) -> classifier.Classifier | None:
+) -> Classifier | None:
     """The read-out that was given, checked with what goes with it."""
-    decides = between is not None or read_out is not None
-    if decides and options.get("map", "attention") != "attention":
+    if (between, read_out) != (None, None) and options.get("map", "attention") != "attention":
         raise InputError(
             "A decision reads the layer's attention. Found `between` or `read_out` with `map = "
             f"{shown(options['map'])}`; leave one of them out."
         )
-    return classifier.read_out_of(between, read_out) if decides else None
-
-
-# --- one input: what happens at each size, what is promised, where something changes
-
-
-class PushCurves:
-    """One row's map at its input, and its pushes along directions, under a name."""
-
-    def __init__(
-        self,
-        run: LocalRun,
-        job: Job,
-        row: Measurement,
-        push: str,
-        among: Sequence[str],
-        decides: tuple[classifier.Classifier, classifier.Pool] | None,
-    ) -> None:
-        self.row, self.push, self.decides = row, push, decides
-        self.at = PushProbe(run, job, among, decides)
-
-    def about(self, wanted: Mapping[str, Any]) -> PushPlace:
-        """What there is before the push."""
-        at, x = self.at, self.at.x.double()
-        mean, size = float(x.norm(dim=-1).mean()), float(x.norm())
-        sizes = wanted["eps"] or _default_sizes(mean, size)
-        certificates, remark = self._certificates(sizes, wanted["certificate"])
-        radius, why = self._radius()
-        notes = (at.note, remark, why)
-        return PushPlace(
-            push=self.push,
-            id=self.row.id,
-            mean_norm=mean,
-            input_norm=size,
-            grid=json.dumps(list(zip(sizes, certificates, strict=True))),
-            reading=at.reading,
-            reads=reads_as_text(at.reads(at.here)),
-            decision=at.class_of(at.decision(at.here)),
-            decided_by=self.decides[0].by if self.decides else "",
-            radius=radius,
-            note="; ".join(filter(None, notes)) or None,
-            patches=at.patches_alone,
-            **norms_of(at.here),
-        )
-
-    def pushed(self, name: str, about: PushPlace) -> tuple[list[PushStep], PushDirection]:
-        """One direction at every size, and where something changes along it."""
-        at, here = self.at, self.at.here
-        e, sizes = at.direction(name), [eps for eps, _ in about.sizes]
-        gain, first, decided = at.gain(e), at.answer(here), at.decision(here)
-        steps: list[PushStep] = []
-        answers: list[bool] = []
-        decisions: list[bool] = []
-        for eps, certificate in about.sizes:
-            seen = at.at(at.x + eps * e)
-            answers.append(at.answer(seen) != first)
-            decisions.append(at.decision(seen) != decided)
-            steps.append(self._step(name, about, eps, certificate, seen))
-
-        def leaves(share: float) -> float | None:
-            def off(change: float | None, eps: float) -> bool:
-                return change is None or abs(change - gain * eps) > share * gain * eps
-
-            holds = [off(one.layer, one.eps) for one in steps]
-            return size_from(sizes, holds, lambda eps: off(at.change(e, eps), eps))
-
-        def seen_at(eps: float) -> Outputs:
-            return at.at(at.x + eps * e)
-
-        flip = size_from(sizes, answers, lambda eps: at.answer(seen_at(eps)) != first)
-        back = [
-            eps
-            for eps, other in zip(sizes, answers, strict=True)
-            if flip and eps > flip and not other
-        ]
-        reached = None if flip is None else at.answer(seen_at(flip))
-        return steps, PushDirection(
-            push=self.push,
-            id=self.row.id,
-            direction=name,
-            gain=gain,
-            most=sizes[-1],
-            leaves_1=leaves(0.01) if gain else None,
-            leaves_10=leaves(0.1) if gain else None,
-            flip=flip,
-            flip_to=None if reached is None else at.name_of(reached),
-            flips_back=back[0] if back else None,
-            decision_flip=size_from(
-                sizes, decisions, lambda eps: at.decision(seen_at(eps)) != decided
-            ),
-            pixels=at.pixels(e),
-        )
-
-    def _step(
-        self, name: str, about: PushPlace, eps: float, certificate: float | None, seen: Outputs
-    ) -> PushStep:
-        at, here = self.at, self.at.here
-
-        def change(what: str) -> float | None:
-            there, before = getattr(seen, what), getattr(here, what)
-            return None if there is None else finite(frobenius_distance(there, before))
-
-        return PushStep(
-            push=self.push,
-            id=self.row.id,
-            direction=name,
-            eps=eps,
-            relative=eps / about.mean_norm,
-            promise=at.sigma * eps,
-            certificate=certificate,
-            layer=change("layer"),
-            block=change("block"),
-            model=change("model"),
-            reads=reads_as_text(at.reads(seen)),
-            decision=at.class_of(at.decision(seen)),
-        )
-
-    def _certificates(
-        self, sizes: Sequence[float], asked: bool | None
-    ) -> tuple[list[float | None], str | None]:
-        """What no move of each size can exceed, or why there is none."""
-        none: list[float | None] = [None] * len(sizes)
-        layer, x = self.at.built.attention, self.at.x
-        if asked is False:
-            return none, None
-        if self.at.built.map != "attention":
-            return none, f"no certificate: it is for the map attention, not {self.at.built.map}"
-        if layer is None:
-            return none, "no certificate: the layer's weights are not read in closed form"
-        if asked is None and layer.num_heads * len(x) ** 2 > _LARGE:
-            return none, (
-                f"certificates are left out: {layer.num_heads} heads at {len(x)} tokens take "
-                "minutes; ask for them"
-            )
-        sharp = sharp_seconds(layer, x, "attention") <= PATIENCE
-        try:
-            return certified_changes(layer, x, sizes, sharp=sharp), None
-        except InputError as problem:
-            return none, str(problem).rstrip(".")
-
-    def _radius(self) -> tuple[float | None, str | None]:
-        """The size of moves within which the decision stands, where that is proved."""
-        layer = self.at.built.attention
-        if self.decides is None or layer is None:
-            return None, None if self.decides is None else "no radius: no weights in closed form"
-        by, pool = self.decides
-        try:
-            decided = decision_of_layer(layer, self.at.x, by, pool)
-            radius, _ = read_out_radius(decided.network, decided.x, "frobenius")
-        except (InputError, NotApplicableError) as problem:
-            return None, f"no radius of the decision: {str(problem).rstrip('.')}"
-        if not math.isfinite(radius):
-            return None, "the decision does not depend on the input"
-        return radius, None
-
-
-def _default_sizes(mean: float, size: float) -> list[float]:
-    """Four a decade, from a thousandth of the mean norm of a token to that of all tokens."""
-    if not size > 0:
-        raise InputError("`eps` should say how far to push. Found an input that is zero.")
-    count = math.floor(_A_DECADE * math.log10(size / (_LEAST * mean)) - 1e-9) + 1
-    return [_LEAST * mean * 10 ** (k / _A_DECADE) for k in range(count)] + [size]
+    return decides_by(between, read_out)
 
 
 # --- shown

@@ -17,7 +17,7 @@ from lipscope.attacks import ascent_move
 from lipscope.attention import Attention
 from lipscope.control import Restraint, restrain
 from lipscope.display import Piece, Shown, pieces
-from lipscope.engine.checks import argument, flag, path, whole_number
+from lipscope.engine.checks import argument, flag, is_number, path, whole_number
 from lipscope.engine.ready_model import ReadyModel, loaded_model
 from lipscope.engine.verbs.measure import measure
 from lipscope.errors import InputError, memory_for, shown
@@ -120,8 +120,7 @@ def smooth(
         raise TypeError(f"smooth() got an unexpected keyword argument {name!r}")
     length = argument(whole_number(1, 10**6), "length", length)
     samples = argument(whole_number(1, 100_000), "samples", samples)
-    number = isinstance(target, int | float) and not isinstance(target, bool)
-    if not number or not 0 < target < _LARGEST:
+    if not is_number(target) or not 0 < target < _LARGEST:
         raise InputError(f"`target` should be positive and finite. Found `{shown(target)}`.")
     folder = _new_folder(Path(argument(path, "out", out)), force)
     tell("loading")
@@ -158,7 +157,8 @@ def smooth(
     if head is not None and start is not None:
         end = _perplexity(head, ids)
         return Smoothed(before, after, "perplexity", start, end, *changes, path=folder)
-    agreement = _mean_cosine(original, now)
+    pooled = [torch.cat([one.mean(1) for one in some]) for some in (original, now)]
+    agreement = float(torch.cosine_similarity(*pooled, dim=-1).mean())
     return Smoothed(before, after, "agreement", 1.0, agreement, *changes, path=folder)
 
 
@@ -266,12 +266,6 @@ def _change_under_attack(model: Any, ids: Tensor, outputs: Sequence[Tensor], see
         with torch.no_grad():
             found.append(float((moved(x + move) - here[0]).norm() / here.norm()))
     return sum(found) / len(found)
-
-
-def _mean_cosine(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
-    """Mean cosine between means over tokens."""
-    pooled = [torch.cat([one.mean(1) for one in some]) for some in (before, after)]
-    return float(torch.cosine_similarity(*pooled, dim=-1).mean())
 
 
 def _tune(

@@ -104,19 +104,15 @@ def split(
             for move, some in found.items():
                 with run.also(folder, move=move, per_head=per_head) as one:
                     some.append(one.rows(tell))
-                    _check_finite(some[-1])
+                    for row in some[-1]:
+                        if row.status == "non_finite":
+                            raise InputError(
+                                f"Layer {row.layer} should have finite inputs and outputs. Found "
+                                f"NaN or Inf in window {row.sample}."
+                            )
                     if move == COPIES and not per_head:
                         tokens = _token_gains(one, some[-1])
     return Splitting(_with_heads(found["all"]), _with_heads(found[COPIES]), tuple(tokens))
-
-
-def _check_finite(rows: Rows) -> None:
-    for row in rows:
-        if row.status == "non_finite":
-            raise InputError(
-                f"Layer {row.layer} should have finite inputs and outputs. Found NaN or Inf in "
-                f"window {row.sample}."
-            )
 
 
 def _with_heads(parts: Sequence[Rows]) -> Rows:

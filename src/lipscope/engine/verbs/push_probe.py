@@ -13,13 +13,27 @@ import torch
 from torch import Tensor
 
 from lipscope import models
-from lipscope.engine.classifier import Classifier
+from lipscope.certificates import certified_changes, read_out_radius
+from lipscope.engine.answer import finite
+from lipscope.engine.classifier import Classifier, Pool
 from lipscope.engine.direction_words import Texts, body_of, texts_for
+from lipscope.engine.model_decision import decision_of_layer
 from lipscope.engine.plan import Job
 from lipscope.engine.runs import LocalRun
+from lipscope.engine.verbs.certify import sharp_seconds
 from lipscope.errors import InputError
 from lipscope.linalg import start_named
-from lipscope.records import MOVED, NEAREST, NEXT, PATCHES
+from lipscope.records import (
+    MOVED,
+    NEAREST,
+    NEXT,
+    PATCHES,
+    Measurement,
+    PushDirection,
+    PushPlace,
+    PushStep,
+)
+from lipscope.theorems import PATIENCE, NotApplicableError
 
 FINE = 1.01  # how close the two sizes are between which something changes
 _PATHS = ("enters", "leaves", "until")  # of the ends of a map
@@ -31,6 +45,10 @@ _OF_PICTURES = (
 )
 _MOST_PIXELS = 512**2  # of a picture that is kept whole
 _STILL = 1e-6  # of what moves: rounding
+# The default grid: four sizes a decade, from a thousandth of a token's mean norm, where the linear
+# model holds, to ‖X‖, where what is put in outweighs what was there.
+_LEAST, _A_DECADE = 1e-3, 4
+_LARGE = 12 * 64**2  # heads times tokens squared, up to which certificates take a minute or so
 Reads = list[tuple[str, float]]
 
 
@@ -55,10 +73,12 @@ class PushProbe:
         self,
         run: LocalRun,
         job: Job,
+        row: Measurement,
+        push: str,
         among: Sequence[str],
-        decides: tuple[Classifier, str] | None,
+        decides: tuple[Classifier, Pool] | None,
     ) -> None:
-        self.run, self.job, self.decides = run, job, decides
+        self.run, self.job, self.row, self.push, self.decides = run, job, row, push, decides
         self._at = run.at(job)
         self._window = self._at.window
         self._inputs = self._window.arguments
@@ -312,6 +332,143 @@ class PushProbe:
         """``‖f(X + eps e) - f(X)‖``."""
         return frobenius_distance(self.layer_at(self.x + eps * e), self.here.layer)
 
+    # --- what happens at each size, what is promised, where something changes
+
+    def about(self, wanted: Mapping[str, Any]) -> PushPlace:
+        """What there is before the push."""
+        x = self.x.double()
+        mean, size = float(x.norm(dim=-1).mean()), float(x.norm())
+        sizes = wanted["eps"] or _default_sizes(mean, size)
+        certificates, remark = self._certificates(sizes, wanted["certificate"])
+        radius, why = self._radius()
+        notes = (self.note, remark, why)
+        outputs = {"layer": self.here.layer, "block": self.here.block, "model": self.here.model}
+        norms = {
+            f"{name}_norm": None if y is None else float(y.double().norm())
+            for name, y in outputs.items()
+        }
+        return PushPlace(
+            push=self.push,
+            id=self.row.id,
+            mean_norm=mean,
+            input_norm=size,
+            grid=json.dumps(list(zip(sizes, certificates, strict=True))),
+            reading=self.reading,
+            reads=json.dumps(self.reads(self.here), ensure_ascii=False),
+            decision=self.class_of(self.decision(self.here)),
+            decided_by=self.decides[0].by if self.decides else "",
+            radius=radius,
+            note="; ".join(filter(None, notes)) or None,
+            patches=self.patches_alone,
+            **norms,
+        )
+
+    def pushed(self, name: str, about: PushPlace) -> tuple[list[PushStep], PushDirection]:
+        """One direction at every size, and where something changes along it."""
+        e, sizes = self.direction(name), [eps for eps, _ in about.sizes]
+        gain, first, decided = self.gain(e), self.answer(self.here), self.decision(self.here)
+        steps, answers, decisions = list[PushStep](), list[bool](), list[bool]()
+
+        def seen_at(eps: float) -> Outputs:
+            return self.at(self.x + eps * e)
+
+        for eps, certificate in about.sizes:
+            seen = seen_at(eps)
+            answers.append(self.answer(seen) != first)
+            decisions.append(self.decision(seen) != decided)
+            steps.append(self._step(name, about, eps, certificate, seen))
+
+        def leaves(share: float) -> float | None:
+            def off(change: float | None, eps: float) -> bool:
+                return change is None or abs(change - gain * eps) > share * gain * eps
+
+            holds = [off(one.layer, one.eps) for one in steps]
+            return size_from(sizes, holds, lambda eps: off(self.change(e, eps), eps))
+
+        flip = size_from(sizes, answers, lambda eps: self.answer(seen_at(eps)) != first)
+        back = [
+            eps
+            for eps, other in zip(sizes, answers, strict=True)
+            if flip and eps > flip and not other
+        ]
+        reached = None if flip is None else self.answer(seen_at(flip))
+        return steps, PushDirection(
+            push=self.push,
+            id=self.row.id,
+            direction=name,
+            gain=gain,
+            most=sizes[-1],
+            leaves_1=leaves(0.01) if gain else None,
+            leaves_10=leaves(0.1) if gain else None,
+            flip=flip,
+            flip_to=None if reached is None else self.name_of(reached),
+            flips_back=back[0] if back else None,
+            decision_flip=size_from(
+                sizes, decisions, lambda eps: self.decision(seen_at(eps)) != decided
+            ),
+            pixels=self.pixels(e),
+        )
+
+    def _step(
+        self, name: str, about: PushPlace, eps: float, certificate: float | None, seen: Outputs
+    ) -> PushStep:
+        def change(what: str) -> float | None:
+            there, before = getattr(seen, what), getattr(self.here, what)
+            return None if there is None else finite(frobenius_distance(there, before))
+
+        return PushStep(
+            push=self.push,
+            id=self.row.id,
+            direction=name,
+            eps=eps,
+            relative=eps / about.mean_norm,
+            promise=self.sigma * eps,
+            certificate=certificate,
+            layer=change("layer"),
+            block=change("block"),
+            model=change("model"),
+            reads=json.dumps(self.reads(seen), ensure_ascii=False),
+            decision=self.class_of(self.decision(seen)),
+        )
+
+    def _certificates(
+        self, sizes: Sequence[float], asked: bool | None
+    ) -> tuple[list[float | None], str | None]:
+        """What no move of each size can exceed, or why there is none."""
+        none: list[float | None] = [None] * len(sizes)
+        layer, x = self.built.attention, self.x
+        if asked is False:
+            return none, None
+        if self.built.map != "attention":
+            return none, f"no certificate: it is for the map attention, not {self.built.map}"
+        if layer is None:
+            return none, "no certificate: the layer's weights are not read in closed form"
+        if asked is None and layer.num_heads * len(x) ** 2 > _LARGE:
+            return none, (
+                f"certificates are left out: {layer.num_heads} heads at {len(x)} tokens take "
+                "minutes; ask for them"
+            )
+        sharp = sharp_seconds(layer, x, "attention") <= PATIENCE
+        try:
+            return certified_changes(layer, x, sizes, sharp=sharp), None
+        except InputError as problem:
+            return none, str(problem).rstrip(".")
+
+    def _radius(self) -> tuple[float | None, str | None]:
+        """The size of moves within which the decision stands, where that is proved."""
+        layer = self.built.attention
+        if self.decides is None or layer is None:
+            return None, None if self.decides is None else "no radius: no weights in closed form"
+        by, pool = self.decides
+        try:
+            decided = decision_of_layer(layer, self.x, by, pool)
+            radius, _ = read_out_radius(decided.network, decided.x, "frobenius")
+        except (InputError, NotApplicableError) as problem:
+            return None, f"no radius of the decision: {str(problem).rstrip('.')}"
+        if not math.isfinite(radius):
+            return None, "the decision does not depend on the input"
+        return radius, None
+
 
 def frobenius_distance(there: Tensor, here: Tensor) -> float:
     """The Frobenius norm of a difference."""
@@ -337,14 +494,9 @@ def size_from(
     return high
 
 
-def reads_as_text(reads: Reads) -> str:
-    """Readings as the JSON of a line."""
-    return json.dumps(reads, ensure_ascii=False)
-
-
-def norms_of(seen: Outputs) -> Mapping[str, float | None]:
-    """Frobenius norms of what was seen."""
-    return {
-        f"{name}_norm": None if y is None else float(y.double().norm())
-        for name, y in (("layer", seen.layer), ("block", seen.block), ("model", seen.model))
-    }
+def _default_sizes(mean: float, size: float) -> list[float]:
+    """Four a decade, from a thousandth of the mean norm of a token to that of all tokens."""
+    if not size > 0:
+        raise InputError("`eps` should say how far to push. Found an input that is zero.")
+    count = math.floor(_A_DECADE * math.log10(size / (_LEAST * mean)) - 1e-9) + 1
+    return [_LEAST * mean * 10 ** (k / _A_DECADE) for k in range(count)] + [size]
