@@ -549,7 +549,7 @@ class _Stop:
     def _complete(self, run: _Restarts, i: int, theta: float) -> bool:
         """Whether nothing is left to chance: J is zero, or the Krylov space is everything."""
         # J x = 0 for a random x: J = 0 with probability one.
-        return theta == 0.0 or (run.state.steps >= self.op.in_size and not run.cycles[i])
+        return theta == 0.0 or (run.state.steps >= self.in_size and not run.cycles[i])
 
     def _evidence(self, run: _Restarts, i: int, theta: float) -> Evidence:
         alpha, beta = run.state.alpha[i].numpy(), run.state.beta[i].numpy()

@@ -37,7 +37,7 @@ from lipscope.models.tracing.recorder import (
     unmarked,
 )
 from lipscope.models.tracing.resident_weights import ResidentWeights
-from lipscope.models.tracing.sites import Applied, AttentionCall, Side, has_weights, is_plain
+from lipscope.models.tracing.sites import Applied, AttentionCall, Side, is_plain, with_weights
 
 # Names under which models hand the queries' tokens, and the keys' source, to an
 # attention module.
@@ -150,11 +150,9 @@ def hook_site(recorder: Recorder, record: Trace, name: str, module: nn.Module) -
 
     recorder.before(module, start)
     recorder.after(module, finish)
-    for leaf in module.modules():
-        if leaf is not module and has_weights(leaf):
-            recorder.after(leaf, remember)
-    for leaf in _modules_beside(record.model, name, module):
-        recorder.after(leaf, behind)
+    inside = [leaf for leaf in module.modules() if leaf is not module]
+    recorder.after_each(with_weights(inside), remember)
+    recorder.after_each(_modules_beside(record.model, name, module), behind)
 
 
 def _modules_beside(model: nn.Module, name: str, module: nn.Module) -> list[nn.Module]:
@@ -166,8 +164,8 @@ def _modules_beside(model: nn.Module, name: str, module: nn.Module) -> list[nn.M
     for depth in (1, 2):
         if len(parts) > depth and not found:
             scope = model.get_submodule(".".join(parts[:-depth]))
-            rest = (m for m in scope.modules() if m not in inside and module not in m.modules())
-            found = [m for m in rest if has_weights(m)]
+            rest = [m for m in scope.modules() if m not in inside and module not in m.modules()]
+            found = with_weights(rest)
     return found
 
 

@@ -64,6 +64,11 @@ class Recorder(contextlib.ExitStack):
         """Call ``hook(module, args, out)`` after every call; what it returns takes its place."""
         self.callback(module.register_forward_hook(_unseen()(self._seeing(hook))).remove)
 
+    def after_each(self, modules: Iterable[nn.Module], hook: Callable[..., Any]) -> None:
+        """The same of several modules."""
+        for module in modules:
+            self.after(module, hook)
+
     def arguments(self, module: nn.Module, note: Callable[[dict[str, Any]], Any]) -> list[Any]:
         """What is noted of the arguments by name of every call, before it."""
         found: list[Any] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -416,6 +416,11 @@ def is_plain(module: nn.Module) -> bool:
 def has_weights(module: nn.Module, axes: int = 1) -> bool:
     """Whether a module has weights of so many axes; packed ones are buffers."""
     return any(t.ndim >= axes for t in (*module.parameters(), *module.buffers()))
+
+
+def with_weights(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of some modules that have weights."""
+    return [module for module in modules if has_weights(module)]
 
 
 def is_norm(module: nn.Module) -> bool:
