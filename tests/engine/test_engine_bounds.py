@@ -210,6 +210,13 @@ def test_rows_carry_their_bounds():
     frame = found.bounds_to_polars()
     assert frame["theorem"].to_list() == [b.theorem for b in found.bounds]
     assert not frame["value"].is_nan().any()
+    text, without = found.text(), ls.Rows(list(found)).text()
+    assert "best local bound" in text and "best local bound" not in without
+
+
+def test_a_misspelt_option_is_answered_with_the_one_that_is_meant():
+    with pytest.raises(TypeError, match=r"'lenghts'\. Did you mean `lengths`\?"):
+        ls.bounds(BERT, TEXT, lenghts=[6])
 
 
 def test_files(tmp_path):

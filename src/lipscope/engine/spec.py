@@ -264,7 +264,10 @@ def single_spec(
             twin = next((one for one in known if one in (f"{name}s", name.removesuffix("s"))), None)
             if twin is not None:
                 source.fail(f"`{verb.name}` has no option `{name}`; write `{twin}=`.")
-            raise TypeError(f"{verb.name}() got an unexpected keyword argument {name!r}")
+            raise TypeError(
+                f"{verb.name}() got an unexpected keyword argument {name!r}."
+                + checks.nearest(name, known)
+            )
     values: dict[str, Any] = {}
     for name, value in source.values.items():
         key = AXES.get(name, name)

@@ -211,11 +211,13 @@ class Rows(Sequence[Measurement], Shown):
         return draw(self._rows, [line for block in self._blocks() for line in block])
 
     def text(self) -> str:
-        """The table and the summary as plain text, the same in every terminal."""
+        """The table, the bounds if any and the summary, as text that no terminal changes."""
         console = Console(file=io.StringIO(), width=110, color_system=None)
         with console.capture() as capture:
             console.print(self.table(), crop=False)
-        lines = [line.rstrip() for line in capture.get().splitlines()]
+            if self.bounds:
+                console.print("", best_table(self._rows, self.bounds), sep="\n", crop=False)
+        lines = [line.rstrip() for line in capture.get().rstrip().splitlines()]
         return "\n".join([*lines, "", self.summary()]) + "\n"
 
     def summary(self) -> str:
