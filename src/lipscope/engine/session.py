@@ -590,7 +590,8 @@ class Session:
         """
         found, keys = list[Job](), [job.window for job in jobs]
         self.coming = dict.fromkeys(keys)
-        shared = {key: self._sharing(key) for key in self.coming}
+        several = len(self.coming) > 1
+        shared = {key: self._sharing(key) if several else [key] for key in self.coming}
         for _, some in groupby(zip(keys, jobs, strict=True), lambda one: shared[one[0]]):
             found += sorted((job for _, job in some), key=lambda job: job.layer or 0)
         self.expect(found)

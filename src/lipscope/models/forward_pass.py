@@ -148,8 +148,7 @@ class ForwardPass:
                 made = (v.grad_fn for v in several)
                 self._jumps.update({node: nodes for node in made if node is not None})
 
-        recorder.before(module, start)
-        recorder.after(module, finish)
+        recorder.around(module, start, finish)
 
     def _keep(self, x: Tensor) -> Tensor:
         x = _rows(x.detach()).clone()  # a module may write into it

@@ -148,11 +148,10 @@ def hook_site(recorder: Recorder, record: Trace, name: str, module: nn.Module) -
         for first in tensors_in(out)[:1] if same_or_copy(args[0], call.kept[1]) else ():
             call.behind.append(Applied(leaf, args[0].detach(), record.kept.keep(first)))
 
-    recorder.before(module, start)
-    recorder.after(module, finish)
-    inside = [leaf for leaf in module.modules() if leaf is not module]
-    recorder.after_each(with_weights(inside), remember)
-    recorder.after_each(_modules_beside(record.model, name, module), behind)
+    recorder.around(module, start, finish)
+    inside = with_weights([leaf for leaf in module.modules() if leaf is not module])
+    beside = _modules_beside(record.model, name, module)
+    recorder.after_each(dict.fromkeys(inside, remember) | dict.fromkeys(beside, behind))
 
 
 def _modules_beside(model: nn.Module, name: str, module: nn.Module) -> list[nn.Module]:
@@ -255,8 +254,10 @@ def output_index(several: Sequence[Tensor], call: AttentionCall) -> int:
     n, axis = call.num_queries, call.token_axis
     rows = [is_tokens(t) and t.shape[axis] == n and t.shape[1 - axis] == 1 for t in several]
     fitting = [i for i, fits in enumerate(rows) if fits]
+    if len(fitting) < 2:
+        return fitting[0] if fitting else 0
     free = (i for i in fitting if not _are_weights(several[i], call.num_keys))
-    return next(free, fitting[0] if fitting else 0)
+    return next(free, fitting[0])
 
 
 def _are_weights(x: Tensor, num_keys: int) -> bool:
@@ -303,8 +304,7 @@ def hook_norm(recorder: Recorder, record: Trace, name: str, module: nn.Module) -
         if total is not None and total.norm is None:
             total.norm = call
 
-    recorder.before(module, start)
-    recorder.after(module, finish)
+    recorder.around(module, start, finish)
 
 
 def streams_of(record: Trace, arguments: Mapping[str, Any]) -> list[Stream]:
@@ -339,8 +339,7 @@ def hook_block(recorder: Recorder, record: Trace, name: str, module: nn.Module) 
             call.output, call.output_address = record.kept.keep(result), data_address(result)
             record.blocks.append(call)
 
-    recorder.before(module, start)
-    recorder.after(module, finish)
+    recorder.around(module, start, finish)
 
 
 def hook_start(recorder: Recorder, record: Trace, name: str, module: nn.Module) -> None:

@@ -188,17 +188,20 @@ class MapEndpoints:
             if len(settled) == len(ends):
                 raise Reached
 
-        def at_sum(k: int, value: Tensor) -> None:
-            leave(k, value)
+        def last(k: int, out: Any) -> None:
+            leave(k, out)
             end(k)
 
         with Recorder() as recorder, torch.no_grad():
             recorder.before(model.get_submodule(self.enters), enter)
             for k, one in enumerate(ends):
                 if one.total is not None:
-                    recorder.enter_context(AtSum(one.total, functools.partial(at_sum, k)))
+                    recorder.enter_context(AtSum(one.total, functools.partial(last, k)))
                     continue
                 leaves, until = map(model.get_submodule, (one.leaves, one.until))
+                if leaves is until:
+                    recorder.after(leaves, lambda _, __, out, k=k: last(k, out))
+                    continue
                 recorder.after(leaves, lambda _, __, out, k=k: leave(k, out))
                 recorder.after(until, lambda *_, k=k: end(k))
             try:

@@ -64,9 +64,14 @@ class Recorder(contextlib.ExitStack):
         """Call ``hook(module, args, out)`` after every call; what it returns takes its place."""
         self.callback(module.register_forward_hook(_unseen()(self._seeing(hook))).remove)
 
-    def after_each(self, modules: Iterable[nn.Module], hook: Callable[..., Any]) -> None:
-        """The same of several modules."""
-        for module in modules:
+    def around(self, module: nn.Module, start: Callable[..., Any], end: Callable[..., Any]) -> None:
+        """Call ``start`` before and ``end`` after every call, as these two do."""
+        self.before(module, start)
+        self.after(module, end)
+
+    def after_each(self, hooks: Mapping[nn.Module, Callable[..., Any]]) -> None:
+        """As `after`, of several modules."""
+        for module, hook in hooks.items():
             self.after(module, hook)
 
     def arguments(self, module: nn.Module, note: Callable[[dict[str, Any]], Any]) -> list[Any]:
