@@ -142,9 +142,9 @@ def _estimated(entries: dict[Any, Any]) -> None:
 def _fields() -> Any:
     from dataclasses import fields
 
-    from lipscope.engine import sweeps as sweep
+    from lipscope.engine.spec import Spec
 
-    return fields(sweep.Spec)
+    return fields(Spec)
 
 
 def _with(function: Callable[..., Any], base: dict[str, Any], more: dict[str, Any]) -> Any:
