@@ -455,3 +455,11 @@ def test_a_push_runs_no_block_below_it(
     numbers = [[(one.layer, one.block, one.model) for one in a.steps] for a in (found, expected)]
     assert numbers[0] == numbers[1]
     assert 2 * names.count("layers.0.self_attn.q_proj.weight") < before
+
+
+def test_complex_buffers_are_as_precise_as_the_run():
+    """As in a model that is converted whole: rotations of a Llama 4 are complex numbers."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0)))
+    empty = resident_weights.without_weights(model, torch.float64, torch.device("cpu"))
+    assert empty.turns.dtype == torch.complex128

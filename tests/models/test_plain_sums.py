@@ -5,7 +5,7 @@ import torch
 
 from agreement import gaussian
 from lipscope.attention import DotProduct
-from lipscope.models import Branch, Feed, Network, Norm, with_plain_sums
+from lipscope.models import Branch, Feed, Network, Norm, scaled, with_plain_sums
 
 
 def attention(seed: int) -> DotProduct:
@@ -14,9 +14,9 @@ def attention(seed: int) -> DotProduct:
     return DotProduct(q, k, v, o, heads=2, output_bias=gaussian(4, seed=9), **biases)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_weighted_sums_become_plain_ones(scaled):
-    norm = Norm(gaussian(4, seed=1), gaussian(4, seed=2), eps=0.3, scaled=scaled)
+@pytest.mark.parametrize("by_mean_square", [False, True])
+def test_weighted_sums_become_plain_ones(by_mean_square):
+    norm = Norm(gaussian(4, seed=1), gaussian(4, seed=2), eps=0.3, scaled=by_mean_square)
     gated = Feed(
         *(gaussian(*s, seed=3) for s in ((6, 4), (6,), (4, 6), (4,))),
         "silu",
@@ -44,3 +44,10 @@ def test_weighted_sums_become_plain_ones(scaled):
     assert all(isinstance(one.skip, bool) for one in (*found.branches, *found.tail))
     x = gaussian(5, 4, seed=10)
     torch.testing.assert_close(found(x), network(x), rtol=1e-11, atol=1e-11)
+
+
+def test_a_number_scales_a_part_on_any_device():
+    """Numbers are made where the weights are: here on `meta`, which takes no others."""
+    sizes = ((6, 4), (6,), (4, 6), (4,))
+    found = scaled(Feed(*(torch.empty(s, device="meta") for s in sizes), "relu"), 0.5)
+    assert found.outer.device.type == "meta"

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from lipscope.attention import Attention, Clip, MultiheadAttention, arguments, spectral_norm
 from lipscope.control.restraint import cap_singular_values
 from lipscope.errors import InputError, check_count, check_positive, shown
-from lipscope.models import ActivationName, Branch, Chain, Feed, Network
+from lipscope.models import ActivationName, Branch, Chain, Feed, Network, scaled
 from lipscope.theorems import lipschitz_bound
 
 Capping = Literal["parametrised", "after-step"]
@@ -249,7 +249,7 @@ class SmoothTransformer(nn.Module):
         """
         branches = [Branch(norm=self.clip, skip=False)]
         for one in self.sums:
-            branches.append(Branch(_scaled(one.part, one.alpha), skip=1 - one.alpha))
+            branches.append(Branch(scaled(_as_part(one.part), one.alpha), skip=1 - one.alpha))
         head = self.head.weight
         none = head.new_zeros(len(head))
         if isinstance(self.pool, MeanPool):
@@ -352,16 +352,14 @@ def _waves(length: int, width: int) -> Float[Tensor, "n d"]:
     return torch.cat([angles.sin(), angles.cos()], 1)[:, :width]
 
 
-def _scaled(part: Any, factor: float) -> Attention | Feed:
-    """A part of a block times a number, in its last matrix."""
+def _as_part(part: Any) -> Attention | Feed:
+    """A part of a block, as a network is described."""
     if isinstance(part, MultiheadAttention):
-        layer = part.attention
-        assert layer.output is not None
-        return layer.replace(output=factor * layer.output)
+        return part.attention
     inner, act, outer = part
     none = [w.new_zeros(len(w)) for w in (inner.weight, outer.weight)]
     name: ActivationName = "relu" if isinstance(act, nn.ReLU) else "gelu"
-    return Feed(inner.weight, none[0], factor * outer.weight, none[1], name)
+    return Feed(inner.weight, none[0], outer.weight, none[1], name)
 
 
 def _check(sizes: dict[str, Any]) -> None:

@@ -43,6 +43,7 @@ from lipscope.models.network import (
     Feed as Feed,
     Network as Network,
     Norm as Norm,
+    scaled as scaled,
     with_plain_sums as with_plain_sums,
 )
 from lipscope.models.network_reader import (

@@ -186,12 +186,11 @@ class Network:
 def scaled(part: Attention | Feed, after: float | Tensor, before: float = 1.0) -> Attention | Feed:
     """``y -> after part(before y)``, in the part's weights; ``after`` may be a number a channel."""
     if isinstance(part, Feed):
-        column = torch.as_tensor(after, dtype=part.outer.dtype).unsqueeze(-1)
         return replace(
             part,
             inner=before * part.inner,
             gate=None if part.gate is None else before * part.gate,
-            outer=column * part.outer,
+            outer=_column(after, part.outer) * part.outer,
             outer_bias=after * part.outer_bias,
         )
     names = ("query", "key", "value") if before != 1 else ()
@@ -199,10 +198,14 @@ def scaled(part: Attention | Feed, after: float | Tensor, before: float = 1.0) -
     wide = part.output
     if wide is None:
         wide = torch.eye(part.num_heads * part.value_width).to(part.value)
-    inner["output"] = torch.as_tensor(after, dtype=wide.dtype).unsqueeze(-1) * wide
+    inner["output"] = _column(after, wide) * wide
     if part.output_bias is not None:  # which a variant may not have
         inner["output_bias"] = after * part.output_bias
     return part.replace(**inner)
+
+
+def _column(factor: float | Tensor, of: Tensor) -> Tensor:
+    return torch.as_tensor(factor, dtype=of.dtype, device=of.device).unsqueeze(-1)
 
 
 def with_plain_sums(network: Network) -> Network:

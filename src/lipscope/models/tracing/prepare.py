@@ -126,12 +126,14 @@ def converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.
     if all(t.dtype == dtype and t.device.type == device.type for t in floating(model)):
         return model
 
-    def convert(t: Tensor) -> Tensor:
-        if t.is_complex():  # in the complex type of the same precision
-            return t.to(device, dtype.to_complex())
-        return t.to(device, dtype) if t.is_floating_point() else t.to(device)
+    return copied(model)._apply(lambda t: cast_to(t, device, dtype))
 
-    return copied(model)._apply(convert)
+
+def cast_to(x: Tensor, device: torch.device | None, dtype: torch.dtype) -> Tensor:
+    """A tensor on a device, a floating one in a dtype, a complex one in that precision."""
+    if x.is_complex():
+        return x.to(device, dtype.to_complex())
+    return x.to(device, dtype) if x.is_floating_point() else x.to(device)
 
 
 @contextlib.contextmanager

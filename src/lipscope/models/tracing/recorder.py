@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lipscope.errors import InputError
 from lipscope.linalg import draws_from
-from lipscope.models.tracing.prepare import exact_maths, swapped, undisturbed
+from lipscope.models.tracing.prepare import cast_to, exact_maths, swapped, undisturbed
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 Node = Any  # of autograd's graph
@@ -211,13 +211,8 @@ def each_tensor(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def to_device(inputs: Any, device: torch.device | None, dtype: torch.dtype) -> Any:
-    """A model's inputs on a device (None: where they are), floating ones in a dtype."""
+    """A model's inputs on a device (None: where they are), as `cast_to` casts them."""
     return each_tensor(inputs, lambda x: cast_to(x, device, dtype))
-
-
-def cast_to(x: Tensor, device: torch.device | None, dtype: torch.dtype) -> Tensor:
-    """A tensor on a device, a floating one in a dtype."""
-    return x.to(device, dtype) if x.is_floating_point() else x.to(device)
 
 
 def tensors_in(output: Any) -> list[Tensor]:

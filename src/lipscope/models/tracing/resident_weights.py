@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from lipscope.linalg import torch_state
 from lipscope.models.loading import check_weight
 from lipscope.models.stored_weights import StoredWeights
-from lipscope.models.tracing.prepare import copied
+from lipscope.models.tracing.prepare import cast_to, copied
 from lipscope.models.tracing.recorder import (
     Reached,
     Recorder,
-    cast_to,
     named_arguments,
     outer_blocks,
     signature_of,
