@@ -53,12 +53,17 @@ def text_of(run: Run, name: str | None) -> str:
 
 
 def labels(texts: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Short names of texts, none for two of them."""
+    """Short names of texts, none for two of them.
+
+    >>> list(labels([("0", "the text “It was”"), ("1", "the folder “photos”")]).values())
+    ['It was', 'the folder “photos”']
+    """
     names: dict[tuple[str, str], str] = {}
     by_name: dict[str, set[str]] = {}
     for pair in texts:
         said, _, digest = pair[1].partition(" (SHA-256 ")
-        said = said.removeprefix("the text ").strip("“”")
+        if said.startswith("the text "):
+            said = said.removeprefix("the text ").strip("“”")
         names[pair] = said if len(said) <= _NAMED else f"{said[: _NAMED - 1]}…"
         by_name.setdefault(names[pair], set()).add(digest)
     return {
