@@ -167,11 +167,13 @@ def test_a_layer_by_itself_is_a_model_too() -> None:
         ({"layer": 0, "sample": -1}, "`sample` should be a whole number"),
         ({"layer": 0, "map": "nothing"}, "should be one of heads"),
         ({"layer": 0, "theorems": "all"}, "has no option `theorems`"),
+        ({"layers": 0}, "has no option `layers`; write `layer=`"),
+        ({"layer": 0, "length": 0}, "`lengths` should be"),
     ],
 )
 def test_what_is_not_there_is_said_in_one_line(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ls.InputError, match=words) as found:
-        ls.load_model(BERT).at(TEXT, length=7, **options)
+        ls.load_model(BERT).at(TEXT, **{"length": 7, **options})
     assert "\n" not in str(found.value)
 
 
@@ -210,5 +212,17 @@ def test_what_is_asked_of_all_heads_is_refused_for_one() -> None:
     for verb in ("directions", "push", "attack", "split"):
         with pytest.raises(ls.InputError, match=f"`{verb}` speaks of all heads"):
             getattr(at, verb)()
+    with pytest.raises(ls.InputError, match="`decision` speaks of all heads"):
+        at.decision(between=["a b", "c d"])
+    with pytest.raises(ls.InputError, match="Found a layer at `map = block`"):
+        ls.load_model(BERT).at(TEXT, layer=0, length=6, map="block").decision(between=["a", "b"])
     with pytest.raises(ls.InputError, match="per_head"):
         ls.certify_decision(BERT, TEXT, between=["a b", "c d"], length=6, per_head=True)
+
+
+def test_tokens_are_not_taken_for_samples() -> None:
+    """One row of a matrix of tokens is no input of a block."""
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = ls.load_model(nn.TransformerEncoder(encoder, 2, enable_nested_tensor=False).eval())
+    with pytest.raises(ls.InputError, match="give data an axis for samples in front"):
+        model.at(torch.randn(6, 8), layer=0, map="block")

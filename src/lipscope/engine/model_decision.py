@@ -317,7 +317,7 @@ class ModelDecision(Shown):
         yield "margin", f"{self.margin:.4g}"
         yield "gradient norm", f"{self.slope:.4g}"
         if self.slope > 0:
-            yield "first order", f"{self.margin / self.slope:.4g} (no bound)"
+            yield "first order", f"{self.margin / self.slope:.4g} (to the runner-up, no bound)"
 
 
 def one_sample(

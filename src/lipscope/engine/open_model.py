@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lipscope.attention import Attention
 from lipscope.certificates import BallCertificate
 from lipscope.display import Card, Piece, Shown, pieces
-from lipscope.engine.checks import argument, whole_number
+from lipscope.engine.checks import argument, no_several, whole_number
 from lipscope.engine.classifier import Classifier, Pool, decides_by, read_out_of
 from lipscope.engine.model_decision import ModelDecision, decision_at, decision_at_layer, one_sample
 from lipscope.engine.ready_model import AnyModel, ReadyModel, loaded_model
@@ -87,10 +87,14 @@ class OpenModel(Shown, ReadyModel):
         """
         sample = argument(whole_number(0, 100_000), "sample", sample)
         asked: dict[str, Any] = {**options}
+        no_several(asked)
         cut: dict[str, Any] = {}
         if is_text(data, asked):
             several = 1 if sample == 0 else max(10, sample + 1)
-            cut = {"lengths": length or 64, "samples": samples or several}
+            cut = {
+                "lengths": 64 if length is None else length,
+                "samples": several if samples is None else samples,
+            }
         elif length is not None or samples is not None:
             raise InputError(
                 "`length` and `samples` cut a text into windows. Found them with a batch; leave "
@@ -430,9 +434,16 @@ class LayerAtInput(Shown):
             The decision, of the layer by itself: `ModelDecision.certify` says how far it holds.
 
         Raises:
-            InputError: If neither or both were given, or the layer is not read in closed form.
+            InputError: If neither or both were given, the layer is at one head or another map, or
+                is not read in closed form.
         """
         given = read_out_of(between, read_out)
+        self._of_all_heads("decision", {})
+        if self._map.job.map != "attention":
+            raise InputError(
+                "A decision reads the layer's attention. Found a layer at `map = "
+                f"{self._map.job.map}`; ask `model.at` without `map`."
+            )
         return decision_at_layer(self._map, given, between, pool, special_tokens=special_tokens)
 
     def split(self, **options: Any) -> Splitting:

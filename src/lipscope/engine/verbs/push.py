@@ -235,7 +235,8 @@ def _decision(
     between: Sequence[str] | None, read_out: Any, options: Mapping[str, Any]
 ) -> Classifier | None:
     """The read-out that was given, checked with what goes with it."""
-    if (between, read_out) != (None, None) and options.get("map", "attention") != "attention":
+    given = between is not None or read_out is not None
+    if given and options.get("map", "attention") != "attention":
         raise InputError(
             "A decision reads the layer's attention. Found `between` or `read_out` with `map = "
             f"{shown(options['map'])}`; leave one of them out."

@@ -419,6 +419,12 @@ def _one_stream(block: BlockCall) -> BlockCall:
             f"The maps `block` and `stack` need a block that hands on one stream. Found that "
             f"`{block.name}` returns {block.returned}; use the map `attention` or `model`."
         )
+    x = block.streams[0].x
+    if x.ndim == 2 and len(x) == 1:  # one row of tokens that were taken for samples
+        raise InputError(
+            f"`{block.name}` should take samples, (batch, tokens, width). Found {tuple(x.shape)} "
+            "of one sample; give data an axis for samples in front."
+        )
     return block
 
 
