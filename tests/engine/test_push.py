@@ -343,3 +343,9 @@ def test_a_map_that_does_not_move() -> None:
         ls.push(layer, torch.ones(2, 1).double())
     with pytest.raises(ls.InputError, match="`eps` should say how far to push"):
         ls.push(ls.DotProduct(ONE, ONE, ONE), torch.zeros(2, 1).double())
+
+
+def test_a_matrix_is_no_read_out(unchecked) -> None:
+    """Compared with None, and never with a number for each of its elements."""
+    with pytest.raises(ls.InputError, match="a file or a `Classifier`"):
+        ls.push(BERT, TEXT, layer=0, length=6, read_out=np.eye(2))

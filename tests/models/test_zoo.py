@@ -21,6 +21,7 @@ SAMPLE = (
     "gptj",
     "granite",
     "hubert",
+    "informer",  # a list of blocks, some of which are None
     "layoutlm",
     "llama",
     "luke",
@@ -37,6 +38,7 @@ SAMPLE = (
     "swinv2",
     "t5",
     "vit_mae",
+    "wavtokenizer",  # channels first, behind a norm
     "xlm",
 )
 

@@ -630,7 +630,8 @@ def outer_blocks(model: nn.Module) -> dict[str, nn.Module]:
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{one}.") for one in found)
         if isinstance(module, nn.ModuleList) and not inside:
-            found |= {f"{path}.{index}": block for index, block in enumerate(module)}
+            blocks = ((f"{path}.{index}", block) for index, block in enumerate(module))
+            found |= {name: block for name, block in blocks if block is not None}  # Informer's
     return found
 
 

@@ -130,13 +130,16 @@ def _end_of(call: AttentionCall) -> LayerEnd:
         return bare
     if isinstance(call.module, nn.MultiheadAttention):
         return replace(bare, projection=call.module.out_proj)  # applied without being called
+    given = call.kept[0]
     for one in call.inside:
-        if not isinstance(one.module, nn.Conv1d):
+        if not isinstance(one.module, nn.Conv1d) or one.x.shape != given.shape:
             continue
-        if same_place(one.x, call.kept[0]) and one.x.shape == call.kept[0].shape:  # no transpose
+        # As many channels as tokens: what was transposed on the way is not contiguous.
+        square = given.shape[-1] == given.shape[-2]
+        if not square or one.x.is_contiguous() or same_place(one.x, given):
             raise InputError(
                 f"`{call.name}` should take (batch, tokens, width). Found channels first: a "
-                "convolution runs over its input as it is; this layout is not covered."
+                "convolution runs over its input without a transpose; this layout is not covered."
             )
     ends = [one for one in call.inside if same_place(one.y, out)]
     inner = _projection_of(call, ends)
