@@ -187,7 +187,7 @@ def load_model(
     plain, revision = split_revision(name, revision)
     if not isinstance(allow_pickle, bool):
         raise InputError(f"`allow_pickle` should be true or false. Found `{shown(allow_pickle)}`.")
-    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+    if type(seed) is not int or not 0 <= seed < 2**63:
         raise InputError(
             f"`seed` should be a whole number from 0, below 2^63. Found `{shown(seed)}`."
         )

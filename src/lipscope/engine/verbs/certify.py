@@ -20,7 +20,7 @@ from lipscope.certificates import (
     certify_ball,
     certify_map,
 )
-from lipscope.engine.checks import argument, flag, is_number, one_of, whole_number
+from lipscope.engine.checks import argument, flag, is_number, items, one_of, whole_number
 from lipscope.engine.classifier import Classifier, decides_by
 from lipscope.engine.model_decision import (
     BALLS,
@@ -358,6 +358,8 @@ def certify_decision(
     Source: derived here.
     """
     ball = argument(one_of(*BALLS), "ball", ball)
+    if tokens is not None:
+        tokens = [argument(whole_number(0, 10**6), "tokens", one) for one in items(tokens)]
     given = decides_by(between, read_out)
     asked: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
     map = argument(one_of("model", "attention"), "map", asked.pop("map", "model"))
@@ -388,7 +390,7 @@ def certify_decision(
             groups = decision.groups(ball, tokens)
             return {"keys": _certified_groups(run, decision, ball, groups, about, tell)}
 
-        whole = about | {"ball": ball, "tokens": tokens and list(tokens)}
+        whole = about | {"ball": ball, "tokens": tokens}
         try:
             keys = run.once("decision", whole, find)["keys"]
         except _StoppedError as stopped:
