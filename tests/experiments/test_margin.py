@@ -44,7 +44,9 @@ def test_gain_and_moves_at_a_stream(family: str) -> None:
     """Against central differences of the model itself, moved at the block by a hook of its own."""
     loaded, layer = tiny(family, scale=1.0), 1
     samples = 3 if family == "gpt2" else 6
-    run = StreamRun(loaded, [0, layer], {"data": TEXT, "lengths": [9], "samples": samples})
+    run = StreamRun(
+        loaded, [0, layer], {"data": TEXT, "lengths": [9], "samples": samples}, range(samples)
+    )
     sample = run.order[0]
     found = run.flipped(sample, layer)
     block = loaded.model.get_submodule(run.paths[layer])

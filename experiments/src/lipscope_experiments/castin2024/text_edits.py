@@ -125,7 +125,7 @@ def _flip_rate(some: Sequence[TextEdit]) -> str:
     return _rate(len(chosen(some, status=SUCCEEDED)), len(some))
 
 
-def _mean_words(values: Iterable[float | None]) -> str:
+def _mean_words(values: Iterable[float | int | None]) -> str:
     return average([one for one in values if one is not None], least=2)
 
 

@@ -105,8 +105,9 @@ def _windows(study: Study, source: Source) -> Windows:
     samples = study.pick(12, 16) if decides(loaded) else study.pick(24, 60)
     asked = source.asking(_TOKENS, samples)
     rows = study.measure(f"sigma, {source.where}", loaded, layers=layers, tol=1e-2, **asked)
-    run = StreamRun(loaded, layers, asked)
-    key: Record = {"model": loaded.name, "text": source.name, "bank": samples - len(run.order)}
+    run = StreamRun(loaded, layers, asked, sorted({row.sample for row in rows}))
+    bank = len(run.numbers) - len(run.order)
+    key: Record = {"model": loaded.name, "text": source.name, "bank": bank}
     found = study.values(
         f"flips, {source.where}",
         [one | key for one in grid(sample=run.order, layer=layers)],
@@ -130,24 +131,28 @@ def _reached(windows: Windows, target: str) -> Windows:
 class StreamRun:
     """A model whose stream can be moved before any block, and what its answers are."""
 
-    def __init__(self, loaded: LoadedModel, layers: Sequence[int], asked: Record) -> None:
+    def __init__(
+        self, loaded: LoadedModel, layers: Sequence[int], asked: Record, numbers: Sequence[int]
+    ) -> None:
         self.loaded: Any = loaded.model
+        self.numbers = numbers  # of the windows: those that repeat another are left out
         self.arguments, one = batch_of(loaded, **asked), asked | {"samples": 1}
         maps = layers_of(loaded, map="block", layers=layers, dtype="float32", **one)
         self.paths = {at.layer: at.module or "" for at in maps}
-        self.order = [*range(0, asked["samples"], 1 if decides(loaded) else 2)]
+        self.order = numbers[:: 1 if decides(loaded) else 2]
         if decides(loaded):
             table = self.loaded.get_input_embeddings().weight.detach()
             self.scores: Scores = lambda hidden: table @ hidden[-1]
         else:
-            others = range(1, asked["samples"], 2)
             with torch.no_grad():
-                bank = torch.stack([embedding(self.read(k).last_hidden_state[0]) for k in others])
+                others = [self.read(k).last_hidden_state[0] for k in numbers[1::2]]
+                bank = torch.stack([embedding(one) for one in others])
             self.scores = lambda hidden: bank @ embedding(hidden)
 
     def read(self, sample: int, **options: Any) -> Any:
         """What the model returns for one window."""
-        mine = {name: v[[sample]] for name, v in self.arguments.items() if isinstance(v, Tensor)}
+        at = [self.numbers.index(sample)]
+        mine = {name: v[at] for name, v in self.arguments.items() if isinstance(v, Tensor)}
         return self.loaded(**self.arguments | mine, **options)
 
     def _moved(self, sample: int, layer: int, move: Tensor) -> Tensor:
