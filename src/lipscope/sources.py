@@ -202,7 +202,7 @@ def _check_files(name: str, folder: Path, allow_pickle: bool) -> None:
         if not allow_pickle:
             raise InputError(
                 f"`{name}` holds its weights only as a pickle, which can run code; convert them to "
-                "safetensors, or pass `--allow-pickle` (weights-only loading)."
+                "safetensors, or pass `allow_pickle=True` (weights-only loading)."
             )
         return
     others = sorted(one.name for end in _PICKLES for one in folder.glob(f"*{end}"))

@@ -181,7 +181,7 @@ def test_certify_the_decision_of_a_whole_model(command):
         result = command(*options, *wrong)
         assert result.status == 2 and f"A decision has no `{wrong[0]}`" in result.err
     result = command(*options, "--map", "heads")
-    assert result.status == 2 and "`map` should be one of model, attention" in result.err
+    assert result.status == 2 and "`--map` should be one of model, attention" in result.err
     result = command("certify", BERT, "--tokens", "1")
     assert result.status == 2 and "`--tokens` goes with a decision" in result.err
 
@@ -349,7 +349,7 @@ def test_every_source_of_theorems_has_its_page():
         (["bounds", OLMO], ["Weight-based bounds are not available for this layer, because"]),
         (["attack", OLMO], ["not available for this layer", "no closed form"]),
         (["certify", GEMMA], ["scores are soft-capped"]),
-        (["bounds", BERT, "--radius", "-1"], ["radius = -1"]),
+        (["bounds", BERT, "--radius", "-1"], ["Found `--radius -1.0`"]),
         (["bounds", BERT, "--radius", "0.01"], ["at least the largest token norm"]),
         (["bounds", BERT, "--radius", "wide"], ["--radius", "norm", "wide"]),
         (["bounds", BERT, "--length", "0"], ["lengths", "whole numbers from 1"]),
@@ -366,12 +366,13 @@ def test_every_source_of_theorems_has_its_page():
         (["certify", BERT, "--steps", "0"], ["steps"]),
         (["certify", BERT, "--eps", "0"], ["a ball of radius 0 holds one input"]),
         (["certify", BERT, *BETWEEN[:2] * 2], ["each by its own text"]),
-        (["certify", BERT, "--length", "0"], ["`length`", "whole number of at least 1"]),
+        (["certify", BERT, "--length", "0"], ["`--length`", "whole number of at least 1"]),
         (["certify", BERT, "--out", "text.txt/x"], ["--out", "cannot be written"]),
         (["certify", BERT, *BETWEEN, *LAYER, "--steps", "8"], ["no `--steps`", "leave it out"]),
         (["certify", BERT, *BETWEEN, *LAYER, "--pool", "last"], ["mean or first"]),
         (["certify", BERT, *BETWEEN, *LAYER, "--eps", "0.1"], ["no `--eps`", "leave it out"]),
-        (["certify", BERT, "--decision", *LAYER], ["`between` or a `read_out`"]),
+        (["certify", BERT, "--decision"], ["(`--between`, `--read-out`)"]),
+        (["certify", BERT, "--decision", *LAYER], ["`--between` or `--read-out`"]),
         (["certify", BERT, "--pool", "mean"], ["`--pool` goes with a decision"]),
         (["certify", BERT, *BETWEEN, "--read-out", "x.npy"], ["exclude each other"]),
         (["certify", BERT, *BETWEEN[:2]], ["at least two classes"]),

@@ -39,7 +39,10 @@ def test_a_folder_without_a_config(lipscope):
         ([BERT, "--layers", "two"], ["--layers", "two"]),
         ([NEOX, "--map", "residual"], ["`residual`", "`block`"]),
         ([BERT, "--map", "nothing"], ["heads, attention, normed", "nothing"]),
-        ([BERT, "--map", "block", "--per-head"], ["per_head", "heads, attention, normed"]),
+        (
+            [BERT, "--map", "block", "--per-head"],
+            ["`--per-head` goes", "heads, attention, normed"],
+        ),
         ([BERT, "--lengths", "16,513"], ["at most 512", "Found 513"]),
         ([GPT2, "--lengths", "2049"], ["at most 2048", "Found 2049"]),
         ([BERT, "--lengths", "0"], ["lengths", "whole numbers from 1"]),
@@ -54,8 +57,8 @@ def test_a_folder_without_a_config(lipscope):
         ([BERT, "--delta", "1"], ["delta", "between 0 and 1"]),
         ([BERT, "--delta", "-0.5"], ["delta", "between 0 and 1"]),
         ([BERT, "--delta", "nan"], ["delta", "between 0 and 1"]),
-        ([BERT, "--move", "5:9"], ["`move 5:9`", "at 6 tokens"]),
-        ([BERT, "--read", "middle"], ["`read`", "middle"]),
+        ([BERT, "--move", "5:9"], ["`--move 5:9`", "at 6 tokens"]),
+        ([BERT, "--read", "middle"], ["`--read`", "middle"]),
         ([BERT, "--device", "abacus"], ["device", "abacus"]),
         ([OLMO, "--lengths", "1024", "--memory", "1MiB"], ["generic path", "--memory"]),
         ([OLMO, "--lengths", "6,1024", "--memory", "2MiB"], ["at 1024 tokens", "shorter lengths"]),
@@ -77,9 +80,9 @@ def test_requests_that_cannot_be_answered(lipscope, arguments, expected):
 @pytest.mark.parametrize(
     ("name", "word", "expected"),
     [
-        ("--metric", "largest", "`metric` should be one of frobenius, token-relative"),
-        ("--windows", "random", "`windows` should be one of spread, disjoint"),
-        ("--dtype", "float16", "`dtype` should be one of float32, float64"),
+        ("--metric", "largest", "`--metric` should be one of frobenius, token-relative"),
+        ("--windows", "random", "`--windows` should be one of spread, disjoint"),
+        ("--dtype", "float16", "`--dtype` should be one of float32, float64"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")  # or the check of types would refuse them first
@@ -156,14 +159,14 @@ def test_a_folder_that_holds_another_specification(lipscope):
 
 
 _BEFORE_TORCH = {
-    "measure minilm --layers 9": "`layers` should be between 0 and 5 for `minilm`. Found 9.",
+    "measure minilm --layers 9": "`--layers` should be between 0 and 5 for `minilm`. Found 9.",
     "measure minilm --map atention": "Did you mean `attention`?",
     "measure minilm --lengths 64,4096": "at most 512, the positions of `minilm`",
     "measure minilm --device abacus": "Found `abacus`",
     "measure minilm --text nothing.txt": "Found `nothing.txt`",
     "measure ./nothing": "Found no `config.json` in it.",
     "measure random:bert:num_hidden_layers=2 --layers 1,2": "between 0 and 1",
-    "certify minilm --head 12": "`head` should be between 0 and 11",
+    "certify minilm --head 12": "`--head` should be between 0 and 11",
     "directions minilm --among nothing.txt": "Found `nothing.txt`",
     "push minilm --layer 6 --length 8": "between 0 and 5",
 }

@@ -189,7 +189,7 @@ def test_layer_and_layers_length_and_lengths_are_one(command, name: str) -> None
     own = "lengths" if name in ("measure", "bounds") else "length"
     for option in ("--length", "--lengths"):
         result = command(name, BERT, option, "0", "--text", "text.txt")
-        assert result.status == 2 and f"`{own}` should be" in result.err
+        assert result.status == 2 and f"`--{own}` should be" in result.err
 
 
 def test_what_is_completed_is_what_there_is() -> None:

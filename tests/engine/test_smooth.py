@@ -105,7 +105,7 @@ def test_the_command_shows_sigma_and_agreement(command, tmp_path):
     assert "embeddings moved by 1%: " in done.out
     assert (tmp_path / "smooth" / "model.safetensors").exists()
     taken = command(*words, "--target", "1e-4", "--out", "smooth")
-    assert taken.status == 2 and "should be a new folder" in taken.err
+    assert taken.status == 2 and "another `--out`, or give `--force`" in taken.err
 
 
 def test_what_cannot_be_done_is_one_line(tmp_path, unchecked):

@@ -95,11 +95,11 @@ WRONG = {
     "a missing text": ("texts: [no.txt]", 4, "`texts` should be readable.*`no.txt`"),
     "a radius": ("radii: [-1]", 4, "`radii` should be positive numbers, or text"),
     "radii of nothing": ("radii: [3]", 4, "`radii` go with inputs that are built"),
-    "tokens beyond": ("move: 3:300", 4, "`move 3:300` should name tokens"),
+    "tokens beyond": ("move: 3:300", 4, "`move = 3:300` should name tokens"),
     "built, of a block": (
         "inputs: [real, ascent]\nmaps: [block]", 4, "`inputs` that are built.*`ascent` with `block`"
     ),
-    "theorems of a block": ("theorems: all\nmaps: [block]", 4, "`theorems` are about the maps"),
+    "theorems of a block": ("theorems: all\nmaps: [block]", 4, "Theorems speak of the maps"),
     "no yaml": ("maps: [", 5, "should be YAML"),
 }  # fmt: skip
 

@@ -358,7 +358,7 @@ def test_a_head_pools_what_is_no_padding() -> None:
     assert last.share.argmax() == 3
     with pytest.raises(InputError, match="Found padding at 5"):
         read_network(model, PADDED, pool=5, **given)
-    with pytest.raises(InputError, match="give `head`"):
+    with pytest.raises(InputError, match="`between`, `read_out`"):
         read_network(model, PADDED)
     with pytest.raises(InputError, match="a row of 24 numbers"):
         read_network(model, PADDED, head=random((3, 12)))

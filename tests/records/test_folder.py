@@ -112,7 +112,7 @@ def test_a_row_that_this_version_cannot_read_is_an_error_of_one_line(tmp_path, d
     before = (path / "rows.jsonl").read_bytes()
     with pytest.raises(InputError, match=rf"rows\.jsonl`, line 2.*Found ({found})") as caught:
         RunFolder(path, SPEC)
-    assert "\n" not in str(caught.value) and "choose another `--out`" in str(caught.value)
+    assert "\n" not in str(caught.value) and "choose another `out`" in str(caught.value)
     assert len(str(caught.value)) < 300 + len(str(path))
     assert (path / "rows.jsonl").read_bytes() == before
 
@@ -170,7 +170,7 @@ def test_a_file_that_cannot_be_read_is_an_error_of_one_line(tmp_path, file):
     filled(path)
     (path / file).unlink()
     (path / file).mkdir()
-    with pytest.raises(InputError, match=f"{file}.*choose another `--out`") as caught:
+    with pytest.raises(InputError, match=f"{file}.*choose another `out`") as caught:
         RunFolder(path, SPEC)
     assert "\n" not in str(caught.value)
 
@@ -276,7 +276,7 @@ def test_another_specification_is_refused_and_what_differs_is_named(tmp_path, ch
         RunFolder(path, SPEC | change)
     message = str(caught.value)
     assert f"it differs in {', '.join(named)})" in message
-    assert str(path) in message and "--out" in message and "\n" not in message
+    assert str(path) in message and "choose another `out`" in message and "\n" not in message
     assert {f.name: f.read_bytes() for f in path.iterdir()} == before
 
 

@@ -89,7 +89,7 @@ def corpus(text: Text, length: int) -> Corpus:
     least = _SHARE * _HELD * (length + 1)
     if len(text.content) < least:
         raise InputError(
-            f"`--text` should have at least {least:,} characters, a tenth of them for {_HELD} "
+            f"`texts` should have at least {least:,} characters, a tenth of them for {_HELD} "
             f"windows of {length}. Found {len(text.content):,} in `{text.name}`."
         )
     cut = len(text.content) * (_SHARE - 1) // _SHARE
@@ -110,14 +110,14 @@ def texts_named(names: Sequence[str]) -> tuple[Text, ...]:
     found = (Text("Python manual", default_text()), *more)
     for name, times in Counter(text.name for text in found).items():
         if times > 1:  # tables and figures know a text by its name
-            raise InputError(f"`--text` should name each text once. Found two called `{name}`.")
+            raise InputError(f"`texts` should name each text once. Found two called `{name}`.")
     return found
 
 
 def _file(name: str) -> Text:
-    content = read_texts(name, "`--text`")
+    content = read_texts(name, "`texts`")
     if not content.strip():
-        raise InputError(f"`--text` should hold words. Found none in `{name}`.")
+        raise InputError(f"`texts` should hold words. Found none in `{name}`.")
     return Text(Path(os.path.abspath(name)).name, content)
 
 

@@ -345,13 +345,13 @@ def reproduce(
         raise InputError(f"`NAME` should be one of {known}. Found `{name}`.")
     models = [models] if isinstance(models, str) else models
     if models is not None and not all([*models, models]):
-        raise InputError(f"`--models` should name models. Found `{','.join(models)}`.")
+        raise InputError(f"`models` should name models. Found `{','.join(models)}`.")
     if models is not None and not entry.models:
-        raise InputError(f"`--models` goes with experiments on models. Found it with `{name}`.")
+        raise InputError(f"`models` goes with experiments on models. Found it with `{name}`.")
     if texts and not entry.reads_text:
-        raise InputError(f"`--text` goes with experiments on text. Found it with `{name}`.")
+        raise InputError(f"`texts` goes with experiments on text. Found it with `{name}`.")
     if images is not None and not entry.reads_images:
-        raise InputError(f"`--images` goes with experiments on pictures. Found it with `{name}`.")
+        raise InputError(f"`images` goes with experiments on pictures. Found it with `{name}`.")
     chosen = tuple(models or (quick and entry.quick_models) or entry.models)
     held = texts_named(texts) if entry.reads_text else ()
     spec = {"experiment": name, "quick": quick, "models": chosen}
@@ -376,7 +376,7 @@ def reproduce(
             replaced(path, text.encode())
         except OSError as problem:
             raise InputError(
-                f"`{path}` cannot be written ({problem.strerror}); choose another `--out`."
+                f"`{path}` cannot be written ({problem.strerror}); choose another `out`."
             ) from problem
     return study.findings
 

@@ -13,12 +13,13 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from lipscope.cli import doctor, layers, papers, rows
-from lipscope.cli.terminal import errors, note
+from lipscope.cli.terminal import as_typed, errors, note
 from lipscope.errors import InputError
 
 STATUS = (
@@ -28,8 +29,8 @@ STATUS = (
     "output went away. Anything else is a fault of lipscope: please report it."
 )
 
-# `--layer` and `--layers`, `--length` and `--lengths` alike, whichever a command has.
-_PLURAL = {"layer": "layers", "length": "lengths"}
+# `--layer` and `--layers` alike, whichever a command has.
+_PLURAL = {"layer": "layers", "length": "lengths", "text": "texts"}
 _ALIKE = {"token_normalize_func": lambda word: _PLURAL.get(word, word)}
 app = typer.Typer(
     epilog=STATUS,
@@ -76,13 +77,25 @@ EXAMPLES: dict[Callable[..., None], str] = {
     rows.report: "lipscope report runs/demo runs/bounds -o report.html --svg figures",
     doctor.doctor: "lipscope doctor",
 }
+
+
+class _Command(TyperCommand):
+    """A command whose mistakes, and remarks, are lines that name options as they are typed."""
+
+    def invoke(self, ctx: Any) -> Any:
+        logging.getLogger("lipscope").handlers = [_Remarks(ctx)]
+        try:
+            return super().invoke(ctx)
+        except InputError as problem:
+            raise InputError(as_typed(str(problem), ctx)) from None
+
+
 for _command, _example in EXAMPLES.items():
-    app.command(epilog=f"Example: {_example}", context_settings=_ALIKE)(_command)
+    app.command(cls=_Command, epilog=f"Example: {_example}", context_settings=_ALIKE)(_command)
 
 
 def main() -> NoReturn:
     """Entry point: run the command and turn foreseeable ends into exit statuses."""
-    logging.getLogger("lipscope").handlers = [_Remarks()]
     try:
         app(prog_name="lipscope")
     except InputError as problem:
@@ -118,5 +131,9 @@ def _reader_gone() -> NoReturn:
 class _Remarks(logging.Handler):
     """Remarks of the library as lines on standard error."""
 
+    def __init__(self, context: Any) -> None:
+        super().__init__()
+        self._context = context
+
     def emit(self, record: logging.LogRecord) -> None:
-        note(record.getMessage())
+        note(as_typed(record.getMessage(), self._context))

@@ -39,6 +39,31 @@ class Screen(Console):
 errors = Screen(stderr=True)
 
 
+_NAMED = re.compile(r'(Found )?`([a-z_]+)( ?= ?"?([^`"]*)"?)?`')
+
+
+def as_typed(text: str, context: Any) -> str:
+    """A message of the library with its options as the command has them, such as `--read-out`.
+
+    What stands by itself after "Found" is a value.
+    """
+    alike = context.token_normalize_func or str
+    every: list[Any] = [one for one in context.command.params if one.param_type_name == "option"]
+    options = {alike(one.name): one for one in every}
+
+    def typed(found: re.Match[str]) -> str:
+        before, name, given, value = found.groups(default="")
+        option = options.get(alike(name.removeprefix("at_")))
+        if option is None or (before and not given):
+            return found[0]
+        flag = max(option.opts, key=len)
+        if option.is_flag:
+            flag, value = (option.secondary_opts or [flag])[0] if value == "False" else flag, ""
+        return f"{before}`{flag} {value}".rstrip() + "`"
+
+    return _NAMED.sub(typed, text)
+
+
 def note(text: str) -> None:
     """A line on standard error, however long."""
     errors.print(text, markup=False, soft_wrap=True)

@@ -34,13 +34,13 @@ def parse_integers(text: str, option: str) -> list[int]:
         match = re.fullmatch(rf"\s*{_DIGITS}(?::{_DIGITS}(?::{_DIGITS})?)?\s*", part)
         if match is None or (match[3] and not int(match[3])):
             raise InputError(
-                f"`--{option}` should be whole numbers such as 16,64 or 2:512:10. Found `{text}`."
+                f"`{option}` should be whole numbers such as 16,64 or 2:512:10. Found `{text}`."
             )
         start, stop, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
         _check_upwards(start, stop, text, option)
         if len(values) + (stop - start) // step >= _MOST_NUMBERS:
             raise InputError(
-                f"`--{option}` should name at most {_MOST_NUMBERS:,} numbers. Found more: `{text}`."
+                f"`{option}` should name at most {_MOST_NUMBERS:,} numbers. Found more: `{text}`."
             )
         values.extend(range(start, stop + 1, step))
     return list(dict.fromkeys(values))
@@ -65,7 +65,7 @@ def parse_tokens(text: str, num_tokens: int, option: str) -> list[int] | None:
             b <= a for a, b in pairwise(chosen)
         ):
             raise InputError(
-                f"`--{option}` should name ranges a:b that count upwards and do not meet, such as "
+                f"`{option}` should name ranges a:b that count upwards and do not meet, such as "
                 f"0:2,5. Found `{text}`."
             )
         return chosen
@@ -83,7 +83,7 @@ def parse_tokens(text: str, num_tokens: int, option: str) -> list[int] | None:
         match = re.fullmatch(rf"{_DIGITS}(?::{_DIGITS})?|{_DIGITS}%:{_DIGITS}%", text)
         if match is None:
             raise InputError(
-                f"`--{option}` should be {', '.join(named)}, a:b or a%:b%. Found `{text}`."
+                f"`{option}` should be {', '.join(named)}, a:b or a%:b%. Found `{text}`."
             )
         if match[4] is None:
             start, stop = int(match[1]), int(match[2] or match[1])
@@ -94,7 +94,7 @@ def parse_tokens(text: str, num_tokens: int, option: str) -> list[int] | None:
         chosen = list(range(start, stop + 1)) if stop < num_tokens else [stop]
     if chosen is not None and (not chosen or chosen[-1] >= num_tokens):
         raise InputError(
-            f"`--{option} {text}` should name tokens between 0 and {num_tokens - 1} at every "
+            f"`{option} = {text}` should name tokens between 0 and {num_tokens - 1} at every "
             f"length. Found none, or one beyond, at {num_tokens} tokens."
         )
     return chosen
@@ -104,7 +104,7 @@ def _part(low: int, high: int, num_tokens: int, text: str, option: str) -> tuple
     """The first and the last token of which a part lies between two hundredths."""
     if not low < high <= 100:
         raise InputError(
-            f"`--{option}` should go from one share to a larger one, such as 90%:100%. "
+            f"`{option}` should go from one share to a larger one, such as 90%:100%. "
             f"Found `{text}`."
         )
     return low * num_tokens // 100, -(-high * num_tokens // 100) - 1
@@ -113,7 +113,7 @@ def _part(low: int, high: int, num_tokens: int, text: str, option: str) -> tuple
 def _check_upwards(start: int, stop: int, text: str, option: str) -> None:
     if stop < start:
         raise InputError(
-            f"`--{option}` should count upwards, such as {stop}:{start}. Found `{text}`."
+            f"`{option}` should count upwards, such as {stop}:{start}. Found `{text}`."
         )
 
 
@@ -238,7 +238,7 @@ def integers(least: int, most: int, *, rising: bool = False) -> Check:
                 try:
                     found += parse_integers(item, key)
                 except InputError as problem:
-                    source.fail(str(problem).replace("`--", "`"), key, i)
+                    source.fail(str(problem), key, i)
             elif is_whole(item) and item >= least:
                 found.append(int(item))
             else:

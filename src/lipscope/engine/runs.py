@@ -284,7 +284,7 @@ class LocalRun:
             replaced(folder / file, content.getvalue())
         except OSError as problem:
             raise InputError(
-                f"`--out {folder}` cannot be written ({problem.strerror}); choose another folder."
+                f"`out = {folder}` cannot be written ({problem.strerror}); choose another folder."
             ) from None
 
     def keep(self, rows: Rows, row: Measurement, bounds: Sequence[Bound]) -> None:

@@ -322,7 +322,7 @@ def check_together(source: Entries, spec: Spec) -> None:
             for n in spec.lengths or ():
                 parse_tokens(getattr(spec, option), n, option)
         except InputError as problem:
-            source.fail(str(problem).replace("`--", "`"), option)
+            source.fail(str(problem), option)
     if spec.move == COPIES:
         _check_copies(source, spec)
     if spec.tol < (smallest := max(SMALLEST_TOL[getattr(torch, d)] for d in spec.dtypes)):
@@ -382,7 +382,11 @@ def _check_theorems(source: Entries, spec: Spec) -> None:
         return
     if not set(spec.maps) & set(WITH_THEOREMS):
         known = ", ".join(WITH_THEOREMS)
-        source.fail(f"`theorems` are about the maps {known}. Found none in `maps`.", "theorems")
+        source.fail(
+            f"Theorems speak of the maps {known}. Found `{', '.join(spec.maps)}`; choose one of "
+            "them, or measure without `theorems`.",
+            "theorems",
+        )
     if spec.side != "self":
         found = f"`side = {spec.side}`; leave one of them out"
         source.fail(f"`theorems` are about self-attention. Found {found}.", "side")

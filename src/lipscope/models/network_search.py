@@ -311,8 +311,8 @@ class Search:
         final, pooled = self.view.output, state.share
         if self.head is None and same(state.v, final):
             raise InputError(
-                "A decision needs scores. Found a model that ends in its hidden state; give "
-                "`head`, or pass the model with its head."
+                "A decision needs scores. Found a model that ends in its hidden state; pass it "
+                "with its head, or say what it decides (`between`, `read_out`)."
             )
         for weight, bias, o in self._scaled_chains(state.v, state.time):
             if len(o) == 1 and same(o, final):

@@ -132,7 +132,7 @@ def explained_loading(source: str, problem: Exception) -> InputError:
     if "safetensors" in text and "does not appear to have" in text:
         return InputError(
             f"`{source}` holds its weights only as a pickle, which can run code; use a revision "
-            "with safetensors, or pass `--allow-pickle` (weights-only loading)."
+            "with safetensors, or pass `allow_pickle=True` (weights-only loading)."
         )
     if folder:
         return InputError(f"`{source}` could not be loaded: {text[:300]}")

@@ -78,7 +78,7 @@ def windows_of_text(
     if min(lengths) <= extra:
         raise InputError(
             f"Every length should be above {extra}, the number of special tokens around a window. "
-            f"Found {min(lengths)}; use longer lengths or --no-special-tokens."
+            f"Found {min(lengths)}; use longer lengths or `special_tokens=False`."
         )
     total, stretch = len(ids), sum(lengths) if kind == "disjoint" else max(lengths)
     needed = samples * stretch if kind == "disjoint" else stretch - extra

@@ -237,7 +237,7 @@ def contrast_of(runs: Sequence[Run]) -> Contrast:
     """
     if len(runs) != 2 or len({run.path.resolve() for run in runs}) != 2:
         found = ", ".join(f"`{run.path}`" for run in runs)
-        raise InputError(f"`--compare` should have two different run folders. Found {found}.")
+        raise InputError(f"`compare` should have two different run folders. Found {found}.")
     by_path = folder_names(runs)
     names = (by_path[str(runs[0].path)], by_path[str(runs[1].path)])
     items = [[i for i in items_of([run]) if i.kind == REAL] for run in runs]
@@ -302,7 +302,7 @@ _ASPECTS: dict[str, Callable[[Item], Any]] = {
 
 def _nothing(names: tuple[str, str], items: Sequence[Sequence[Item]]) -> str:
     """Why nothing can be compared: the first thing of which the folders share no value."""
-    wanted = "`--compare` should have two folders that share a map, metric, layer and length."
+    wanted = "`compare` should have two folders that share a map, metric, layer and length."
     for name, some in zip(names, items, strict=True):
         if not some:
             return f"{wanted} Found no row with a positive sigma on a given input in `{name}`."

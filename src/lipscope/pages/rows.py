@@ -376,7 +376,7 @@ def report(
         written = [path, *(figures.write_figures(shown, asked) if asked else ())]
     except OSError as problem:
         raise InputError(
-            "`-o`, `--png` and `--svg` should be places that can be written. Found "
+            "`out`, `png` and `svg` should be places that can be written. Found "
             f"`{problem.filename}`: {problem.strerror}."
         ) from None
     return written

@@ -165,8 +165,8 @@ class RunFolder:
             )
         if not free:
             raise InputError(
-                f"`--out` should be a new folder or one of an earlier run. Found "
-                f"`{self.path}`, which holds something else; choose another `--out`."
+                f"`out` should be a new folder or one of an earlier run. Found "
+                f"`{self.path}`, which holds something else; choose another `out`."
             )
         return None
 
@@ -178,7 +178,7 @@ class RunFolder:
                 return _taken(self.path)
             except BlockingIOError:
                 raise InputError(
-                    f"`--out {self.path}` is in use by another process; wait until that one has "
+                    f"`out = {self.path}` is in use by another process; wait until that one has "
                     "ended, or choose another folder."
                 ) from None
 
@@ -189,7 +189,7 @@ class RunFolder:
             yield
         except OSError as problem:
             raise InputError(
-                f"`--out {self.path}` cannot be written ({problem.strerror}); choose another "
+                f"`out = {self.path}` cannot be written ({problem.strerror}); choose another "
                 "folder."
             ) from problem
 
@@ -203,8 +203,8 @@ class RunFolder:
         if held is not None:
             if others := other_versions(held["provenance"], self._manifest["provenance"]):
                 remark(
-                    f"`{self.path}` was begun with {others}; what it holds is kept, and `--force` "
-                    "makes all of it anew."
+                    f"`{self.path}` was begun with {others}; what it holds is kept, and the "
+                    "command's `--force` makes all of it anew."
                 )
             self._manifest |= held
             self._marks = marks_of(held["files"])
@@ -248,7 +248,7 @@ class RunFolder:
         except OSError as problem:
             raise InputError(
                 f"`{self.path}` should hold files that can be read and written. Found: {problem}; "
-                "choose another `--out`."
+                "choose another `out`."
             ) from problem
         incomplete = {
             one["id"]
@@ -377,7 +377,7 @@ class RunFolder:
             other = sorted(key for key in found if found[key] != held.get(key))
             raise InputError(
                 f"`{name}` should be the model that `{self.path}` was begun with. Found another "
-                f"one (it differs in {', '.join(other)}); choose another `--out`."
+                f"one (it differs in {', '.join(other)}); choose another `out`."
             )
         self._manifest["models"][name] = found
         self._write_manifest()

@@ -69,12 +69,12 @@ def load_manifest(path: Path) -> dict[str, Any] | None:
             return None
         found = problem.strerror if isinstance(problem, OSError) else "something else"
         raise InputError(
-            f"`{path}` should be a readable manifest. Found {found}; choose another `--out`."
+            f"`{path}` should be a readable manifest. Found {found}; choose another `out`."
         ) from problem
     if schema != SCHEMA:
         raise InputError(
             f"`{path}` should be of schema {SCHEMA}, which this version of lipscope reads. Found "
-            f"schema {str(schema)[:20]}; choose another `--out`, or read it with the version that "
+            f"schema {str(schema)[:20]}; choose another `out`, or read it with the version that "
             "wrote it."
         )
     return {"schema": schema, **known}
@@ -149,9 +149,9 @@ def check_same(
     other = sorted(name for name in names if held.get(name) != wanted.get(name))
     if other:
         raise InputError(
-            f"`--out {path}` holds the run of another specification (it differs in "
-            f"{', '.join(other)}); choose another `--out`, repeat the same command, or replace the "
-            "run with `--force`."
+            f"`out = {path}` holds the run of another specification (it differs in "
+            f"{', '.join(other)}); choose another `out`, ask the same again, or replace the "
+            "run by the command's `--force`."
         )
     return both
 

@@ -68,7 +68,7 @@ def refuse_links(path: Path) -> None:
         names = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder"}
         raise InputError(
             f"`{path}` should be a regular file. Found "
-            f"{names.get(stat.S_IFMT(kind), 'a pipe or device')}; choose another `--out`."
+            f"{names.get(stat.S_IFMT(kind), 'a pipe or device')}; choose another `out`."
         )
 
 
@@ -178,7 +178,7 @@ def restored(kind: type[Record], values: Mapping[str, Any], where: str) -> Recor
     if wrong is not None:
         raise InputError(
             f"{where}, should be as this version of lipscope writes it. Found {wrong}; choose "
-            "another `--out`."
+            "another `out`."
         )
     return kind(**known)
 
@@ -434,7 +434,7 @@ def _chunks_of_lines(path: Path) -> Iterator[bytes]:
     except OSError as problem:
         raise InputError(
             f"`{path}` should be a file that can be read and written. Found: "
-            f"{problem.strerror}; choose another `--out`."
+            f"{problem.strerror}; choose another `out`."
         ) from problem
 
 

@@ -326,7 +326,7 @@ def expected_seconds(theorem: Theorem, layer: AskedLayer) -> float:
 
 def how_long(seconds: float) -> str:
     """Why something is left out that takes so long."""
-    return f"it takes about {max(seconds, 1):.0f} s here; `sharp` (`--sharp`) computes it"
+    return f"it takes about {max(seconds, 1):.0f} s here; `sharp` computes it"
 
 
 @dataclass(frozen=True)

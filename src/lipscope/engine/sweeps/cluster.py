@@ -156,6 +156,6 @@ def _connected(address: str) -> Any:
         return Client(address, timeout=_CONNECT)
     except (OSError, TimeoutError, ValueError) as problem:
         raise InputError(
-            f"`--cluster` should be the address of a running Dask scheduler, such as "
+            f"`cluster` should be the address of a running Dask scheduler, such as "
             f"tcp://host:8786. Found `{address}`: {problem or 'no answer'}."
         ) from None

@@ -115,7 +115,7 @@ def _results(
         return local_results(request, shapes, jobs, workers)
     if importlib.util.find_spec("distributed") is None:
         raise InputError(
-            f"`--cluster` needs the extra `cluster`; run `{install('cluster')}` in the folder of "
+            f"`cluster` needs Dask. Found none; run `{install('cluster')}` in the folder of "
             "lipscope."
         )
     from lipscope.engine.sweeps.cluster import cluster_results

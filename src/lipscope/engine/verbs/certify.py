@@ -369,7 +369,7 @@ def certify_decision(
         data = whole_input(model, data, special_tokens=asked.get("special_tokens", True))
     own = given is None and between is None
     if own and map == "attention":
-        raise InputError("A layer decides by `between` or a `read_out`. Found neither.")
+        raise InputError("A layer decides by `between` or `read_out`. Found neither.")
     asked |= of_one_input(data, asked, length)
     if map == "attention":
         asked["layers"] = [argument(whole_number(0, 10_000), "at_layer", at_layer)]

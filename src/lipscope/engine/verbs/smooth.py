@@ -172,7 +172,8 @@ def _new_folder(folder: Path, force: bool) -> Path:
         ) from None
     if taken and not (force and folder.is_dir()):
         raise InputError(
-            f"`{folder}` should be a new folder. Found that something is there; see `--force`."
+            f"`{folder}` should be a new folder. Found that something is there; choose "
+            "another `out`, or give `force=True`."
         )
     return folder
 

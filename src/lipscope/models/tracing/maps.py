@@ -236,7 +236,7 @@ def _check_memory(
         raise InputError(
             f"The map `{name}` of this model goes through the generic path, which would need "
             f"about {needed / 2**30:.1f} GiB at {num_tokens} tokens. Found "
-            f"`memory = {memory / 2**30:.3g}GiB`; raise `--memory` or use shorter lengths."
+            f"`memory = {memory / 2**30:.3g}GiB`; raise `memory` or use shorter lengths."
         )
 
 
