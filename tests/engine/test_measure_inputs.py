@@ -73,6 +73,8 @@ def test_ids_that_a_tokenizer_does_not_know_are_numbers() -> None:
 
     rows = ls.measure(model_of("bert"), IDS, layers=[0], tokenizer=Few())
     assert [one.text for one in rows.tokens] == ["seven", "80", "33", "seven", "251", "104"]
+    rows = ls.measure(model_of("bert"), IDS, layers=[0])  # no tokenizer at all
+    assert [one.text for one in rows.tokens] == ["7", "80", "33", "7", "251", "104"]
 
 
 def test_a_mapping_with_a_padding_mask():

@@ -73,7 +73,8 @@ def test_tokens_in_turn_are_a_map_over_the_text(decision: Any) -> None:
     assert isinstance(found, TokenRadii)
     assert [one.tokens for one in found.each] == [(0,), (2,)]
     assert told and told[0].startswith("token 0: ")
-    assert "certified radius" in repr(found)
+    assert "certified radius" in repr(found) and "other words within" in repr(found)
+    assert repr(found).count("the smallest move found that changes the decision") == 1
     each = decision.certify(ball="each", tokens=[0, 2])
     assert 0 < each.radius <= min(one.radius for one in found.each) * 1.02
 

@@ -203,7 +203,7 @@ def test_decisions_of_a_layer_s_read_outs_are_a_verb_of_python_too(command: Any)
     assert at.decision(read_out="w.npy").certify().radius == joint.radius
     with pytest.raises(ls.InputError, match="exclude each other"):
         ls.certify_decision(BERT, TEXT, read_out="w.npy", between=["a", "b"])
-    with pytest.raises(ls.InputError, match="`between` or a `read_out`"):
+    with pytest.raises(ls.InputError, match="`between` or `read_out`"):
         ls.certify_decision(BERT, TEXT, map="attention")
 
 

@@ -590,7 +590,7 @@ def _radii(found: TokenRadii) -> Iterator[Piece]:
     made = empty_table(
         f"“{first.decision_name}” stays while a token moves alone",
         ("token", "", "rival"),
-        ("certified radius", "attack", "first order", "words within"),
+        ("certified radius", "attack", "first order", "other words within"),
     )
     for one in found.each:
         cells = (str(one.tokens[0]), one.words[0], one.rival_name)
@@ -598,4 +598,9 @@ def _radii(found: TokenRadii) -> Iterator[Piece]:
         within = "–" if one.words_within is None else str(one.words_within)
         made.add_row(*map(Text, cells), *values, within)
     yield made
+    yield (
+        "attack: the smallest move found that changes the decision; first order: where a linear "
+        "margin would end, no bound; other words within: those whose embeddings lie within the "
+        "certified radius."
+    )
     yield from (f"Note: {text}." for text in dict.fromkeys(one.note for one in found.each) if text)

@@ -129,13 +129,13 @@ def _batch_samples(loaded: LoadedModel, data: Any) -> list[Sample]:
         one = {k: _entry(k, v, axis, count, s) for k, v in arguments.items()}
         sha = _digest_of(one)
         call = (one[""],) if "" in one else one
-        words = None if loaded.tokenizer is None else _token_names(loaded.tokenizer, one)
+        words = _token_names(loaded.tokenizer, one)
         inputs.append(Sample("batch", call, s, None, None, sha, words))
     return inputs
 
 
 def _token_names(tokenizer: Any, arguments: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """What a tokenizer calls the ids of one entry; padding, which no map has, is left out."""
+    """The ids of one entry as a tokenizer calls them, if there is one; without the padding."""
     ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or "decoder_input_ids" in arguments:
         return None
@@ -143,7 +143,7 @@ def _token_names(tokenizer: Any, arguments: Mapping[str, Any]) -> tuple[str, ...
     numbers = real.tolist()
     if not all(0 <= one < 2**31 for one in numbers):
         return None  # the model will say what is wrong with them
-    names = tokenizer.convert_ids_to_tokens(numbers)
+    names = tokenizer.convert_ids_to_tokens(numbers) if tokenizer is not None else numbers
     return tuple(
         str(one if name is None else name) for one, name in zip(numbers, names, strict=True)
     )

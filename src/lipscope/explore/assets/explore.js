@@ -355,7 +355,7 @@ function drawCertified(decided, each) {
   const least = alone ? each.reduce((a, b) => (size(b) < size(a) ? b : a)) : one;
   const parts = [["answer", decided.answer_name, `next: ${decided.runner_up_name}, margin ${number(decided.margin, 3)}`],
     least ? ["certified radius", certifiedRadius(least), alone ? `of token “${least.words[0]}”, the smallest; no move within it changes the answer` : "no move within it changes the answer"] : null,
-    least ? ["attack", least.attack === null ? "none found" : upward(least.attack), least.attack === null ? "" : `changes it to ${least.rival_name}`] : null,
+    least ? ["attack", least.attack === null ? "none found" : upward(least.attack), least.attack === null ? "" : `the smallest move found that changes it, to ${least.rival_name}`] : null,
     least ? ["first order", number(least.first_order, 3), "margin over slope: no bound"] : null];
   fill("certified", ...parts.filter(Boolean).map(([name, value, about]) => make("div", {}, make("dt", {}, name), make("dd", {}, value, make("small", {}, about)))));
   list("certified-tokens", alone ? each : [], [["token", (c) => c.tokens[0], "row"], ["", (c) => c.words[0]], ["certified radius", certifiedRadius, "number"],

@@ -27,6 +27,7 @@ DRAWERS.push(() => {
   list("decided-balls", c.balls, [["ball", (b) => (b.ball === "joint" ? "all together" : "every one by")],
     ["tokens", (b) => b.count, "number"], ["certified radius", certifiedRadius, "number"],
     ["attack", (b) => number(b.attack), "number"], ["other words within", (b) => b.words ?? "–", "number"]]);
-  $("decided-note").textContent = [c.tokens.length ? "Darkest: the token that may move least. " : "",
+  $("decided-note").textContent = ["Attack: the smallest move found that changes the decision. Other words within: those whose embeddings lie within the certified radius. ",
+    c.tokens.length ? "Darkest: the token that may move least. " : "",
     c.stopped ? "Interrupted: a larger radius may be provable." : ""].join("");
 });
