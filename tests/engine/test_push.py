@@ -7,6 +7,7 @@ import copy
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -179,6 +180,16 @@ def test_other_maps_move_their_own_input(map) -> None:
     assert "certificate: it is for the map attention" in place.note
     assert (place.block_norm is None) == (map in ("block", "stack", "model"))
     assert (place.model_norm is None) == (map == "model")
+
+
+def test_a_change_that_is_largest_before_the_end_is_said() -> None:
+    found = ls.push(GPT2, TEXT, layer=1, eps=[0.1, 1.0, 10.0], certificate=False, **SHORT)
+    rising = [replace(s, layer=s.eps, block=s.eps, model=s.eps) for s in found.steps]
+    assert "changes most" not in repr(replace(found, steps=tuple(rising)))
+    inside = [replace(s, model=5.0) if s.eps == 1.0 else replace(s, model=4.0) for s in rising]
+    said = " ".join(repr(replace(found, steps=tuple(inside))).split())
+    assert "The model's output changes most, by 5.00, along +v at 1.00 (" in said
+    assert "; at the largest size by 4.00." in said and said.count("changes most") == 1
 
 
 def test_the_nearest_text_by_hand() -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
@@ -310,7 +311,7 @@ class Push:
     @property
     def said(self) -> list[str]:
         """What the push shows, a sentence each."""
-        said = [*self._promise(), *self._flips(), *self._decision()]
+        said = [*self._promise(), *self._largest(), *self._flips(), *self._decision()]
         return said + ([f"Note: {self.place.note}."] if self.place.note else [])
 
     def size(self, eps: float) -> str:
@@ -342,6 +343,20 @@ class Push:
                 f"A random direction of the smallest size changes it {number(share, 2)} "
                 f"times as much as v ({len(drawn[eps])} draw{'s' * (len(drawn[eps]) > 1)})."
             )
+
+    def _largest(self) -> Iterator[str]:
+        """Changes along ±v that are largest, by more than 1 %, before the largest size."""
+        for what in ("map", "block", "model"):
+            value = attrgetter("layer" if what == "map" else what)
+            along = [s for sign in ("+v", "-v") for s in self.along(sign) if value(s) is not None]
+            top = max(along, key=value, default=None)
+            last = 0.0 if top is None else value(self.along(top.direction)[-1]) or 0.0
+            if top is not None and value(top) > 1.01 * last:
+                yield (
+                    f"The {what}'s output changes most, by {number(value(top), 3)}, "
+                    f"{spoken(top.direction)} at {self.size(top.eps)}; at the largest size by "
+                    f"{number(last, 3)}."
+                )
 
     def _flips(self) -> Iterator[str]:
         place = self.place
