@@ -128,6 +128,12 @@ def test_the_worst_input_can_be_measured_tightly(command):
     assert worst["sigma"] == pytest.approx(float(torch.linalg.matrix_norm(dense, 2)), rel=1e-3)
 
 
+def test_a_note_names_the_option_as_it_is_typed(command):
+    few = ["--random", "1", "--ascents", "0"]
+    result = command("certify", "minilm", "--layer", "3", "--length", "16", *few)
+    assert re.search(r"Note: .* takes about \d+ s here; `--sharp` computes it\.", result.out)
+
+
 def test_certify_is_above_its_attack(command):
     options = ["--text", "text.txt", "--length", "6", "--eps", "0.05", "--ascents", "1"]
     result = command("certify", BERT, *options)

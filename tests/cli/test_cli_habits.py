@@ -127,7 +127,7 @@ def test_python_outside_the_range_is_named(monkeypatch) -> None:
 
 
 # What a call leaves to the text, to the verb, or to what else is asked.
-OPEN = {"lengths": ("64", "16,64,256"), "length": (64,), "samples": (10, 1)}
+OPEN = {"lengths": ("64", "16,64,128,256"), "length": (64,), "samples": (10, 1)}
 OPEN |= {"random": (20,), "ascents": (2,)}  # the command attacks its certificate unasked
 # What only a command has: files, streams, what is printed, what chooses between two verbs.
 ONLY_HERE = {"help", "force", "jsonl", "out", "text", "images", "like_text", "list", "dry_run"}

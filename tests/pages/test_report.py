@@ -4,6 +4,7 @@ import dataclasses
 import io
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,9 @@ def test_growth_says_nothing_below_three_lengths():
     text = Rows(curve(lambda n, s: 1.0 * n, [16, 64])).text()
     assert "growth: needs three lengths" in text
     assert "takes three lengths to say" in text
+    rows = curve(lambda n, s: 1.0 * n, [16, 64, 256])
+    text = Rows([replace(row, trained_length=128) for row in rows]).text()
+    assert "none beyond the 128 tokens of training." in " ".join(text.split())
 
 
 def test_windows_decide_whether_samples_are_paired():

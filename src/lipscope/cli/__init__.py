@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand
 
 from lipscope.cli import doctor, layers, papers, rows
-from lipscope.cli.terminal import as_typed, errors, note
+from lipscope.cli.terminal import RUNNING, as_typed, errors, note
 from lipscope.errors import InputError
 
 STATUS = (
@@ -80,14 +80,16 @@ EXAMPLES: dict[Callable[..., None], str] = {
 
 
 class _Command(TyperCommand):
-    """A command whose mistakes, and remarks, are lines that name options as they are typed."""
+    """A command whose mistakes are lines that name options as they are typed."""
 
     def invoke(self, ctx: Any) -> Any:
-        logging.getLogger("lipscope").handlers = [_Remarks(ctx)]
+        before = RUNNING.set(ctx)
         try:
             return super().invoke(ctx)
         except InputError as problem:
-            raise InputError(as_typed(str(problem), ctx)) from None
+            raise InputError(as_typed(str(problem))) from None
+        finally:
+            RUNNING.reset(before)
 
 
 for _command, _example in EXAMPLES.items():
@@ -96,6 +98,7 @@ for _command, _example in EXAMPLES.items():
 
 def main() -> NoReturn:
     """Entry point: run the command and turn foreseeable ends into exit statuses."""
+    logging.getLogger("lipscope").handlers = [_Remarks()]
     try:
         app(prog_name="lipscope")
     except InputError as problem:
@@ -131,9 +134,5 @@ def _reader_gone() -> NoReturn:
 class _Remarks(logging.Handler):
     """Remarks of the library as lines on standard error."""
 
-    def __init__(self, context: Any) -> None:
-        super().__init__()
-        self._context = context
-
     def emit(self, record: logging.LogRecord) -> None:
-        note(as_typed(record.getMessage(), self._context))
+        note(record.getMessage())

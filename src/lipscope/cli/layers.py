@@ -65,7 +65,7 @@ _HIDDEN = ("windows", "position_offset", "device", "dtype", "delta", "tol")
     *("layers", "lengths", "samples", *INPUT, *QUESTION, *THEOREMS, *SOLVER, "figures"),
     hidden=(*THEOREMS, "position_offset"),
     layers=("all", "all, or 0,3,5 or 0:5."),
-    lengths=("16,64,256", "Tokens, or 2:512:10."),
+    lengths=("16,64,128,256", "or 2:512:10."),
     samples=(10, "Windows per length."),
     out="Run folder.  [default: runs/<date>-<model>]",
     jsonl="row",

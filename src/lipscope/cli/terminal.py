@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,14 +40,19 @@ class Screen(Console):
 errors = Screen(stderr=True)
 
 
+RUNNING: ContextVar[Any] = ContextVar("RUNNING", default=None)
+"""The call of the command that runs, as typer has it."""
 _NAMED = re.compile(r'(Found )?`([a-z_]+)( ?= ?"?([^`"]*)"?)?`')
 
 
-def as_typed(text: str, context: Any) -> str:
-    """A message of the library with its options as the command has them, such as `--read-out`.
+def as_typed(text: str) -> str:
+    """A message of the library with options as the command that runs has them: `--read-out`.
 
     What stands by itself after "Found" is a value.
     """
+    context = RUNNING.get()
+    if context is None:
+        return text
     alike = context.token_normalize_func or str
     every: list[Any] = [one for one in context.command.params if one.param_type_name == "option"]
     options = {alike(one.name): one for one in every}
@@ -66,14 +72,14 @@ def as_typed(text: str, context: Any) -> str:
 
 def note(text: str) -> None:
     """A line on standard error, however long."""
-    errors.print(text, markup=False, soft_wrap=True)
+    errors.print(as_typed(text), markup=False, soft_wrap=True)
 
 
 def say(lines: Iterable[str]) -> None:
     """Lines on standard output, however long."""
     console = Screen()
     for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(as_typed(line), markup=False, soft_wrap=True)
 
 
 def say_table(table: Any, least: int = 110) -> None:

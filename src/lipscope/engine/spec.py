@@ -31,7 +31,7 @@ REAL, ADVERSARIAL, ASCENT = "real", "adversarial", "ascent"
 # Maps of which theorems speak, and those for which inputs are built.
 WITH_THEOREMS = ("attention", "heads", "normed", "residual")
 WITH_INPUTS = ("attention", "heads")
-LENGTHS, SAMPLES = (16, 64, 256), 10
+LENGTHS, SAMPLES = (16, 64, 128, 256), 10
 
 
 class Options(TypedDict, total=False):

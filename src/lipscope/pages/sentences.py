@@ -166,7 +166,9 @@ def _growth_said(line: Line) -> str:
     """How sigma of this line grows, or why that is not said."""
     fit = line.growth
     if fit is None:
-        return "How it grows takes three lengths to say, none beyond the length of training."
+        trained = line.row.trained_length if line.row is not None else None
+        most = f"the {trained} tokens" if trained else "the length"
+        return f"How it grows takes three lengths to say, none beyond {most} of training."
     span = f"From {fit.lengths[0]} to {fit.lengths[-1]} tokens"
     if fit.fits is False:
         return f"{span} its growth is {fit.verdict}, the slopes from length to length."

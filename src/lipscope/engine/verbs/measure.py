@@ -56,7 +56,7 @@ def measure(
             input ids (integers), input embeddings (3 axes) or pixel values (4 axes), or a mapping
             of arguments. The default text if None.
         layers: Layer indices from 0, such as ``[0, 3]`` or ``"0:5"``, or "all".
-        lengths: Numbers of tokens of the text windows; 16, 64, 256 if None.
+        lengths: Numbers of tokens of the text windows; 16, 64, 128, 256 if None.
         samples: Windows per length, or pictures; 10 if None.
         out: Run folder, or one that is open; a run of the same question there is continued, also
             by more layers, lengths or samples, and any other is refused.
