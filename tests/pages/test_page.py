@@ -295,6 +295,12 @@ def test_a_disk_that_fills_while_figures_are_drawn_is_an_error_of_one_line(tmp_p
     assert not [*tmp_path.glob("svg/.*"), *tmp_path.glob("svg/*")]
 
 
+def test_a_page_that_would_take_the_place_of_a_folder_is_refused(tmp_path):
+    run = written(tmp_path / "run", grown(1))
+    with pytest.raises(InputError, match=f"the file of the page. Found the folder `{tmp_path}`"):
+        report([run], tmp_path)
+
+
 def test_words_are_spaced_as_their_tokenizer_means_them() -> None:
     texts = ["[CLS]", "how", "smooth", "##ness", "grows", "?"]
     assert "".join(spaced(shares(row(), texts))) == "[CLS] how smoothness grows?"

@@ -31,7 +31,7 @@ Model = Annotated[
 # What only the command line declares: kind, default, help.
 _OWN: dict[str, tuple[Any, Any, str]] = {
     "text": (str, None, "File, folder, -.  [default: Python's manual]"),
-    "layer": (int, 0, "Index of the layer, from 0."),
+    "layer": (int, 0, "From 0; --layers is the same."),
     "layers": (str, "0", "An index, 0,3, or all."),
     "length": (int, 64, "Tokens in the window."),
     "lengths": (str, "64", "Tokens, or 16,64,128."),

@@ -215,7 +215,9 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option("-o", "--out", help="The page.  [default: report.html in the first DIR]"),
+        typer.Option(
+            "-o", "--out", help="File of the page.  [default: report.html in the first DIR]"
+        ),
     ] = None,
     **options: Any,
 ) -> None:

@@ -368,6 +368,8 @@ def report(
     runs = {str(run.path): run for run in map(read_run, folders)}
     shown = content.Content([*runs.values()], compare=compare)
     path = Path(out) if out is not None else Path(folders[0]) / "report.html"
+    if path.is_dir():
+        raise InputError(f"`out` should be the file of the page. Found the folder `{path}`.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replaced(path, html_page.page(shown).encode())
