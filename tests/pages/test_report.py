@@ -165,6 +165,7 @@ def test_a_narrow_console_can_show_the_whole_table():
 
 def test_token_text_is_no_markup():
     r = row()
+    assert "'0'" not in Rows([r], tokens_of(r, ["0"])).text()  # of what has neither text nor id
     assert "'[/bold]' (0)" in Rows([r], tokens_of(r, ["[/bold]"])).text()
     assert r"'\x1b[31m' (0)" in Rows([r], tokens_of(r, ["\x1b[31m"])).text()
 

@@ -215,9 +215,7 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
-            "-o", "--out", help="File of the page.  [default: report.html in the first DIR]"
-        ),
+        typer.Option("-o", "--out", help="A file.  [default: report.html in the first DIR]"),
     ] = None,
     **options: Any,
 ) -> None:

@@ -69,7 +69,8 @@ def blocks(
     fits: Mapping[Group, Growth | None],
 ) -> list[list[Line]]:
     """The table's lines, those of one model, map, metric, move and read together."""
-    names = {(token.id, token.index): token.text for token in tokens}
+    # Of what has neither text nor id the text is the index, which stands there anyway.
+    names = {(t.id, t.index): t.text for t in tokens if t.text != str(t.index)}
     largest: dict[tuple[Any, ...], int] = {}
     for row in rows:
         setting = _row_setting(row)

@@ -171,7 +171,7 @@ class TokenShare(Shown):
     Attributes:
         id: Row that it belongs to.
         index: Position in the window, from 0.
-        text: The token's text, or its id where there is no tokenizer.
+        text: The token's text; its id where there is no tokenizer, its index where there is no id.
         share_in: Its share of the top right singular vector: moving it moves the output.
         share_out: Its share of the top left singular vector: its output moves.
         norm: Norm of the map's input at this token.
