@@ -205,7 +205,7 @@ class _Question:
             if k % 3 == 2:
                 size = (low * found) ** 0.5 if low > 0 else found / 2
             size = min(max(size, low * _CLOSE**0.5), found / _CLOSE**0.5)
-            value, e = self.descend(rival, size, move, _FLIPS)
+            value, e = self.descend(rival, size, move, _FLIPS, _AGAIN)
             if value <= 0:
                 found, move = size, e
             else:
