@@ -168,7 +168,7 @@ def test_a_layer_by_itself_is_a_model_too() -> None:
         ({"layer": 0, "map": "nothing"}, "should be one of heads"),
         ({"layer": 0, "theorems": "all"}, "has no option `theorems`"),
         ({"layers": 0}, "has no option `layers`; write `layer=`"),
-        ({"layer": 0, "length": 0}, "`lengths` should be"),
+        ({"layer": 0, "length": 0}, "`length` should be a whole number of at least 1"),
     ],
 )
 def test_what_is_not_there_is_said_in_one_line(options: dict[str, Any], words: str) -> None:

@@ -158,7 +158,9 @@ class Entries:
 
     def refuse(self, should: str, found: Any, key: str, *index: int, hint: str = "") -> NoReturn:
         """Raise an error that says what a value should be, and what was found."""
-        self.fail(f"`{key}` should be {should}. Found `{shown(found)}`.{hint}", key, *index)
+        text = isinstance(found, str) and re.fullmatch(r"[-+\d.e]+", found) is not None
+        said = f"`{found!r}`, a str" if text else f"`{shown(found)}`"
+        self.fail(f"`{key}` should be {should}. Found {said}.{hint}", key, *index)
 
     def check_keys(self, known: Sequence[str]) -> None:
         """Refuse a key that is not known, with the nearest one."""

@@ -214,7 +214,7 @@ def explore(model: OpenModel, text: str | None = None) -> Explored:
 
     The page asks a module of its own, of the same weights, so that both may be asked at once.
     """
-    server = served([twin(model)], text, framed=True)
+    server = served([twin(load_model(model))], text, framed=True)
     server.start()
     return Explored(server.address, server)
 

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipscope.errors import InputError
-from lipscope.linalg.operator import Operator, linearise, stretch
+from lipscope.linalg.operator import Operator, check_map, linearise, stretch
 from lipscope.linalg.singular import DEFAULT_MEMORY, TopSingular, top_singular
 
 _SOLVE_STEPS = 500
@@ -74,7 +74,11 @@ def sigma(
     >>> round(float(value.detach()), 3), round(float(x.grad[1]), 3)
     (27.0, 18.0)
     """
+    check_map(layer, x)
     whole = _Stretch(layer, memory)
+    for name, one in (("x", x), *whole.named_parameters()):
+        if not bool(one.isfinite().all()):
+            raise InputError(f"`{name}` should be finite. Found NaN or Inf in it.")
     _refuse_hidden(layer, x)
     op = _operator(layer, x, memory)
     top = top_singular(op, tol=tol, memory=memory // 2, generator=generator)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipscope.display import Shown
-from lipscope.errors import InputError, out_of_memory
+from lipscope.errors import InputError, out_of_memory, shown
 
 
 def start_named(name: str, *at: Tensor) -> torch.Generator:
@@ -169,6 +169,7 @@ def linearise(f: Callable[[Tensor], Tensor], x: Tensor, **options: object) -> Op
     >>> op.matvec(torch.tensor([1.0, 1.0]))
     tensor([2., 6.])
     """
+    check_map(f, x)
     own = getattr(f, "linearise", None)
     if own is not None:
         return own(x, **options)
@@ -192,6 +193,27 @@ def linearise(f: Callable[[Tensor], Tensor], x: Tensor, **options: object) -> Op
     if not op.matvec(_random_direction(x)).any():
         _check_uncut(f, tape)
     return op
+
+
+def check_map(f: object, x: object) -> None:
+    """Refuse what is no function of a tensor of real numbers, or no such tensor."""
+    if not callable(f):
+        raise InputError(
+            f"What is measured should be a function or a module. Found `{shown(f)}`; a layer of a "
+            'model is `lipscope.load_model("minilm").at(text)`, which has `sigma`.'
+        )
+    if not (isinstance(x, Tensor) and x.is_floating_point()):
+        found = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"`x` should be a tensor of real numbers. Found `{found}`.")
+
+
+def check_operator(op: object) -> None:
+    """Refuse what is no operator."""
+    if not isinstance(op, Operator):
+        raise InputError(
+            "`op` should be an `Operator`, as `lipscope.linearise(layer, x)` gives it. Found "
+            f"`{type(op).__name__}`."
+        )
 
 
 def _random_direction(x: Tensor) -> Tensor:
@@ -402,6 +424,7 @@ def to_dense(op: Operator) -> Tensor:
     tensor([[2., 0.],
             [0., 4.]])
     """
+    check_operator(op)
     eye = torch.eye(op.in_size, dtype=op.dtype, device=op.device)
     columns = op.matvec(eye.reshape(op.in_size, *op.in_shape))
     return columns.reshape(op.in_size, -1).T.contiguous()

@@ -17,14 +17,14 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention, DotProduct, Map
-from lipscope.errors import InputError
+from lipscope.errors import InputError, shown
 from lipscope.linalg import Metric, norm_in_double
 from lipscope.records import Bound
 from lipscope.theorems.head import (
@@ -282,6 +282,9 @@ def bounds_at(
     yudin_thm_3 it asks for `x`
     global_rows_capped 2.56
     """
+    if metric not in (None, *get_args(Metric)):
+        known = ", ".join(get_args(Metric))
+        raise InputError(f"`metric` should be one of {known}. Found `{shown(metric)}`.")
     question = _question(layer, _Told(x, num_tokens, radius, floor, map, head))
     found = []
     for theorem in catalogue():

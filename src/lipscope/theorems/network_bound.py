@@ -28,6 +28,8 @@ from lipscope.models import (
     Feed,
     Network,
     Norm,
+    check_finite,
+    checked_data,
     read_parts,
 )
 from lipscope.theorems.derived.layer_constants import (
@@ -193,6 +195,8 @@ def _parts(model: Any, data: Any) -> Network | Chain:
         return model
     if isinstance(model, MultiheadAttention):
         model = model.attention
+    if isinstance(model, nn.Module):
+        check_finite(model)
     if isinstance(model, Attention):
         return Chain((Branch(model, skip=False),))
     own: Any = getattr(model, "as_network", None)
@@ -209,6 +213,7 @@ def _parts(model: Any, data: Any) -> Network | Chain:
             "`data` should be an input of the module, which is run to find its parts. Found none; "
             "give one, or the module a method `as_network`."
         )
+    data = checked_data(data)
     return read_parts(model, (data,) if isinstance(data, Tensor) else data)[0]
 
 
