@@ -213,12 +213,38 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ls.linearise(ls.load_model(ENCODER), X),
         r"be a function or a module",
     ),
-    "the Jacobian at a number": (lambda: ls.linearise(ENCODER, 5), r"`x` should be a tensor"),
+    "the Jacobian at a number": (
+        lambda: ls.linearise(ENCODER, 5),
+        r"`x` should be a tensor of some real numbers. Found `int`",
+    ),
     "sigma of a module as operator": (
         lambda: ls.top_singular(ENCODER),
         r"`op` should be an `Operator`, as `lipscope\.linearise\(layer, x\)` gives it",
     ),
     "the matrix of a matrix": (lambda: ls.to_dense(EYE), r"`op` should be an `Operator`"),
+    "sigma of none": (lambda: ls.sigma(nn.Identity(), X[:0]), r"`x` should be a tensor of some"),
+    "sigma at another width": (
+        lambda: ls.sigma(nn.Linear(8, 8), X),
+        r"`f` should run on `x`. Found that it raised RuntimeError: mat1 and mat2 shapes",
+    ),
+    "sigma in another dtype": (lambda: ls.sigma(LAYER, X.double()), r"`f` should run on `x`"),
+    "sigma of a batch": (lambda: ls.sigma(LAYER, X[None]), r"one input, \(n, d\)"),
+    "sigma in little memory": (lambda: ls.sigma(LAYER, X, memory="1GiB"), r"`memory` should be"),
+    "tokens of another width": (lambda: LAYER(X[:, 1:]), r"\(\.\.\., n, 4\). Found shape \(3, 3\)"),
+    "weights in whole numbers": (
+        lambda: ls.DotProduct(*[EYE.long()] * 3),
+        r"Weights should be matrices of real numbers",
+    ),
+    "a map at another width": (
+        lambda: ls.load_model(ENCODER).at(BATCH)(X),
+        r"`x` should have shape \(n, 8\) in torch\.float32. Found \(\(3, 4\),",
+    ),
+    "no theorem": (lambda: bounds_at(LAYER, X, names=["none"]), r"`names` .* Found `none`"),
+    "a text for a module": (lambda: ls.lipschitz_bound(ENCODER, "a"), r"Found `a`; a text is for"),
+    "letters as texts": (
+        lambda: ls.load_model("random:bert:num_hidden_layers=1").decision("a", between="abc"),
+        r"`between` should name at least two classes, .* Found `abc`",
+    ),
     "splitting what overflows": (lambda: ls.split(LAYER, X * 1e30), r"NaN or Inf in window 0"),
     "a length in words": (
         lambda: ls.load_model("random:bert:num_hidden_layers=1").at("a", length="4"),

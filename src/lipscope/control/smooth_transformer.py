@@ -324,7 +324,7 @@ class SmoothTransformer(nn.Module):
         weights = {name: one.contiguous() for name, one in self.state_dict().items()}
         try:
             save_file(weights, path, metadata={_METADATA: json.dumps(self.sizes)})
-        except (OSError, SafetensorError) as problem:
+        except (OSError, SafetensorError, TypeError) as problem:
             raise InputError(
                 f"`path` should be a file in a folder that is there. Found `{path}`: {problem}"
             ) from None
@@ -342,7 +342,7 @@ class SmoothTransformer(nn.Module):
             with safe_open(path, framework="pt") as file:
                 sizes = json.loads((file.metadata() or {})[_METADATA])
                 weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError, KeyError):
+        except (OSError, SafetensorError, KeyError, TypeError):
             raise InputError(
                 f"`path` should be a file that `SmoothTransformer.save` wrote. Found `{path}`."
             ) from None

@@ -283,11 +283,24 @@ class LayerAtInput(Shown):
 
     def __call__(self, x: Float[Tensor, "n d"]) -> Tensor:
         """The map at another input."""
-        return self._map(x)
+        return self._map(self._fitting(x))
 
     def linearise(self, x: Float[Tensor, "n d"] | None = None) -> Operator:
         """The Jacobian of the map here, or at another input."""
-        return self._map.linearise(x)
+        return self._map.linearise(None if x is None else self._fitting(x))
+
+    def _fitting(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+        own = self._map.x
+        if (
+            not isinstance(x, Tensor)
+            or x.ndim != 2
+            or (x[0].shape, x.dtype) != (own[0].shape, own.dtype)
+        ):
+            found = (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(
+                f"`x` should have shape (n, {own.shape[1]}) in {own.dtype}. Found {found}."
+            )
+        return x
 
     @property
     def sample(self) -> int:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lipscope.errors import InputError
+from lipscope.errors import InputError, check_count
 from lipscope.linalg.operator import Operator, check_map, linearise, stretch
 from lipscope.linalg.singular import DEFAULT_MEMORY, TopSingular, top_singular
 
@@ -79,8 +79,9 @@ def sigma(
     for name, one in (("x", x), *whole.named_parameters()):
         if not bool(one.isfinite().all()):
             raise InputError(f"`{name}` should be finite. Found NaN or Inf in it.")
-    _refuse_hidden(layer, x)
+    check_count("memory", memory)
     op = _operator(layer, x, memory)
+    _refuse_hidden(layer, x)
     top = top_singular(op, tol=tol, memory=memory // 2, generator=generator)
     return _Sigma.apply(whole, top, x, *whole.weights)  # pyright: ignore[reportReturnType]
 
@@ -228,7 +229,8 @@ def _orthogonal_to(vector: Tensor, unit: Tensor) -> Tensor:
 def _operator(layer: nn.Module | Callable[[Tensor], Tensor], x: Tensor, memory: int) -> Operator:
     x = x.detach()
     if isinstance(layer, Stretchable):
-        return layer.linearise(x, memory=memory)
+        own: Any = layer
+        return linearise(own, x, memory=memory)
     with _still(layer):
         return linearise(lambda z: _output(layer, z), x)
 

@@ -170,10 +170,11 @@ def linearise(f: Callable[[Tensor], Tensor], x: Tensor, **options: object) -> Op
     tensor([2., 6.])
     """
     check_map(f, x)
-    own = getattr(f, "linearise", None)
-    if own is not None:
-        return own(x, **options)
-    tape = Tape(f, x)
+    with in_one_line("`f` should run on `x`. Found that it"):
+        own = getattr(f, "linearise", None)
+        if own is not None:
+            return own(x, **options)
+        tape = Tape(f, x)
     y = tape.y
     _check_deterministic(f, tape.point, y)
     if tape.constant:
@@ -202,9 +203,9 @@ def check_map(f: object, x: object) -> None:
             f"What is measured should be a function or a module. Found `{shown(f)}`; a layer of a "
             'model is `lipscope.load_model("minilm").at(text)`, which has `sigma`.'
         )
-    if not (isinstance(x, Tensor) and x.is_floating_point()):
-        found = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
-        raise InputError(f"`x` should be a tensor of real numbers. Found `{found}`.")
+    if not (isinstance(x, Tensor) and x.is_floating_point() and x.numel()):
+        found = f"{x.dtype}, {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"`x` should be a tensor of some real numbers. Found `{found}`.")
 
 
 def check_operator(op: object) -> None:
@@ -235,17 +236,22 @@ def _check_uncut(f: Callable[[Tensor], Tensor], tape: Tape) -> None:
 
 
 @contextlib.contextmanager
-def derivatives() -> Iterator[None]:
-    """First backward passes of a function: what torch says against them becomes a refusal."""
+def in_one_line(words: str) -> Iterator[None]:
+    """What torch says against running a function becomes a refusal that begins with some words."""
     try:
         yield
-    except RuntimeError as problem:
+    except (RuntimeError, AssertionError) as problem:
         if out_of_memory(problem):
             raise
-        raise InputError(
-            "What is measured should be differentiable twice by `torch.autograd.grad`. Found that "
-            f"its backward pass raised {type(problem).__name__}: {problem}"
-        ) from problem
+        raise InputError(f"{words} raised {type(problem).__name__}: {problem}") from problem
+
+
+def derivatives() -> contextlib.AbstractContextManager[None]:
+    """The same of first backward passes."""
+    return in_one_line(
+        "What is measured should be differentiable twice by `torch.autograd.grad`. Found that its "
+        "backward pass"
+    )
 
 
 class Tape:

@@ -285,6 +285,11 @@ def bounds_at(
     if metric not in (None, *get_args(Metric)):
         known = ", ".join(get_args(Metric))
         raise InputError(f"`metric` should be one of {known}. Found `{shown(metric)}`.")
+    known = {one.name for one in catalogue()}
+    if unknown := [one for one in names or () if one not in known]:
+        raise InputError(
+            f"`names` should be of theorems in `lipscope.catalogue()`. Found `{unknown[0]}`."
+        )
     question = _question(layer, _Told(x, num_tokens, radius, floor, map, head))
     found = []
     for theorem in catalogue():

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -208,10 +209,10 @@ def _parts(model: Any, data: Any) -> Network | Chain:
             "`model` should be a module, a network of known parts or an open model. Found "
             f"`{shown(model)}`; `lipscope.load_model` opens a model by its name."
         )
-    if data is None:
+    if data is None or isinstance(data, str | Path):
         raise InputError(
-            "`data` should be an input of the module, which is run to find its parts. Found none; "
-            "give one, or the module a method `as_network`."
+            "`data` should be an input of the module, a tensor or tensors by name: it is run to "
+            f"find its parts. Found `{data}`; a text is for an open model with a tokenizer."
         )
     data = checked_data(data)
     return read_parts(model, (data,) if isinstance(data, Tensor) else data)[0]
