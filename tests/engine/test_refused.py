@@ -267,6 +267,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: bounds_at(LAYER, X, metric="frob"),
         r"`metric` should be one of frobenius, .* Found `frob`",
     ),
+    "a distance of tensors": (lambda: measures.wasserstein(X, X), r"Two of `TokenMeasure` should"),
+    "a page of no text": (lambda: ls.load_model(ENCODER).explore(5), r"`text` should be a str"),
     "a page on a number": (lambda: ls.explore.explore(5), r"`model` should be a name"),
 }
 

@@ -171,6 +171,8 @@ def served(
     Raises:
         InputError: If a model cannot be opened, or not be asked about a text.
     """
+    if not isinstance(text, str | None):
+        raise InputError(f"`text` should be a str. Found `{type(text).__name__}`.")
     opened = by_itself(lambda: [load_model(one) for one in models])
     asked = Question(text=_BEGINS if text is None else text[:MOST_LETTERS])
     server = Server(opened, asked, framed=framed)
