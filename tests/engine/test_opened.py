@@ -164,6 +164,7 @@ def test_a_layer_by_itself_is_a_model_too() -> None:
     [
         ({"layer": 2}, "`layers` should be between 0 and 1"),
         ({"layer": 0, "head": 9}, "`head` should be between 0 and 2"),
+        ({"layer": None}, "`layer` should name one of several"),
         ({"layer": 0, "sample": -1}, "`sample` should be a whole number"),
         ({"layer": 0, "map": "nothing"}, "should be one of heads"),
         ({"layer": 0, "theorems": "all"}, "has no option `theorems`"),

@@ -345,11 +345,12 @@ def no_several(options: Mapping[str, Any]) -> None:
 
     >>> no_several({"layers": [3]})
     Traceback (most recent call last):
-    lipscope.errors.InputError: This verb has no option `layers`; write `layer=`.
+    lipscope.errors.InputError: This verb has no option `layers`; write `layer=`, of a decision \
+`at_layer=`.
     """
-    for name in ("layers", "lengths"):
+    for name, one in (("layers", "`layer=`, of a decision `at_layer=`"), ("lengths", "`length=`")):
         if name in options:
-            raise InputError(f"This verb has no option `{name}`; write `{name[:-1]}=`.")
+            raise InputError(f"This verb has no option `{name}`; write {one}.")
 
 
 def is_number(value: Any) -> bool:

@@ -93,7 +93,9 @@ class OpenModel(Shown, ReadyModel):
         if head is not None:
             asked["per_head"] = True
         layers = None if layer is None else [argument(whole_number(0, 100_000), "layer", layer)]
-        (one,) = maps_at(self, data, chosen=[sample], layers=layers, **cut, **asked)
+        one, *more = maps_at(self, data, chosen=[sample], layers=layers, **cut, **asked)
+        if more:
+            raise InputError("`layer` should name one of several layers. Found `layer = None`.")
         return LayerAtInput(one, head, asked)
 
     def layers(

@@ -347,7 +347,8 @@ def certify_decision(
         at_layer: The attention layer before which they move; 0: the embeddings.
         length: Number of tokens of the text; all of it, at most 64, if None.
         out: Run folder for the row of sigma, of the map ``margin``, ``model`` or ``attention``, and
-            the radii; tokens that it holds are not certified again.
+            the radii; tokens that it holds are not certified again. Whole maps need their blocks in
+            a list, which without ``out`` is not asked for.
         progress: As for `certify`; told after each certificate. A bar says how far one is.
         **options: Those of `measure` about the input and the solver; ``dtype`` float64. The map is
             ``model``, all that comes after the moves, or ``attention``, that layer by itself.
