@@ -155,13 +155,18 @@ def lipschitz_bound(
         num_tokens = len(network.share)
     r = torch.as_tensor(math.inf if radius is None else radius, dtype=torch.float64)
     run = _Run(norm, num_tokens, r)
-    for branch in network.branches:
-        run.through(branch)
-    if pooled and len(network.head):
-        run.pool(network.share.double())
-        for branch in network.tail:
+    try:
+        for branch in network.branches:
             run.through(branch)
-        run.score(network.head.double())
+        if pooled and len(network.head):
+            run.pool(network.share.double())
+            for branch in network.tail:
+                run.through(branch)
+            run.score(network.head.double())
+    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+        raise InputError(
+            "Weights should be finite. Found some without singular values: training diverged?"
+        ) from None
     return LipschitzBound(run.value, norm, float(r.detach()), num_tokens, tuple(run.parts))
 
 
