@@ -65,15 +65,13 @@ def install(extra: str) -> str:
 def check_positive(name: str, value: object) -> None:
     """Refuse an argument that is no finite number above zero; a tensor of one entry may be."""
     if not (_is_number(value) and value > 0):  # pyright: ignore[reportOperatorIssue]
-        raise InputError(f"`{name}` should be positive. Found `{name} = {_in_quotes(value)}`.")
+        raise InputError(f"`{name}` should be positive. Found {stated(name, value)}.")
 
 
 def check_finite_number(name: str, value: object) -> None:
     """Refuse an argument that is no finite number; a tensor of one entry may be."""
     if not _is_number(value):
-        raise InputError(
-            f"`{name}` should be a finite number. Found `{name} = {_in_quotes(value)}`."
-        )
+        raise InputError(f"`{name}` should be a finite number. Found {stated(name, value)}.")
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:
@@ -81,11 +79,17 @@ def check_count(name: str, value: object, least: int = 1) -> None:
     if type(value) is not int or value < least:
         wanted = {0: "a whole number, not negative", 1: "a positive integer"}
         words = wanted.get(least, f"a whole number of at least {least}")
-        raise InputError(f"`{name}` should be {words}. Found `{name} = {_in_quotes(value)}`.")
+        raise InputError(f"`{name}` should be {words}. Found {stated(name, value)}.")
 
 
-def _in_quotes(value: object) -> str:
-    return repr(value) if isinstance(value, str) else shown(value)
+def stated(name: str, value: object) -> str:
+    """A value that is no number as it should be, by its name.
+
+    >>> stated("tol", -1), stated("tol", "0.1")
+    ('`tol = -1`', "`tol = '0.1'`, a str")
+    """
+    is_text = isinstance(value, str)
+    return f"`{name} = {value!r}`, a str" if is_text else f"`{name} = {shown(value)}`"
 
 
 def _is_number(value: Any) -> bool:

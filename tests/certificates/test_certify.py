@@ -2,6 +2,7 @@
 
 import math
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,8 +174,8 @@ def test_radius_per_token() -> None:
     assert attack_in_ball(layer, x, eps, random=20).ratio <= some.value
 
 
-@pytest.mark.parametrize("eps", [-1.0, math.nan, math.inf])
-def test_bad_radius(eps: float) -> None:
+@pytest.mark.parametrize("eps", [-1.0, math.nan, math.inf, "0.1"])
+def test_bad_radius(eps: Any, unchecked: Any) -> None:
     layer, x = case("plain", 0)
     with pytest.raises(InputError, match="`eps` should be finite and not negative"):
         certify_ball(layer, x, eps=eps)

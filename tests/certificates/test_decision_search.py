@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from lipscope import DotProduct
 from lipscope.certificates import NetworkBall, certify_network
 from lipscope.certificates.network_decision import _Question
+from lipscope.errors import InputError
 from lipscope.models import Branch, Feed, Network, Norm
 
 F64 = torch.float64
@@ -170,3 +172,16 @@ def test_an_anchor_keeps_its_distance_to_the_best_though_another_becomes_the_bes
     anchors.clear()
     assert asked.lower(rival, move) == pytest.approx(0.03 * margin)
     assert anchors == [0.4]
+
+
+@pytest.mark.parametrize(
+    ("size", "asked", "said"),
+    [
+        (1.0, {"ball": "foo"}, "`ball` should be joint, token or each. Found `foo`"),
+        (1.0, {"tokens": [0]}, r"`tokens` should be True for some of 2 tokens. Found `\[0\]`"),
+        (math.nan, {}, "`x` should be finite"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(size: float, asked: Any, said: str, unchecked) -> None:
+    with pytest.raises(InputError, match=said):
+        certify_network(three_classes(), size * X, **asked)

@@ -200,13 +200,23 @@ def test_a_decision_is_certified_and_no_attack_gets_below(capped):
         ({"features": 3}, "Found `vocabulary` and `features`"),
         ({"cap": -1.0}, "`cap` should be positive"),
         ({"variant": "cubic"}, "`variant` should be one of"),
+        (
+            {"heads": 3},
+            "`width` should be a multiple of `heads`. Found `width = 8` and `heads = 3`",
+        ),
     ],
 )
 def test_mistakes_are_told_in_one_line(options, words, unchecked):
-    sizes = {"outputs": 3, "length": 6, "vocabulary": 5} | options
+    sizes = {"heads": 2, "outputs": 3, "length": 6, "vocabulary": 5} | options
     with pytest.raises(InputError, match=words) as told:
-        SmoothTransformer(8, 2, 2, **sizes)
+        SmoothTransformer(8, depth=2, **sizes)
     assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("place", ["", "none/x.safetensors"])
+def test_a_file_that_cannot_be_written(tmp_path, place):
+    with pytest.raises(InputError, match="`path` should be a file in a folder that is there"):
+        smooth().save(tmp_path / place)
 
 
 def test_too_many_tokens_are_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,17 @@ def test_what_cannot_be_certified_is_one_line(decision: Any, asked: Any, said: s
         decision.certify(**asked)
 
 
+def test_which_sample_of_a_batch_is_shown_and_a_block_needs_no_list() -> None:
+    module = Tagger()
+    module.encoder = nn.TransformerEncoderLayer(4, 1, 6, dropout=0.0, batch_first=True)
+    model = ls.load_model(module)
+    for found in (model.decision(IDS, sample=1), model.at(IDS, sample=1)):
+        assert "sample=2 of 2 (`sample=1`)" in repr(found)
+    assert "sample=" not in repr(model.decision(IDS[:1]))
+    (found,) = ls.certify_decision(module, IDS[:1], tokens=[0])
+    assert found == replace(model.decision(IDS[:1]).certify(tokens=[0]), seconds=found.seconds)
+
+
 def test_what_would_not_fit_is_refused_before_it_starts() -> None:
     module = Tagger(2)
     ids = torch.arange(20).repeat(1, 32)[:, :600]
@@ -122,6 +134,9 @@ def test_layers_alone_and_later_streams(tmp_path: Path) -> None:
     np.save(tmp_path / "w.npy", torch.randn(3, 4).numpy())
     found = ls.load_model(layer).decision(x, read_out=tmp_path / "w.npy")
     assert found.certify().radius > 0
+    np.save(tmp_path / "w.npy", np.full((3, 4), np.nan))
+    with pytest.raises(ls.InputError, match="`read_out` should be finite"):
+        ls.load_model(layer).decision(x, read_out=tmp_path / "w.npy")
     later = ls.load_model(Tagger(2).double()).decision({"input_ids": IDS}, at_layer=1)
     assert later.certify(ball="token", token=0).words_within is None
 

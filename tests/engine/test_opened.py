@@ -164,11 +164,12 @@ def test_a_layer_by_itself_is_a_model_too() -> None:
     [
         ({"layer": 2}, "`layers` should be between 0 and 1"),
         ({"layer": 0, "head": 9}, "`head` should be between 0 and 2"),
+        ({"layer": None}, "`layer` should name one of several"),
         ({"layer": 0, "sample": -1}, "`sample` should be a whole number"),
         ({"layer": 0, "map": "nothing"}, "should be one of heads"),
         ({"layer": 0, "theorems": "all"}, "has no option `theorems`"),
         ({"layers": 0}, "has no option `layers`; write `layer=`"),
-        ({"layer": 0, "length": 0}, "`lengths` should be"),
+        ({"layer": 0, "length": 0}, "`length` should be a whole number of at least 1"),
     ],
 )
 def test_what_is_not_there_is_said_in_one_line(options: dict[str, Any], words: str) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 import lipscope as ls
 from lipscope import control, measures
 from lipscope.measures import TokenMeasure
+from lipscope.theorems import bounds_at
 
 EYE, NAN = torch.eye(4), float("nan")
 X = torch.arange(12.0).view(3, 4)
@@ -32,6 +33,17 @@ class Own(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Words(nn.Module):
+    """Classes of token ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.own = nn.Embedding(5, 8), Own()
+
+    def forward(self, input_ids: Any) -> Any:
+        return self.own(self.table(input_ids))
 
 
 def divided(**options: Any) -> Any:
@@ -186,7 +198,78 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ls.Monitor(ENCODER, BATCH, layers=[7]),
         r"`layers` should be between 0 and 0",
     ),
-    "splitting NaN": (lambda: ls.split(LAYER, X * NAN), r"Found NaN or Inf in window 0"),
+    "a layer at NaN": (
+        lambda: ls.load_model(ENCODER).at(torch.stack([X.tile(2), X.tile(2) * NAN])),
+        r"`data` should be finite. Found NaN or Inf in it, first at \(1, 0, 0\)",
+    ),
+    "a decision at infinity": (
+        lambda: ls.load_model(ENCODER).decision({"src": BATCH / 0}),
+        r"`src` should be finite",
+    ),
+    "a bound at NaN": (lambda: ls.lipschitz_bound(ENCODER, BATCH * NAN), r"should be finite"),
+    "sigma at NaN": (lambda: ls.sigma(ENCODER, BATCH * NAN), r"`x` should be finite"),
+    "sigma of a name": (lambda: ls.sigma("minilm", X), r'load_model\("minilm"\)\.at\(text\)'),
+    "the Jacobian of a model": (
+        lambda: ls.linearise(ls.load_model(ENCODER), X),
+        r"be a function or a module",
+    ),
+    "the Jacobian at a number": (
+        lambda: ls.linearise(ENCODER, 5),
+        r"`x` should be a tensor of some real numbers. Found `int`",
+    ),
+    "sigma of a module as operator": (
+        lambda: ls.top_singular(ENCODER),
+        r"`op` should be an `Operator`, as `lipscope\.linearise\(layer, x\)` gives it",
+    ),
+    "the matrix of a matrix": (lambda: ls.to_dense(EYE), r"`op` should be an `Operator`"),
+    "sigma of none": (lambda: ls.sigma(nn.Identity(), X[:0]), r"`x` should be a tensor of some"),
+    "sigma at another width": (
+        lambda: ls.sigma(nn.Linear(8, 8), X),
+        r"`f` should run on `x`. Found that it raised RuntimeError: mat1 and mat2 shapes",
+    ),
+    "sigma in another dtype": (lambda: ls.sigma(LAYER, X.double()), r"`f` should run on `x`"),
+    "sigma of a batch": (lambda: ls.sigma(LAYER, X[None]), r"one input, \(n, d\)"),
+    "sigma in little memory": (lambda: ls.sigma(LAYER, X, memory="1GiB"), r"`memory` should be"),
+    "tokens of another width": (lambda: LAYER(X[:, 1:]), r"\(\.\.\., n, 4\). Found shape \(3, 3\)"),
+    "weights in whole numbers": (
+        lambda: ls.DotProduct(*[EYE.long()] * 3),
+        r"Weights should be matrices of real numbers",
+    ),
+    "a map at another width": (
+        lambda: ls.load_model(ENCODER).at(BATCH)(X),
+        r"`x` should have shape \(n, 8\) in torch\.float32. Found \(\(3, 4\),",
+    ),
+    "no theorem": (lambda: bounds_at(LAYER, X, names=["none"]), r"`names` .* Found `none`"),
+    "a text for a module": (lambda: ls.lipschitz_bound(ENCODER, "a"), r"Found `a`; a text is for"),
+    "letters as texts": (
+        lambda: ls.load_model("random:bert:num_hidden_layers=1").decision("a", between="abc"),
+        r"`between` should name at least two classes, .* Found `abc`",
+    ),
+    "splitting what overflows": (lambda: ls.split(LAYER, X * 1e30), r"NaN or Inf in window 0"),
+    "a length in words": (
+        lambda: ls.load_model("random:bert:num_hidden_layers=1").at("a", length="4"),
+        r"`length` should be a whole number of at least 1. Found `'4'`, a str",
+    ),
+    "a radius in words": (
+        lambda: ls.lipschitz_bound(LAYER, radius="1"),
+        r"`radius` should be positive. Found `radius = '1'`, a str",
+    ),
+    "a head in words": (lambda: ls.load_model(ENCODER).at(BATCH, head="1"), r"between 0 and 1"),
+    "a size in words": (
+        lambda: ls.certify(LAYER, X, eps="0.1"),
+        r"`eps` should be positive.* Found `eps = '0\.1'`, a str",
+    ),
+    "ids that are no words": (
+        lambda: ls.load_model(Words()).at(torch.tensor([[3, 9]])),
+        r"ids and positions should be from 0 to 4 for `table`. Found 9",
+    ),
+    "a metric": (
+        lambda: bounds_at(LAYER, X, metric="frob"),
+        r"`metric` should be one of frobenius, .* Found `frob`",
+    ),
+    "a distance of tensors": (lambda: measures.wasserstein(X, X), r"Two of `TokenMeasure` should"),
+    "a page of no text": (lambda: ls.load_model(ENCODER).explore(5), r"`text` should be a str"),
+    "a page on a number": (lambda: ls.explore.explore(5), r"`model` should be a name"),
 }
 
 
@@ -195,6 +278,20 @@ def test_what_cannot_be_taken_is_refused_in_one_line(unchecked, name) -> None:
     ask, said = REFUSED[name]
     with pytest.raises(ls.InputError, match=said):
         ask()
+
+
+@pytest.mark.parametrize(
+    ("verb", "option", "meant"),
+    [
+        ("at", "lenght", "length"),
+        ("layers", "lenght", "lengths"),
+        ("decision", "betwen", "between"),
+    ],
+)
+def test_what_is_misspelt_is_looked_for_among_the_verb_s_own(verb, option, meant) -> None:
+    asked: Any = getattr(ls.load_model(ENCODER), verb)
+    with pytest.raises(TypeError, match=rf"{verb}\(\) got .* Did you mean `{meant}`\?"):
+        list(asked(BATCH, **{option: 3}))
 
 
 @pytest.mark.parametrize("additive", [False, True])

@@ -351,7 +351,7 @@ class Hot(torch.nn.Module):
         ({"data": {"input_ids": torch.ones(1, 6).long()}}, "Found a batch or pictures"),
         ({"between": ["one"]}, "`between` should name at least two classes"),
         ({"between": ["a", "b"], "read_out": "w.npy"}, "exclude each other"),
-        ({"map": "model"}, "`attack` has no option `map`"),
+        ({"map": "model"}, "`attack_text` has no option `map`"),
         ({"recipes": "duplicate", "length": 512}, "`length` should leave room for copies"),
     ],
 )

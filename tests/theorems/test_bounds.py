@@ -5,6 +5,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -347,7 +348,9 @@ def test_values_beyond_float64_are_not_given() -> None:
     ("given", "message"),
     [
         ({"radius": -1.0, "num_tokens": 4}, r"`radius` should be positive. Found `radius = -1.0`."),
-        ({"radius": 1.0, "num_tokens": 0}, r"`num_tokens` should be at least 1. Found"),
+        ({"radius": 1.0, "num_tokens": 0}, r"`num_tokens` should be a positive integer"),
+        ({"radius": "1", "num_tokens": 4}, r"`radius` should be positive. Found `radius = '1'`"),
+        ({"x": 5}, r"`x` should have shape \(n, 2\), n at least 1. Found 5"),
         ({"radius": math.nan}, r"`radius` should be positive. Found `radius = nan`."),
         ({"x": torch.full((3, 2), math.nan)}, r"`x` should be finite. Found NaN .* token 0."),
         ({"x": torch.ones(3, 4)}, r"`x` should have shape \(n, 2\)"),
@@ -356,7 +359,7 @@ def test_values_beyond_float64_are_not_given() -> None:
         ({"head": 1}, r"`head` should be between 0 and 0. Found `head = 1`."),
     ],
 )
-def test_bad_input_says_what_to_change(given, message: str) -> None:
+def test_bad_input_says_what_to_change(given, message: str, unchecked: Any) -> None:
     with pytest.raises(InputError, match=message):
         bounds_at(single(eye(2)), **given)
 

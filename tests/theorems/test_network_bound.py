@@ -502,8 +502,17 @@ def test_infinite_and_unknown_bounds_are_refused_in_one_line() -> None:
             ls.lipschitz_bound(layer)
     with pytest.raises(ls.InputError, match="`data` should be an input"):
         ls.lipschitz_bound(nn.Linear(2, 2))
+    with pytest.raises(ls.InputError, match="Found 1 NaN or Inf in `weight`"):
+        ls.lipschitz_bound(nn.Linear(1, 1, bias=False).requires_grad_(False).apply(_spoilt))
+    with pytest.raises(ls.InputError, match="training diverged"):
+        ls.lipschitz_bound(Chain((Branch(dot.replace(value=four[0] * math.nan)),)), radius=1.0)
     with pytest.raises(ls.InputError, match="load_model"):
         ls.lipschitz_bound("minilm")
+
+
+def _spoilt(module: nn.Module) -> None:
+    for weight in module.parameters():
+        weight.fill_(math.nan)
 
 
 def test_lipschitz_variants_need_no_radius() -> None:

@@ -159,6 +159,8 @@ class Attention(Layer):
         Source: Lemma C.2 of [castin2024], in matrix form (``docs/theory``).
         """
         check_log_weights(log_weights, x if context is None else context)
+        if x.ndim != 2:
+            raise InputError(f"`x` should be one input, (n, d). Found shape {tuple(x.shape)}.")
         options: dict[str, Any] = {"map": map, "per_head": per_head, "side": side}
         others = {"context": context, "log_weights": log_weights}
         if wide(x).dtype != x.dtype:

@@ -189,6 +189,9 @@ def check_shapes(
     """Say which weight does not fit the number of heads or the other weights."""
     check_count("heads", heads)
     check_count("groups", groups)
+    for one in (query, key, value):
+        if not isinstance(one, Tensor) or one.ndim != 2 or not one.is_floating_point():
+            raise InputError(f"Weights should be matrices of real numbers. Found `{shown(one)}`.")
     if heads % groups:
         raise InputError(
             "`heads` should be a positive multiple of `groups`. "
@@ -560,8 +563,13 @@ class Layer(nn.Module, ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as the weights make them, heads side by side."""
         others: Tensor = x if context is None else context
-        if not x.shape[-2] or not others.shape[-2]:
-            raise InputError("A layer should have at least one token. Found none.")
+        width = self.query.shape[1]
+        for one in (x, others):
+            if one.ndim < 2 or not one.shape[-2] or one.shape[-1] != width:
+                raise InputError(
+                    f"A layer should have at least one token, (..., n, {width}). Found shape "
+                    f"{tuple(one.shape)}."
+                )
         if (enter := self.entrance()) is not None:
             x, others = enter(x), enter(others)
         query, key, value = self.projections()

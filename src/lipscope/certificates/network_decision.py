@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -23,7 +23,7 @@ from lipscope.certificates.forms import OutOfReachError, jacobian
 from lipscope.certificates.margin import NetworkBall
 from lipscope.certificates.read_out import attention_alone, read_out_radius
 from lipscope.display import Shown
-from lipscope.errors import InputError
+from lipscope.errors import InputError, shown
 from lipscope.linalg import few_threads
 from lipscope.models import Network, Norm
 from lipscope.theorems import NotApplicableError
@@ -283,9 +283,13 @@ def certify_network(
     """
     began = time.monotonic()
     tokens = torch.ones(len(x), dtype=torch.bool) if tokens is None else tokens
-    if tokens.shape != (len(x),) or not bool(tokens.any()):
+    if ball not in get_args(DecisionBall):
+        raise InputError(f"`ball` should be joint, token or each. Found `{ball}`.")
+    if not bool(x.isfinite().all()):
+        raise InputError("`x` should be finite. Found NaN or Inf in it.")
+    if not isinstance(tokens, Tensor) or tokens.shape != (len(x),) or not bool(tokens.any()):
         raise InputError(
-            f"`tokens` should name some of {len(x)} tokens. Found `{tokens.tolist()}`."
+            f"`tokens` should be True for some of {len(x)} tokens. Found `{shown(tokens)}`."
         )
     if ball == "token" and int(tokens.sum()) != 1:
         raise InputError("`ball` is token: one token should be named.")

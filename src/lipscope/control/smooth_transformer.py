@@ -318,10 +318,16 @@ class SmoothTransformer(nn.Module):
 
     def save(self, path: str | Path) -> None:
         """Write sizes and weights to a safetensors file, for `load`."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         weights = {name: one.contiguous() for name, one in self.state_dict().items()}
-        save_file(weights, path, metadata={_METADATA: json.dumps(self.sizes)})
+        try:
+            save_file(weights, path, metadata={_METADATA: json.dumps(self.sizes)})
+        except (OSError, SafetensorError, TypeError) as problem:
+            raise InputError(
+                f"`path` should be a file in a folder that is there. Found `{path}`: {problem}"
+            ) from None
 
     @classmethod
     def load(cls, path: str | Path) -> SmoothTransformer:
@@ -336,7 +342,7 @@ class SmoothTransformer(nn.Module):
             with safe_open(path, framework="pt") as file:
                 sizes = json.loads((file.metadata() or {})[_METADATA])
                 weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError, KeyError):
+        except (OSError, SafetensorError, KeyError, TypeError):
             raise InputError(
                 f"`path` should be a file that `SmoothTransformer.save` wrote. Found `{path}`."
             ) from None
@@ -365,6 +371,11 @@ def _as_part(part: Any) -> Attention | Feed:
 def _check(sizes: dict[str, Any]) -> None:
     for name in ("width", "heads", "depth", "outputs", "length"):
         check_count(name, sizes[name])
+    width, heads = sizes["width"], sizes["heads"]
+    if width % heads:
+        raise InputError(
+            f"`width` should be a multiple of `heads`. Found `{width = }` and `{heads = }`."
+        )
     given = [n for n in ("vocabulary", "features") if sizes[n] is not None]
     if len(given) != 1:
         raise InputError(

@@ -158,7 +158,9 @@ class Entries:
 
     def refuse(self, should: str, found: Any, key: str, *index: int, hint: str = "") -> NoReturn:
         """Raise an error that says what a value should be, and what was found."""
-        self.fail(f"`{key}` should be {should}. Found `{shown(found)}`.{hint}", key, *index)
+        text = isinstance(found, str) and re.fullmatch(r"[-+\d.e]+", found) is not None
+        said = f"`{found!r}`, a str" if text else f"`{shown(found)}`"
+        self.fail(f"`{key}` should be {should}. Found {said}.{hint}", key, *index)
 
     def check_keys(self, known: Sequence[str]) -> None:
         """Refuse a key that is not known, with the nearest one."""
@@ -343,11 +345,12 @@ def no_several(options: Mapping[str, Any]) -> None:
 
     >>> no_several({"layers": [3]})
     Traceback (most recent call last):
-    lipscope.errors.InputError: This verb has no option `layers`; write `layer=`.
+    lipscope.errors.InputError: This verb has no option `layers`; write `layer=`, of a decision \
+`at_layer=`.
     """
-    for name in ("layers", "lengths"):
+    for name, one in (("layers", "`layer=`, of a decision `at_layer=`"), ("lengths", "`length=`")):
         if name in options:
-            raise InputError(f"This verb has no option `{name}`; write `{name[:-1]}=`.")
+            raise InputError(f"This verb has no option `{name}`; write {one}.")
 
 
 def is_number(value: Any) -> bool:

@@ -40,6 +40,12 @@ class Classifier(Shown):
     names: tuple[str, ...]  # what to call the classes
     by: str = "the read-out given, on this layer's pooled output"  # what decides, in words
 
+    def __post_init__(self) -> None:
+        if not all(
+            bool(one.isfinite().all()) for one in (self.weight, self.bias) if one is not None
+        ):
+            raise InputError("`read_out` should be finite. Found NaN or Inf in it.")
+
     @property
     def digests(self) -> list[str]:
         """What tells it from another."""

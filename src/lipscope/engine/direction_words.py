@@ -225,7 +225,8 @@ def given_texts(among: Any) -> list[str]:
 
 def check_texts(texts: Sequence[str], option: str = "between") -> None:
     """Refuse texts that name no classes: fewer than two, empty or equal ones."""
-    words = isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
+    several = isinstance(texts, Sequence) and not isinstance(texts, str)
+    words = several and all(isinstance(text, str) for text in texts)
     said = {" ".join(text.split()) for text in texts} if words else set()
     if not words or len(texts) < 2 or "" in said or len(said) < len(texts):
         raise InputError(

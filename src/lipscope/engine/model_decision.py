@@ -29,7 +29,7 @@ from lipscope.engine.checks import argument, is_whole, items, one_of, whole_numb
 from lipscope.engine.classifier import Classifier, classifier_of_texts, nearest_by_angle
 from lipscope.engine.direction_words import Texts, body_of, mean_outputs, names_of
 from lipscope.engine.ready_model import ReadyModel
-from lipscope.engine.runs import AnyData, LocalRun, is_text
+from lipscope.engine.runs import AnyData, LocalRun, is_text, of_one_window
 from lipscope.engine.session import MapAtInput
 from lipscope.engine.spec import OF_QUESTION, Verb
 from lipscope.errors import InputError, shown
@@ -168,13 +168,14 @@ class ModelDecision(Shown):
         by: str,
         distances: Callable[[], Tensor | None] = lambda: None,
         sample: int = 0,
+        place: str = "",
         at_layer: int = 0,
         map: DecisionMap = "model",
     ) -> None:
         self.network, self.x, self.words = network, x, tuple(words)
         self.model, self.by = model, by
         self.map: DecisionMap = map
-        self.sample, self.at_layer = sample, at_layer
+        self.sample, self._place, self.at_layer = sample, place, at_layer
         self._distances = distances
         scores = network(x)
         if len(scores) < 2 or not bool(scores.isfinite().all()):
@@ -311,6 +312,8 @@ class ModelDecision(Shown):
             "tokens",
             f"{len(self.words)}: {' '.join(self.words[:8])}" + " …" * (len(self.words) > 8),
         )
+        if self._place:
+            yield "sample", self._place
         yield "answer", self.answer_name
         yield "runner-up", self.runner_up_name
         yield "decided by", self.by
@@ -331,12 +334,10 @@ def one_sample(
     """One input of a verb: a text whole or a window of it, or an entry of a batch."""
     sample = argument(whole_number(0, 100_000), "sample", sample)
     asked = {name: value for name, value in options.items() if value is not None}
-    if is_text(data, asked) and length is not None:
-        asked |= {"lengths": length, "samples": 1 if sample == 0 else max(10, sample + 1)}
-    elif is_text(data, asked):
+    if is_text(data, asked) and length is None:
         data = whole_input(model, data, special_tokens=asked.get("special_tokens", True))
-    elif length is not None:
-        raise InputError("`length` cuts a text into windows. Found it with a batch; leave it out.")
+    else:
+        asked |= of_one_window(data, asked, length, sample)
     run = LocalRun(model, data, asked, Verb(verb, OF_QUESTION, "float64"))
     return run.samples([sample])[0]
 
@@ -369,7 +370,8 @@ def decision_at(
         assert isinstance(item.arguments, tuple)
         if given is None or between is not None:
             raise InputError("A layer by itself decides by a `read_out`. Found none.")
-        return decision_of_layer(model.model, item.arguments[0], given, pool, model=model.name)
+        about: Any = {"model": model.name, "sample": item.sample, "place": item.place}
+        return decision_of_layer(model.model, item.arguments[0], given, pool, **about)
     model = model.in_memory("A decision of a model")
     with eval_mode(model.model):
         deciding = _deciding(model, given, between, pool, special_tokens)
@@ -389,8 +391,8 @@ def decision_at(
         return None if at_layer else word_distances(deciding.module, item.arguments, x)
 
     words = names_of(model.loaded, item, len(x))
-    how: dict[str, Any] = {"model": model.name, "by": deciding.by, "sample": item.sample}
-    how["at_layer"] = at_layer
+    how: dict[str, Any] = {"model": model.name, "by": deciding.by, "at_layer": at_layer}
+    how |= {"sample": item.sample, "place": item.place}
     return ModelDecision(network, x, words, distances=distances, **how)
 
 
@@ -410,7 +412,7 @@ def decision_of_layer(
     *,
     words: Sequence[str] = (),
     model: str = "layer",
-    **place: Any,
+    **about: Any,
 ) -> ModelDecision:
     """The decision of a read-out of one attention layer's pooled output, at its input."""
     assert isinstance(layer, Attention)
@@ -424,7 +426,7 @@ def decision_of_layer(
             f"{tuple(given.weight.shape)}."
         )
     network = layer_network(own, len(x), given.weight, bias, pool=pool or "mean", names=given.names)
-    said: Any = {"model": model, "by": given.by, "map": "attention", **place}
+    said: Any = {"model": model, "by": given.by, "map": "attention", **about}
     return ModelDecision(network, x, words or [*map(str, range(len(x)))], **said)
 
 
@@ -446,9 +448,10 @@ def decision_at_layer(
             )
         how: Any = {"layer": layer, "pool": pool, "special_tokens": special_tokens}
         given = classifier_of_texts(at.model, between or (), **how)
-    place: dict[str, Any] = {"words": at.tokens, "at_layer": layer, "sample": at.job.sample}
+    about: Any = {"model": at.model.name, "words": at.tokens, "at_layer": layer}
+    about |= {"sample": at.job.sample, "place": at.item.place}
     with at.window.ready():
-        return decision_of_layer(at.attention, at.x, given, pool, model=at.model.name, **place)
+        return decision_of_layer(at.attention, at.x, given, pool, **about)
 
 
 def _deciding(

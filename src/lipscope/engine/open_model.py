@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from lipscope.attention import Attention
 from lipscope.certificates import BallCertificate
 from lipscope.display import Card, Piece, Shown, pieces
-from lipscope.engine.checks import argument, no_several, whole_number
+from lipscope.engine.checks import argument, is_whole, whole_number
 from lipscope.engine.classifier import Classifier, Pool, decides_by, read_out_of
 from lipscope.engine.model_decision import ModelDecision, decision_at, decision_at_layer, one_sample
 from lipscope.engine.ready_model import AnyModel, ReadyModel, loaded_model
-from lipscope.engine.runs import OF_INPUT, AnyData, is_text, maps_at
+from lipscope.engine.runs import OF_INPUT, AnyData, maps_at, of_one_window
 from lipscope.engine.session import MapAtInput
 from lipscope.engine.spec import MeasureOptions, Options
 from lipscope.engine.verbs.attack import Attacked, attack
@@ -26,7 +26,7 @@ from lipscope.engine.verbs.certify import certify
 from lipscope.engine.verbs.measure import bounds, directions
 from lipscope.engine.verbs.push import Pushed, push
 from lipscope.engine.verbs.split import Splitting, split
-from lipscope.errors import InputError
+from lipscope.errors import InputError, shown
 from lipscope.linalg import Operator, Watch
 from lipscope.models import Branch, Chain, ExactNorm, Network, Pooled, read_parts, with_own_head
 from lipscope.pages import Rows
@@ -65,10 +65,10 @@ class OpenModel(Shown, ReadyModel):
         """A layer at an input, which can be asked anything; the model runs once for it.
 
         Args:
-            data: Text, the ``Path`` of a text file, or a batch, as for `measure`.
+            data: Text, the ``Path`` of a text file, or a batch (one entry of it).
             layer: Index from 0; of no account for the map ``model``.
             length: Number of tokens of the text window; 64 if None.
-            sample: Index of the window, or of the entry of a batch.
+            sample: Index of the window, or of the entry of a batch: the first one unless given.
             samples: Number of windows that the text is cut into; if None 1, or 10 where another
                 than the first is meant.
             head: A query head alone; all together if None.
@@ -87,23 +87,15 @@ class OpenModel(Shown, ReadyModel):
         """
         sample = argument(whole_number(0, 100_000), "sample", sample)
         asked: dict[str, Any] = {**options}
-        no_several(asked)
-        cut: dict[str, Any] = {}
-        if is_text(data, asked):
-            several = 1 if sample == 0 else max(10, sample + 1)
-            cut = {
-                "lengths": 64 if length is None else length,
-                "samples": several if samples is None else samples,
-            }
-        elif length is not None or samples is not None:
-            raise InputError(
-                "`length` and `samples` cut a text into windows. Found them with a batch; leave "
-                "them out."
-            )
+        cut = of_one_window(data, asked, length, sample)
+        if samples is not None:
+            cut["samples"] = samples
         if head is not None:
             asked["per_head"] = True
         layers = None if layer is None else [argument(whole_number(0, 100_000), "layer", layer)]
-        (one,) = maps_at(self, data, chosen=[sample], layers=layers, **cut, **asked)
+        one, *more = maps_at(self, data, chosen=[sample], layers=layers, **cut, **asked)
+        if more:
+            raise InputError("`layer` should name one of several layers. Found `layer = None`.")
         return LayerAtInput(one, head, asked)
 
     def layers(
@@ -160,14 +152,14 @@ class OpenModel(Shown, ReadyModel):
         Holds for models that `read_network` takes apart; what it does not know is refused.
 
         Args:
-            data: Text, the ``Path`` of a text file, or a batch, as for `measure`.
+            data: Text, the ``Path`` of a text file, or a batch (one entry of it).
             between: Texts: the one whose mean output is at the smallest angle decides.
             read_out: A matrix of classes in a file, or a `Classifier`, in their place.
             pool: Which tokens are read where the model does not pool them itself: ``mean``,
                 ``first``, ``last`` or the index of one.
             at_layer: The attention layer before which tokens move; 0: the embeddings.
             length: Number of tokens of the text; all of it, at most 64, if None.
-            sample: Index of the window, or of the entry of a batch.
+            sample: Index of the window, or of the entry of a batch: the first one unless given.
             **options: Those of `measure` about the input.
 
         Returns:
@@ -203,7 +195,7 @@ class OpenModel(Shown, ReadyModel):
         Args:
             data: Text or a batch, as for `decision`.
             length: Number of tokens of the text; all of it, at most 64, if None.
-            sample: Index of the window, or of the entry of a batch.
+            sample: Index of the window, or of the entry of a batch: the first one unless given.
             **options: Those of `measure` about the input.
 
         Returns:
@@ -253,9 +245,9 @@ class LayerAtInput(Shown):
 
     def __init__(self, map: MapAtInput, head: int | None, options: Mapping[str, Any]) -> None:
         heads = map.map.num_heads
-        if head is not None and not 0 <= head < (heads or 1):
+        if head is not None and not (is_whole(head) and 0 <= head < (heads or 1)):
             raise InputError(
-                f"`head` should be between 0 and {(heads or 1) - 1}. Found `head = {head}`."
+                f"`head` should be between 0 and {(heads or 1) - 1}. Found `head = {shown(head)}`."
             )
         self._map, self.head = map, head
         given = {name: v for name, v in options.items() if v is not None}
@@ -293,11 +285,24 @@ class LayerAtInput(Shown):
 
     def __call__(self, x: Float[Tensor, "n d"]) -> Tensor:
         """The map at another input."""
-        return self._map(x)
+        return self._map(self._fitting(x))
 
     def linearise(self, x: Float[Tensor, "n d"] | None = None) -> Operator:
         """The Jacobian of the map here, or at another input."""
-        return self._map.linearise(x)
+        return self._map.linearise(None if x is None else self._fitting(x))
+
+    def _fitting(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+        own = self._map.x
+        if (
+            not isinstance(x, Tensor)
+            or x.ndim != 2
+            or (x[0].shape, x.dtype) != (own[0].shape, own.dtype)
+        ):
+            found = (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(
+                f"`x` should have shape (n, {own.shape[1]}) in {own.dtype}. Found {found}."
+            )
+        return x
 
     @property
     def sample(self) -> int:
@@ -475,6 +480,8 @@ class LayerAtInput(Shown):
         if self.head is not None:
             yield "head", str(self.head)
         yield "map", self._map.job.map
+        if self._map.item.place:
+            yield "sample", self._map.item.place
         words = " ".join(tokens[:_WORDS]) + " …" * (len(tokens) > _WORDS)
         yield "tokens", f"{len(tokens)}: {words}"
         if row.sigma is None or row.upper is None:

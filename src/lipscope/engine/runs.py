@@ -186,7 +186,7 @@ class LocalRun:
                 raise InputError(
                     f"`sample` should be between 0 and {count - 1}. Found `sample = {index}`."
                 )
-        return [one for one in some if one.sample in chosen]
+        return [replace(one, count=count) for one in some if one.sample in chosen]
 
     def left(self) -> list[Job]:
         """The jobs that the folder does not answer."""
@@ -348,12 +348,14 @@ def folder_of(out: str | Path | Place) -> Place:
     return out if isinstance(out, Place) else Place(Path(argument(path, "out", out)))
 
 
-def of_one_window(data: AnyData, options: Mapping[str, Any], length: int | None) -> dict[str, Any]:
+def of_one_window(
+    data: AnyData, options: Mapping[str, Any], length: int | None, sample: int = 0
+) -> dict[str, Any]:
     """Lengths and samples of a verb that looks at one window: of 64 tokens, of a text."""
     no_several(options)
     if is_text(data, options):
         length = 64 if length is None else argument(whole_number(1, 10**6), "length", length)
-        return {"lengths": length, "samples": 1}
+        return {"lengths": length, "samples": max(10, sample + 1) if sample else 1}
     if length is not None:
         raise InputError("`length` cuts a text into windows. Found it with a batch; leave it out.")
     return {}
@@ -423,6 +425,7 @@ def maps_at(
         asked = {name: value for name, value in asked.items() if name not in OF_INPUT}
     # Norms, whose record costs a fifth of a pass, are no part of sigma.
     verb = _AT if watch is None else _AT._replace(norms=False)
+    verb = verb if chosen is not None else verb._replace(name="layers")
     with LocalRun(model, data, asked, verb) as run:
         if watch is not None:
             run.session.expect(run.jobs, watch)

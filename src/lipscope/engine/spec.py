@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, get_args
 
@@ -266,7 +268,7 @@ def single_spec(
                 source.fail(f"`{verb.name}` has no option `{name}`; write `{twin}=`.")
             raise TypeError(
                 f"{verb.name}() got an unexpected keyword argument {name!r}."
-                + checks.nearest(name, known)
+                + checks.nearest(name, _names_of(verb))
             )
     values: dict[str, Any] = {}
     for name, value in source.values.items():
@@ -276,6 +278,14 @@ def single_spec(
     made = Spec(models=(Model(model),), texts=sources, **values)
     check_together(source, made)
     return made
+
+
+def _names_of(verb: Verb) -> list[str]:
+    """What may be given to the function of a verb, by name."""
+    door = import_module("lipscope.engine")
+    function = getattr(door, verb.name, None) or getattr(door.OpenModel, verb.name)
+    more = [one for one in MeasureOptions.__annotations__ if one not in verb.without]
+    return [*inspect.signature(function).parameters, *more]
 
 
 def spec_of(values: Mapping[str, Any]) -> Spec:

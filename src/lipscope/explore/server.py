@@ -171,6 +171,8 @@ def served(
     Raises:
         InputError: If a model cannot be opened, or not be asked about a text.
     """
+    if not isinstance(text, str | None):
+        raise InputError(f"`text` should be a str. Found `{type(text).__name__}`.")
     opened = by_itself(lambda: [load_model(one) for one in models])
     asked = Question(text=_BEGINS if text is None else text[:MOST_LETTERS])
     server = Server(opened, asked, framed=framed)
@@ -214,7 +216,7 @@ def explore(model: OpenModel, text: str | None = None) -> Explored:
 
     The page asks a module of its own, of the same weights, so that both may be asked at once.
     """
-    server = served([twin(model)], text, framed=True)
+    server = served([twin(load_model(model))], text, framed=True)
     server.start()
     return Explored(server.address, server)
 

@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lipscope.errors import InputError
-from lipscope.linalg.operator import Operator, linearise, stretch
+from lipscope.errors import InputError, check_count
+from lipscope.linalg.operator import Operator, check_map, linearise, stretch
 from lipscope.linalg.singular import DEFAULT_MEMORY, TopSingular, top_singular
 
 _SOLVE_STEPS = 500
@@ -74,9 +74,14 @@ def sigma(
     >>> round(float(value.detach()), 3), round(float(x.grad[1]), 3)
     (27.0, 18.0)
     """
+    check_map(layer, x)
     whole = _Stretch(layer, memory)
-    _refuse_hidden(layer, x)
+    for name, one in (("x", x), *whole.named_parameters()):
+        if not bool(one.isfinite().all()):
+            raise InputError(f"`{name}` should be finite. Found NaN or Inf in it.")
+    check_count("memory", memory)
     op = _operator(layer, x, memory)
+    _refuse_hidden(layer, x)
     top = top_singular(op, tol=tol, memory=memory // 2, generator=generator)
     return _Sigma.apply(whole, top, x, *whole.weights)  # pyright: ignore[reportReturnType]
 
@@ -224,7 +229,8 @@ def _orthogonal_to(vector: Tensor, unit: Tensor) -> Tensor:
 def _operator(layer: nn.Module | Callable[[Tensor], Tensor], x: Tensor, memory: int) -> Operator:
     x = x.detach()
     if isinstance(layer, Stretchable):
-        return layer.linearise(x, memory=memory)
+        own: Any = layer
+        return linearise(own, x, memory=memory)
     with _still(layer):
         return linearise(lambda z: _output(layer, z), x)
 

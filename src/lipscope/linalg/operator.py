@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipscope.display import Shown
-from lipscope.errors import InputError, out_of_memory
+from lipscope.errors import InputError, out_of_memory, shown
 
 
 def start_named(name: str, *at: Tensor) -> torch.Generator:
@@ -169,10 +169,12 @@ def linearise(f: Callable[[Tensor], Tensor], x: Tensor, **options: object) -> Op
     >>> op.matvec(torch.tensor([1.0, 1.0]))
     tensor([2., 6.])
     """
-    own = getattr(f, "linearise", None)
-    if own is not None:
-        return own(x, **options)
-    tape = Tape(f, x)
+    check_map(f, x)
+    with in_one_line("`f` should run on `x`. Found that it"):
+        own = getattr(f, "linearise", None)
+        if own is not None:
+            return own(x, **options)
+        tape = Tape(f, x)
     y = tape.y
     _check_deterministic(f, tape.point, y)
     if tape.constant:
@@ -194,6 +196,27 @@ def linearise(f: Callable[[Tensor], Tensor], x: Tensor, **options: object) -> Op
     return op
 
 
+def check_map(f: object, x: object) -> None:
+    """Refuse what is no function of a tensor of real numbers, or no such tensor."""
+    if not callable(f):
+        raise InputError(
+            f"What is measured should be a function or a module. Found `{shown(f)}`; a layer of a "
+            'model is `lipscope.load_model("minilm").at(text)`, which has `sigma`.'
+        )
+    if not (isinstance(x, Tensor) and x.is_floating_point() and x.numel()):
+        found = f"{x.dtype}, {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"`x` should be a tensor of some real numbers. Found `{found}`.")
+
+
+def check_operator(op: object) -> None:
+    """Refuse what is no operator."""
+    if not isinstance(op, Operator):
+        raise InputError(
+            "`op` should be an `Operator`, as `lipscope.linearise(layer, x)` gives it. Found "
+            f"`{type(op).__name__}`."
+        )
+
+
 def _random_direction(x: Tensor) -> Tensor:
     return torch.randn(x.shape, generator=start_named("a direction of change")).to(x)
 
@@ -213,17 +236,22 @@ def _check_uncut(f: Callable[[Tensor], Tensor], tape: Tape) -> None:
 
 
 @contextlib.contextmanager
-def derivatives() -> Iterator[None]:
-    """First backward passes of a function: what torch says against them becomes a refusal."""
+def in_one_line(words: str) -> Iterator[None]:
+    """What torch says against running a function becomes a refusal that begins with some words."""
     try:
         yield
-    except RuntimeError as problem:
+    except (RuntimeError, AssertionError) as problem:
         if out_of_memory(problem):
             raise
-        raise InputError(
-            "What is measured should be differentiable twice by `torch.autograd.grad`. Found that "
-            f"its backward pass raised {type(problem).__name__}: {problem}"
-        ) from problem
+        raise InputError(f"{words} raised {type(problem).__name__}: {problem}") from problem
+
+
+def derivatives() -> contextlib.AbstractContextManager[None]:
+    """The same of first backward passes."""
+    return in_one_line(
+        "What is measured should be differentiable twice by `torch.autograd.grad`. Found that its "
+        "backward pass"
+    )
 
 
 class Tape:
@@ -402,6 +430,7 @@ def to_dense(op: Operator) -> Tensor:
     tensor([[2., 0.],
             [0., 4.]])
     """
+    check_operator(op)
     eye = torch.eye(op.in_size, dtype=op.dtype, device=op.device)
     columns = op.matvec(eye.reshape(op.in_size, *op.in_shape))
     return columns.reshape(op.in_size, -1).T.contiguous()

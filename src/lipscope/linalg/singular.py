@@ -17,8 +17,8 @@ from scipy.special import betaincinv
 from torch import Tensor
 
 from lipscope.display import Shown
-from lipscope.errors import InputError
-from lipscope.linalg.operator import Operator, Together
+from lipscope.errors import InputError, check_count, check_finite_number
+from lipscope.linalg.operator import Operator, Together, check_operator
 from lipscope.linalg.torch_state import few_threads
 
 
@@ -402,18 +402,18 @@ def top_singular_batch(
 
 
 def _check_solver(op: Operator, tol: float, delta: float, max_steps: int) -> None:
-    if max_steps < 1:
-        raise InputError(f"`max_steps` should be at least 1. Found `max_steps = {max_steps}`.")
+    check_operator(op)
+    check_count("max_steps", max_steps)
+    check_finite_number("tol", tol)
+    check_finite_number("delta", delta)
     if op.dtype not in SLACK:
         raise InputError(
             "The operator should be in float32 or float64, whose rounding the interval covers. "
             f"Found {str(op.dtype)[6:]}; convert the layer and its input, as with `.float()`."
         )
-    smallest = SMALLEST_TOL[op.dtype]
-    if not tol >= smallest:
-        raise InputError(
-            f"`tol` should be at least {smallest:g} in {str(op.dtype)[6:]}. Found `tol = {tol}`."
-        )
+    least, kind = SMALLEST_TOL[op.dtype], str(op.dtype)[6:]
+    if not tol >= least:
+        raise InputError(f"`tol` should be at least {least:g} in {kind}. Found `tol = {tol}`.")
     if not 0.0 < delta < 1.0:
         raise InputError(f"`delta` should be between 0 and 1. Found `delta = {delta}`.")
 

@@ -292,6 +292,8 @@ def _entropic(mu: TokenMeasure, nu: TokenMeasure, epsilon: float, max_steps: int
 
 
 def _check_pair(mu: TokenMeasure, nu: TokenMeasure, p: float) -> None:
+    if not (isinstance(mu, TokenMeasure) and isinstance(nu, TokenMeasure)):
+        raise InputError("Two of `TokenMeasure` should be given. Found something else.")
     if mu.points.shape[1] != nu.points.shape[1]:
         raise InputError(
             "Both measures should have tokens of one width. Found "

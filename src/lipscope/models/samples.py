@@ -39,8 +39,8 @@ def checked_data(data: Any) -> Any:
     if isinstance(data, Mapping):
         if not all(isinstance(key, str) for key in data):
             raise InputError("`data` should have names of arguments as keys. Found another key.")
-        for value in data.values():
-            _check_tensor(value)
+        for name, value in data.items():
+            _check_tensor(value, name)
     elif isinstance(data, Tensor):
         _check_tensor(data)
     elif data is not None and not (
@@ -53,8 +53,10 @@ def checked_data(data: Any) -> Any:
     return data
 
 
-def _check_tensor(value: Any) -> None:
-    if isinstance(value, Tensor) and (
+def _check_tensor(value: Any, name: str = "data") -> None:
+    if not isinstance(value, Tensor):
+        return
+    if (
         not value.ndim
         or value.is_complex()
         or value.is_meta
@@ -66,6 +68,10 @@ def _check_tensor(value: Any) -> None:
             f"{str(value.dtype)[6:]} of shape {tuple(value.shape)} on `{value.device}`, "
             f"{str(value.layout)[6:]}."
         )
+    bad = value.isnan() if "mask" in name or "bias" in name else ~value.isfinite()
+    if bool(bad.any()):
+        where = tuple(bad.nonzero()[0].tolist())
+        raise InputError(f"`{name}` should be finite. Found NaN or Inf in it, first at {where}.")
 
 
 def _text_samples(

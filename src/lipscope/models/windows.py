@@ -29,6 +29,13 @@ class Sample:
     num_tokens: int | None
     sha256: str
     tokens: tuple[str, ...] | None
+    count: int = 1  # how many there are, where one was chosen
+
+    @property
+    def place(self) -> str:
+        """Which of the samples it is, in words; empty where it is the only one."""
+        more = f"{self.sample + 1} of {self.count} (`sample={self.sample}`)"
+        return more if self.count > 1 else ""
 
     @property
     def ids(self) -> Tensor:

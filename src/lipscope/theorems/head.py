@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lipscope.attention import DotProduct, Rotary, Softmax, product_norm
-from lipscope.errors import InputError
+from lipscope.errors import InputError, shown
 from lipscope.linalg import norm_in_double, norms_of_many
 from lipscope.theorems.register import NotApplicableError
 
@@ -540,11 +540,10 @@ class _Pieces:
 
 def tokens_in_double(x: Tensor, width: int) -> Float[Tensor, "n d"]:
     """``x`` in float64 on the CPU, if it fits; a copy, as it is read when it is asked for."""
+    if not isinstance(x, Tensor) or x.ndim != 2 or x.shape[0] < 1 or x.shape[1] != width:
+        found = tuple(x.shape) if isinstance(x, Tensor) else shown(x)
+        raise InputError(f"`x` should have shape (n, {width}), n at least 1. Found {found}.")
     x = x.detach().to("cpu", torch.float64, copy=True)
-    if x.ndim != 2 or x.shape[0] < 1 or x.shape[1] != width:
-        raise InputError(
-            f"`x` should have shape (n, {width}), n at least 1. Found {tuple(x.shape)}."
-        )
     if not bool(x.isfinite().all()):
         bad = int((~x.isfinite()).any(1).nonzero()[0])
         raise InputError(f"`x` should be finite. Found NaN or infinity in token {bad}.")

@@ -17,14 +17,14 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention, DotProduct, Map
-from lipscope.errors import InputError
+from lipscope.errors import InputError, check_count, check_positive, shown
 from lipscope.linalg import Metric, norm_in_double
 from lipscope.records import Bound
 from lipscope.theorems.head import (
@@ -282,6 +282,14 @@ def bounds_at(
     yudin_thm_3 it asks for `x`
     global_rows_capped 2.56
     """
+    if metric not in (None, *get_args(Metric)):
+        known = ", ".join(get_args(Metric))
+        raise InputError(f"`metric` should be one of {known}. Found `{shown(metric)}`.")
+    known = {one.name for one in catalogue()}
+    if unknown := [one for one in names or () if one not in known]:
+        raise InputError(
+            f"`names` should be of theorems in `lipscope.catalogue()`. Found `{unknown[0]}`."
+        )
     question = _question(layer, _Told(x, num_tokens, radius, floor, map, head))
     found = []
     for theorem in catalogue():
@@ -452,6 +460,8 @@ def _completed(told: _Told, layer: Attention) -> _Told:
         raise InputError(f"`map` should be 'attention' or 'heads'. Found `map = {told.map!r}`.")
     if told.head is not None:
         layer.check_head(told.head)
+    if radius is not None and radius != 0:  # which it is of zeros
+        check_positive("radius", radius)
     for name, weight in layer.state_dict().items():
         if not bool(weight.isfinite().all()):
             raise InputError(f"`layer.{name}` should be finite. Found NaN or infinity in it.")
@@ -471,9 +481,9 @@ def _completed(told: _Told, layer: Attention) -> _Told:
                 f"Found `radius = {radius:g}`."
             )
         radius = max(radius, largest) if radius > 0 else radius  # outward: no token is left out
-    if num_tokens is not None and num_tokens < 1:
-        raise InputError(f"`num_tokens` should be at least 1. Found `num_tokens = {num_tokens}`.")
+    if num_tokens is not None:
+        check_count("num_tokens", num_tokens)
     zeros = x is not None and not bool(x.any())  # the one input whose radius is 0
-    if radius is not None and not (0 < radius < float("inf") or (zeros and radius == 0)):
+    if radius == 0 and not zeros:
         raise InputError(f"`radius` should be positive. Found `radius = {radius}`.")
     return replace(told, x=x, num_tokens=num_tokens, radius=radius)

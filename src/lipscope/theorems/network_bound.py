@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -28,6 +29,8 @@ from lipscope.models import (
     Feed,
     Network,
     Norm,
+    check_finite,
+    checked_data,
     read_parts,
 )
 from lipscope.theorems.derived.layer_constants import (
@@ -152,13 +155,18 @@ def lipschitz_bound(
         num_tokens = len(network.share)
     r = torch.as_tensor(math.inf if radius is None else radius, dtype=torch.float64)
     run = _Run(norm, num_tokens, r)
-    for branch in network.branches:
-        run.through(branch)
-    if pooled and len(network.head):
-        run.pool(network.share.double())
-        for branch in network.tail:
+    try:
+        for branch in network.branches:
             run.through(branch)
-        run.score(network.head.double())
+        if pooled and len(network.head):
+            run.pool(network.share.double())
+            for branch in network.tail:
+                run.through(branch)
+            run.score(network.head.double())
+    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+        raise InputError(
+            "Weights should be finite. Found some without singular values: training diverged?"
+        ) from None
     return LipschitzBound(run.value, norm, float(r.detach()), num_tokens, tuple(run.parts))
 
 
@@ -193,6 +201,8 @@ def _parts(model: Any, data: Any) -> Network | Chain:
         return model
     if isinstance(model, MultiheadAttention):
         model = model.attention
+    if isinstance(model, nn.Module):
+        check_finite(model)
     if isinstance(model, Attention):
         return Chain((Branch(model, skip=False),))
     own: Any = getattr(model, "as_network", None)
@@ -204,11 +214,12 @@ def _parts(model: Any, data: Any) -> Network | Chain:
             "`model` should be a module, a network of known parts or an open model. Found "
             f"`{shown(model)}`; `lipscope.load_model` opens a model by its name."
         )
-    if data is None:
+    if data is None or isinstance(data, str | Path):
         raise InputError(
-            "`data` should be an input of the module, which is run to find its parts. Found none; "
-            "give one, or the module a method `as_network`."
+            "`data` should be an input of the module, a tensor or tensors by name: it is run to "
+            f"find its parts. Found `{data}`; a text is for an open model with a tokenizer."
         )
+    data = checked_data(data)
     return read_parts(model, (data,) if isinstance(data, Tensor) else data)[0]
 
 

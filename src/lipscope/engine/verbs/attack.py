@@ -30,7 +30,7 @@ from lipscope.pages import Rows, empty_table, number
 _WORST = "worst.npz"
 _WITHOUT = ("map", "per_head", "metric", "move", "read", "side", "inputs", "ascent_steps", "radius")
 _ATTACK = Verb("attack", _WITHOUT, "float64", one_input=True)
-_ATTACK_TEXT = Verb("attack", _WITHOUT, whole="An attack on a text")
+_ATTACK_TEXT = Verb("attack_text", _WITHOUT, whole="An attack on a text")
 _LENGTH, _SAMPLES = 64, 10
 _OWN = "the model's own scores"
 _READ_OUT = "the read-out given, on the mean output of the model"

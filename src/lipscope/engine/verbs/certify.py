@@ -45,7 +45,7 @@ from lipscope.engine.runs import (
 )
 from lipscope.engine.session import MapAtInput
 from lipscope.engine.spec import OF_QUESTION, Options, Verb
-from lipscope.errors import InputError, shown
+from lipscope.errors import InputError, stated
 from lipscope.models import Chain, Pooled, eval_mode, read_map
 from lipscope.records import RADII, Bound, MapName, Measurement, stable_id
 
@@ -266,7 +266,7 @@ def _check_eps(eps: float | Tensor) -> None:
     if not fits:
         raise InputError(
             "`eps` should be positive: a ball of radius 0 holds one input. Found "
-            f"`eps = {shown(eps)}`."
+            f"{stated('eps', eps)}."
         )
 
 
@@ -347,7 +347,8 @@ def certify_decision(
         at_layer: The attention layer before which they move; 0: the embeddings.
         length: Number of tokens of the text; all of it, at most 64, if None.
         out: Run folder for the row of sigma, of the map ``margin``, ``model`` or ``attention``, and
-            the radii; tokens that it holds are not certified again.
+            the radii; tokens that it holds are not certified again. Whole maps need their blocks in
+            a list, which without ``out`` is not asked for.
         progress: As for `certify`; told after each certificate. A bar says how far one is.
         **options: Those of `measure` about the input and the solver; ``dtype`` float64. The map is
             ``model``, all that comes after the moves, or ``attention``, that layer by itself.
@@ -371,9 +372,11 @@ def certify_decision(
     if own and map == "attention":
         raise InputError("A layer decides by `between` or `read_out`. Found neither.")
     asked |= of_one_input(data, asked, length)
-    if map == "attention":
-        asked["layers"] = [argument(whole_number(0, 10_000), "at_layer", at_layer)]
-    tell, more = as_callback(progress), {"maps": ("margin" if own else map,)}
+    beside = "margin" if own else map  # the map of the row that a folder has beside the radii
+    if map == "attention" or out is None:
+        layer = argument(whole_number(0, 10_000), "at_layer", at_layer) if map != "model" else 0
+        beside, asked["layers"] = "attention", [layer]
+    tell, more = as_callback(progress), {"maps": (beside,)}
     several = {"verb": "certify"}
     with LocalRun(model, data, asked, _DECISION, more=more, out=out, asked=several) as run:
         about: dict[str, Any] = {"between": between, "pool": pool, "at_layer": at_layer}

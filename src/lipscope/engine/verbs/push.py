@@ -35,7 +35,7 @@ from lipscope.engine.spec import OF_QUESTION, Options, Verb
 from lipscope.engine.verbs.push_probe import (
     PushProbe,
 )
-from lipscope.errors import InputError, shown
+from lipscope.errors import InputError, shown, stated
 from lipscope.models import MAPS
 from lipscope.pages import Push, Rows, empty_table, number, pushes_in
 from lipscope.records import (
@@ -224,7 +224,7 @@ def _grid(eps: Any) -> list[float]:
     some = items(eps)
     for one in some:
         if not is_number(one) or not one > 0:
-            raise InputError(f"`eps` should be positive numbers. Found `eps = {shown(one)}`.")
+            raise InputError(f"`eps` should be positive numbers. Found {stated('eps', one)}.")
     found = sorted({float(one) for one in some})
     if not 0 < len(found) <= _MOST_SIZES:
         raise InputError(f"`eps` should be 1 to {_MOST_SIZES:,} sizes. Found {len(found):,}.")

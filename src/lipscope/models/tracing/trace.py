@@ -199,10 +199,25 @@ def _called_once(model: nn.Module, inputs: Inputs) -> Any:
     except OF_MODELS as problem:
         if _is_ours(problem):
             raise
+        _check_indices(model, problem)
         raise InputError(
             f"`{type(model).__name__}` should run on this input. Found that its forward pass "
             f"raised {type(problem).__name__}: {str(problem)[:300]}"
         ) from problem
+
+
+def _check_indices(model: nn.Module, problem: Exception) -> None:
+    """Refuse token ids, or positions, that a table of the model has no row for."""
+    for frame, _ in traceback.walk_tb(problem.__traceback__):
+        table, ids = frame.f_locals.get("self"), frame.f_locals.get("input")
+        if isinstance(table, nn.Embedding) and isinstance(ids, Tensor) and ids.numel():
+            name = next(name for name, one in model.named_modules() if one is table)
+            least, most = ids.min().item(), ids.max().item()
+            if least < 0 or most >= table.num_embeddings:
+                raise InputError(
+                    f"Token ids and positions should be from 0 to {table.num_embeddings - 1} for "
+                    f"`{name}`. Found {least if least < 0 else most}."
+                ) from None
 
 
 def _is_ours(problem: Exception) -> bool:

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.errors import InputError
+from lipscope.errors import InputError, stated
 from lipscope.linalg import eigenvalue, nonnegative_norm
 from lipscope.theorems.derived.global_bounds import global_rows_capped
 from lipscope.theorems.derived.local_bounds import of_both_parts
@@ -421,9 +421,10 @@ def least(forms: dict[str, float]) -> float:
 
 def per_token(eps: float | Tensor, num_tokens: int, ball: BallName) -> Float[Tensor, " n"]:
     """``eps`` as one radius per token."""
-    given = torch.as_tensor(eps, dtype=torch.float64).detach().cpu()
+    of_numbers = isinstance(eps, Tensor | float | int)
+    given = torch.as_tensor(eps if of_numbers else math.nan, dtype=torch.float64).detach().cpu()
     if not (bool(torch.isfinite(given).all()) and bool((given >= 0).all())):
-        raise InputError(f"`eps` should be finite and not negative. Found `eps = {eps}`.")
+        raise InputError(f"`eps` should be finite and not negative. Found {stated('eps', eps)}.")
     if given.ndim and (ball == "frobenius" or tuple(given.shape) != (num_tokens,)):
         raise InputError(
             f"`eps` should be one number, or {num_tokens} for the ball `token`. "
