@@ -176,10 +176,21 @@ def test_a_loss_that_is_no_number_names_the_layer_that_went_furthest():
     words = r"finite loss\. Found nan at step 1; sigma of layer 1 \(transformer\.h\.1\.attn\) went"
     with pytest.raises(InputError, match=words):
         monitor.see(float("nan"))
+    with pytest.raises(InputError, match=r"`loss` should be one number\. Found `\(4,\)`"):
+        monitor.see(torch.ones(4))
     with torch.no_grad():
         net.transformer.h[0].attn.c_proj.weight.fill_(float("inf"))
     with pytest.raises(InputError, match=r"Step 1: The weights should be finite.*sigma of layer 1"):
         monitor.read()
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_names_no_layer_after_one_reading(tmp_path):
+    monitor = ls.Monitor(model(), PROBE, every=5, out=tmp_path / "run")
+    monitor.read()
+    with pytest.raises(InputError, match=r"Found nan at step 0\.$"):
+        monitor.see(float("nan"))
+    with ls.Monitor(model(), PROBE, every=5, out=tmp_path / "run") as again:  # the folder is free
+        again.read()
 
 
 def test_a_layer_of_an_unknown_kind_has_no_logits_but_all_the_rest():
@@ -399,6 +410,17 @@ def test_a_trainer_run_whose_loss_is_no_number_stops_in_one_line(tmp_path):
     run.add_callback(Break())
     ls.Monitor(net, PROBE, every=2).attach(run)
     with pytest.raises(InputError, match=r"nan at step 4.*sigma of layer \d|Step 4: The weights"):
+        run.train()
+
+
+@NOISE
+def test_a_trainer_is_attached_to_once_and_trains_the_model_of_the_monitor(tmp_path):
+    run = trainer(model(), tmp_path)
+    monitor = ls.Monitor(model(), PROBE, every=2)
+    monitor.attach(run)
+    with pytest.raises(InputError, match=r"once a Trainer\. Found a second call"):
+        monitor.attach(run)  # steps would count twice
+    with pytest.raises(InputError, match=r"Found another `GPT2LMHeadModel`; give"):
         run.train()
 
 

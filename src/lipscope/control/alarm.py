@@ -53,9 +53,10 @@ def furthest(readings: Sequence[Reading]) -> str:
     """Which layer's sigma rose most from the first reading to the last, as the end of a line."""
     first = {one.layer: one for one in reversed(readings) if one.sigma}
     last = {one.layer: one for one in readings if one.sigma}
-    if not first:
+    moved = [i for i in first if last[i] is not first[i]]
+    if not moved:
         return ""
-    ratios = {i: (last[i].sigma or 0.0) / (first[i].sigma or 1.0) for i in first}
+    ratios = {i: (last[i].sigma or 0.0) / (first[i].sigma or 1.0) for i in moved}
     most = max(ratios, key=lambda i: ratios[i])
     one, now = first[most], last[most]
     return (

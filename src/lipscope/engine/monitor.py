@@ -129,6 +129,7 @@ class Monitor:
         self._last, self._closed, self._run, self._loss = 0, False, self._name, math.nan
         self.readings: list[Reading] = []
         self._alarm = Alarm(math.inf, math.inf) if alert is None else Alarm(alert)
+        self._trainer: Any = None
         self._names: dict[int, str] = {}
         self._weights: dict[int, list[nn.Parameter]] = {}
         self._before: dict[int, list[Tensor]] = {}
@@ -184,19 +185,32 @@ class Monitor:
         """Take a loss in.
 
         Raises:
-            InputError: If it is not finite.
+            InputError: If it is no number, or not finite.
         """
-        value = float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
+        try:
+            value = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        except (TypeError, ValueError, RuntimeError):
+            found = tuple(loss.shape) if isinstance(loss, Tensor) else shown(loss)
+            raise InputError(f"`loss` should be one number. Found `{found}`.") from None
         if not math.isfinite(value):
-            raise InputError(
+            raise self._ended(
                 f"Training should have a finite loss. Found {value} at step {self._last}"
-                f"{self.rose()}."
             )
         self._loss = value
         self._tell(self._alarm.loss(self._last, value))
 
-    def start(self, step: int) -> None:
-        """Say that training begins at another step than 0, as from a checkpoint."""
+    def start(self, step: int, trained: nn.Module | None = None) -> None:
+        """Say that training begins at another step than 0, as from a checkpoint; and of what.
+
+        Raises:
+            InputError: If what is trained shares no weights with the monitor's model.
+        """
+        own = {id(p) for p in self.model.parameters()}
+        if trained is not None and own.isdisjoint(map(id, trained.parameters())):
+            raise InputError(
+                "The Trainer should train the model that the monitor was given. Found another "
+                f"`{type(trained).__name__}`; give `ls.Monitor` the one that the Trainer has."
+            )
         self._last = step
 
     # --- a reading
@@ -217,8 +231,7 @@ class Monitor:
         try:
             models.check_finite(self.model)
         except InputError as problem:
-            text = str(problem).rstrip(".")
-            raise InputError(f"Step {self._last}: {text}{self.rose()}.") from None
+            raise self._ended(f"Step {self._last}: {problem}".rstrip(".")) from None
         revision = f"sha256:{models.fingerprint(self.model)}"
         name = self._named(revision)
         self._now = (name, revision)
@@ -263,8 +276,10 @@ class Monitor:
             The callback that the Trainer was given.
 
         Raises:
-            InputError: If it is neither.
+            InputError: If it is neither, or calls this monitor already.
         """
+        if trainer is self._trainer:
+            raise InputError("`attach` should be called once a Trainer. Found a second call.")
         if hasattr(trainer, "add_callback"):
             callback = _for_transformers(self, trainer)
             trainer.add_callback(callback)
@@ -276,6 +291,7 @@ class Monitor:
                 "`trainer` should be a Trainer of transformers or of Lightning. Found "
                 f"`{type(trainer).__name__}`; wrap the optimiser's step in `monitor.step(loss)`."
             )
+        self._trainer = trainer
         return callback
 
     def summary(self) -> str:
@@ -419,9 +435,10 @@ class Monitor:
                 return name
         raise AssertionError
 
-    def rose(self) -> str:
-        """Which layer's sigma rose most since the first reading, in words."""
-        return furthest(self.readings)
+    def _ended(self, why: str) -> InputError:
+        """Training cannot go on: the run ends, and the layer whose sigma went furthest is named."""
+        self.close()
+        return InputError(f"{why}{furthest(self.readings)}.")
 
 
 def _largest_finite(values: Any) -> float | None:
@@ -518,7 +535,7 @@ def _for_transformers(monitor: Monitor, trainer: Any) -> Any:
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             if monitor.log is None:
                 monitor.log = trainer.log
-            monitor.start(state.global_step)
+            monitor.start(state.global_step, trainer.model)
             self._let_go()  # of a run that was stopped
             self._hook = trainer.model.register_forward_hook(self._returned, with_kwargs=True)
 
@@ -555,9 +572,9 @@ def _for_transformers(monitor: Monitor, trainer: Any) -> Any:
             logs = logs or {}
             size = logs.get("grad_norm")
             if size is not None and not math.isfinite(float(size)):
-                raise InputError(
+                raise monitor._ended(
                     f"Training should have finite gradients. Found a norm of {float(size)} at step "
-                    f"{state.global_step}{monitor.rose()}."
+                    f"{state.global_step}"
                 )
             if "loss" in logs and not self._each:
                 monitor.see(logs["loss"])
@@ -590,7 +607,7 @@ def _for_lightning(monitor: Monitor, trainer: Any) -> Any:
                     one.log_metrics(values, trainer.global_step) for one in trainer.loggers
                 ]
             self.step = trainer.global_step
-            monitor.start(self.step)
+            monitor.start(self.step, pl_module)
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             if trainer.is_global_zero:
