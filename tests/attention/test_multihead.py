@@ -320,6 +320,8 @@ def test_what_it_refuses(unchecked) -> None:
         (r"`variant` should be one of .*scaled-cosine.* Found 'cosine'", made(8, 2, "cosine")),
         ("needs `temperature`", made(8, 2, "scaled-cosine")),
         (r"should be among .*scale.* Found `kdim = 4`", made(8, 2, kdim=4)),
+        ("Options of LipschitzNormAttention should be left out. Found `causal = True`",
+         made(8, 2, "lipschitz-norm", causal=True)),
         ("`bias` should be False or None for L2Attention", made(8, 2, "l2", bias=True)),
         (r"the last two the same one. Found \(3, 5, 8\), \(3, 7, 8\), \(3, 5, 8\)",
          lambda: module(x, long, x)),

@@ -150,6 +150,14 @@ def test_a_decoder_reads_no_later_token():
     torch.testing.assert_close(model(IDS)[:, :-1], model(other)[:, :-1])
 
 
+def test_a_variant_that_knows_no_causal_mask_is_trained_and_bounded():
+    model = SmoothTransformer(
+        8, 2, 2, variant="lipschitz-norm", outputs=3, length=6, vocabulary=5, pool="mean"
+    )
+    steps(model, 1)
+    assert math.isfinite(model.bound.item())
+
+
 @pytest.mark.parametrize("capped", ["parametrised", "after-step"])
 def test_saved_and_loaded(capped, tmp_path):
     model = smooth("scaled-cosine", capped=capped).double().eval()

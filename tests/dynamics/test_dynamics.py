@@ -441,6 +441,7 @@ def test_animations(tmp_path) -> None:
         (lambda: evolve(single(ONE), ONE, [1.0], events=[len]), "a list of `Event`"),
         (lambda: evolve(lambda x: 1.0, ONE, [1.0]), "`f` should give a tensor. Found `float`"),
         (lambda: evolve(lambda x: x / 0, ONE, [1.0]), "finite velocity"),
+        (lambda: evolve(lambda x, y: x, ONE, [1.0]), "Found that it cannot: "),
         (lambda: evolve(single(ONE), TokenMeasure(ONE, 2 * ONE[0]), [1.0]), "add up to 1"),
         (lambda: residual(single(ONE), ONE, step=0.0, layers=1), "`step`"),
         (lambda: residual(single(ONE), ONE, step=0.1), "`layers`"),

@@ -498,8 +498,12 @@ def test_infinite_and_unknown_bounds_are_refused_in_one_line() -> None:
         ls.lipschitz_bound(dot.replace(causal=True), radius=1.0, norm="frobenius")
     others = ~torch.eye(N, dtype=torch.bool)
     for layer in (ls.L2Attention(*four[:2]), ls.L2Attention(*four[:2], mask=others)):
-        with pytest.raises(ls.InputError, match="attention 0"):
+        with pytest.raises(ls.InputError, match=r"attention 0.*for given `num_tokens`"):
             ls.lipschitz_bound(layer)
+    model = ls.SmoothTransformer(32, 4, 2, variant="sigmoid", vocabulary=5, outputs=3, length=6)
+    with pytest.raises(ls.InputError, match="scale weights down, or give `num_tokens`"):
+        ls.lipschitz_bound(model)
+    assert math.isfinite(float(ls.lipschitz_bound(model, num_tokens=6)))
     with pytest.raises(ls.InputError, match="`data` should be an input"):
         ls.lipschitz_bound(nn.Linear(2, 2))
     with pytest.raises(ls.InputError, match="Found 1 NaN or Inf in `weight`"):

@@ -311,8 +311,9 @@ def _check_options(
         raise InputError(f"`bias` should be True, False or None. Found `bias = {bias!r}`.")
     own = [n for n in taken if n not in ("heads", "groups", *_WEIGHTS, *_BIASES)]
     if unknown := [name for name in options if name not in own]:
+        known = f"among {', '.join(own)}" if own else "left out"
         raise InputError(
-            f"Options of {kind.__name__} should be among {', '.join(own)}. "
+            f"Options of {kind.__name__} should be {known}. "
             f"Found `{unknown[0]} = {options[unknown[0]]!r}`."
         )
     needed = [n for n in own if taken[n].default is inspect.Parameter.empty and n not in options]

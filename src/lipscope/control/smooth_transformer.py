@@ -183,6 +183,8 @@ class SmoothTransformer(nn.Module):
         hidden = hidden or 4 * width
         if variant == "dot-product":
             options = {"scale": heads / width} | options
+        if causal:
+            options["causal"] = True
         self.cap, self.capped = cap, capped
         if vocabulary is not None:
             self.embedding: Any = nn.Embedding(vocabulary, width)
@@ -196,7 +198,7 @@ class SmoothTransformer(nn.Module):
         self.blocks = nn.ModuleList()
         for _ in range(depth):
             attention = MultiheadAttention(
-                width, heads, variant, bias=False, batch_first=True, causal=causal, **options
+                width, heads, variant, bias=False, batch_first=True, **options
             )
             network = nn.Sequential(
                 nn.Linear(width, hidden, bias=False),

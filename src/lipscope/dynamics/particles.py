@@ -214,7 +214,7 @@ class Field:
     def _check_fits(self) -> None:
         try:
             out = self.read(self.start)
-        except RuntimeError as problem:
+        except (RuntimeError, TypeError) as problem:
             raise InputError(
                 f"The layer should read tokens {tuple(self.start.shape)}. Found that it cannot: "
                 f"{problem}"

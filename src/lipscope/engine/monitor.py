@@ -555,19 +555,12 @@ def _for_transformers(monitor: Monitor, trainer: Any) -> Any:
             losses, self._losses = self._losses, []
             self._each |= bool(losses)
             if state.is_world_process_zero:
-                due = control.should_log
+                due = control.should_log  # whoever logs takes it back: the Trainer's own is lost
                 monitor.after(sum(losses) if losses else None)
-                control.should_log = (
-                    due  # whoever logs takes it back, and the Trainer's own is lost
-                )
+                control.should_log = due
 
         def on_log(
-            self,
-            args: Any,
-            state: Any,
-            control: Any,
-            logs: dict[str, Any] | None = None,
-            **more: Any,
+            self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any
         ) -> None:
             logs = logs or {}
             size = logs.get("grad_norm")

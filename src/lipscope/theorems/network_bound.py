@@ -253,9 +253,10 @@ class _Run:
                 f"`{kind} {at}` should have a finite constant. Found none on "
                 + (
                     "all inputs: give `radius`, put a norm or a clip before it, or take a variant "
-                    "that is Lipschitz on all inputs."
-                    if math.isinf(float(self.radius))
-                    else f"tokens of norm {float(self.radius):.3g} ({what}); scale weights down."
+                    "that is Lipschitz on all inputs (L2 attention for given `num_tokens`)."
+                    if bool(self.radius.isinf())
+                    else f"tokens of norm {self.radius.item():.3g} ({what}); scale weights down"
+                    + (", or give `num_tokens`." if self.n is None else ".")
                 )
             )
         weights = weights / rows.clamp_min(1e-300)
