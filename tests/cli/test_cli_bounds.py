@@ -284,7 +284,7 @@ def test_a_tie_has_no_certificate(command):
         ("one.npy", np.ones((1, 12)), ["two classes"]),
         ("whole.npy", np.ones((2, 12), dtype=int), ["of floats"]),
         ("narrow.npy", np.ones((2, 5)), ["(classes, 12)", "Found (2, 5)"]),
-        ("nan.npy", np.full((2, 12), np.nan), ["finite scores"]),
+        ("nan.npy", np.full((2, 12), np.nan), ["finite"]),
         ("two.safetensors", {"a": np.ones((2, 12)), "b": np.ones((2, 12))}, ["Found a, b"]),
         ("b.safetensors", {"weight": np.ones((2, 12)), "bias": np.ones(3)}, ["`bias`", "(2,)"]),
     ],

@@ -154,7 +154,7 @@ def test_readings_in_blocks_are_those_of_the_whole_table(last: list[str]) -> Non
 
 
 def test_a_direction_that_no_reading_has_reads_as_nothing() -> None:
-    """No tokenizer: the tokens of the window, and a vector that is orthogonal to all of them."""
+    """No tokenizer: the ids of the window, and a vector that is orthogonal to all of them."""
     loaded = ls.load_model(
         "random:gpt2:n_embd=48,n_head=4,n_layer=1,n_positions=16,vocab_size=99"
     ).loaded
@@ -167,7 +167,7 @@ def test_a_direction_that_no_reading_has_reads_as_nothing() -> None:
     planted(loaded, away - steps @ (steps.T @ away))
     rows = ls.directions(model, {"input_ids": ids}, k=1, dtype="float64")
     one = parts(rows, "right")[0]
-    assert one.space == "window" and one.text == "0"
+    assert one.space == "window" and one.text == "3"
     assert one.cosine == pytest.approx(0, abs=1e-6) and one.reads is False
 
 

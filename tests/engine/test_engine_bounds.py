@@ -119,7 +119,7 @@ def test_what_cannot_be_captured():
         layer_of(BERT, TEXT, layer=2, length=6)
     with pytest.raises(ls.InputError, match="sample"):
         layer_of(BERT, TEXT, layer=0, length=6, sample=-1)
-    with pytest.raises(ls.InputError, match="leave them out"):
+    with pytest.raises(ls.InputError, match="leave it out"):
         layer_of(tiny("bert").model, IDS, layer=0, length=6)
 
 

@@ -32,7 +32,7 @@ def test_integers(text, expected):
     "text", ["", ",", "3,", "a", "-1", "1.5", "2:", ":4", "2:8:0", "1:2:3:4", "2 8", "8:2", "1e3"]
 )
 def test_integers_that_are_none(text):
-    with pytest.raises(InputError, match="--lengths") as caught:
+    with pytest.raises(InputError, match="`lengths`") as caught:
         parse_integers(text, "lengths")
     assert f"Found `{text}`" in str(caught.value)
 
@@ -78,7 +78,7 @@ def test_tokens(text, expected):
     "text", ["5", "3:5", "9:12", "3:1", "", "none", "-1", "1:", "1:2:3", "a", "1%", "1%:2"]
 )
 def test_tokens_that_are_not_there(text):
-    with pytest.raises(InputError, match="--read"):
+    with pytest.raises(InputError, match="`read"):
         parse_tokens(text, 5, "read")
 
 

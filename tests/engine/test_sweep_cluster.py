@@ -59,7 +59,7 @@ def test_no_scheduler_is_one_line(tmp_path, monkeypatch):
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
         for where in (address, "nowhere"):
-            with pytest.raises(InputError, match="`--cluster` should be the address") as caught:
+            with pytest.raises(InputError, match="`cluster` should be the address") as caught:
                 ls.sweep(SPEC, tmp_path / "run", cluster=where)
             assert "\n" not in str(caught.value)
     with pytest.raises(InputError, match="exclude each other"):
