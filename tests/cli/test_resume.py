@@ -78,7 +78,7 @@ def test_a_killed_process_loses_no_row_that_it_had_finished(command, tmp_path, u
         before = {f.name: f.read_bytes() for f in run.iterdir()}
         second = command(*ARGUMENTS)
         assert (second.status, second.out) == (2, "")
-        assert re.fullmatch(r"lipscope: `--out run` is in use by another process; .+\n", second.err)
+        assert re.fullmatch(r"lipscope: `--out run` is in use by another process, .+\n", second.err)
         assert {f.name: f.read_bytes() for f in run.iterdir()} == before
     finally:
         first.kill()  # no process can catch it: the lock is the system's to give back

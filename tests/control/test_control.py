@@ -356,6 +356,11 @@ def test_weights_that_are_no_number_are_refused_by_layer():
         m.h[0].mlp.c_proj.weight.fill_(float("nan"))
     with pytest.raises(InputError, match="input of layer 1 should be finite"):
         held.penalty()
+    cap = ls.restrain(m, IDS, "sigma-cap", cap=1.0, layers=[0])
+    with torch.no_grad():
+        m.h[0].attn.c_proj.weight.fill_(float("nan"))
+    with pytest.raises(InputError, match=r"Sigma of layer 0 .* Found that a product"):
+        cap.step()
 
 
 def test_every_restraint_is_in_the_table_of_the_function():

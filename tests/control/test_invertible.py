@@ -246,6 +246,8 @@ def test_log_determinants_are_those_of_the_dense_jacobian(name) -> None:
     block = InvertibleResidual(g)
     truth = torch.stack([torch.linalg.slogdet(jacobian(block, one)).logabsdet for one in x])
     exact = block.log_determinant(x)
+    one = block.log_determinant(x[0])
+    assert f"value={one.value.item():.4g}," in repr(one)
     assert (exact.error, exact.terms, exact.probes) == (0.0, 0, 0)
     torch.testing.assert_close(exact.value, truth)
     for terms in (1, 3, 30):

@@ -203,7 +203,7 @@ def test_a_full_disk_is_an_error_of_one_line(tmp_path, file):
 def test_a_second_writer_is_refused_until_the_first_has_ended(tmp_path):
     path = tmp_path / "run"
     with RunFolder(path, SPEC):
-        with pytest.raises(InputError, match="in use by another process") as caught:
+        with pytest.raises(InputError, match="another process, or open in this one;") as caught:
             RunFolder(path, SPEC)
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
     with RunFolder(path, SPEC) as folder:

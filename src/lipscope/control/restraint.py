@@ -393,7 +393,9 @@ class SigmaCap(_Scaling):
             start = start_named(f"{self.seed}|{seen.index}|{seen.entry}")
             top = top_singular(seen.attention.linearise(seen.x), tol=_CAP_TOL, generator=start)
             if top.status == "non_finite":
-                raise InputError(f"Sigma of layer {seen.index} should be finite. Found {top.note}.")
+                raise InputError(
+                    f"Sigma of layer {seen.index} should be finite. Found that {top.note}."
+                )
             least = found[seen.index][2] if seen.index in found else self.cap * (1 + _ROUNDING)
             if top.upper > least:
                 factor = torch.tensor(self.cap / top.upper, dtype=torch.float64)

@@ -286,11 +286,12 @@ def _markup(text: str) -> str:
 
 def _value_in_words(value: Any) -> str:
     """Numbers in four digits, what is large by its size, what has no words by its class."""
+    value = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(value, float):
         return f"{value:.4g}"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         if value.ndim != 1 or len(value) > _FEW:
-            return f"{' × '.join(map(str, value.shape)) or 'one'} numbers, {value.dtype}"
+            return f"{' × '.join(map(str, value.shape))} numbers, {value.dtype}"
         value = value.tolist()
     if isinstance(value, list | tuple | dict):
         plain = all(isinstance(one, float | int | str) for one in value) and len(value) <= _FEW

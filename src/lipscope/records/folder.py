@@ -98,7 +98,7 @@ class RunFolder:
 
     Raises:
         InputError: If the folder cannot be read or written, holds another specification, or
-            is in use by another process.
+            is in use by another process, or open in this one.
     """
 
     def __init__(
@@ -178,8 +178,8 @@ class RunFolder:
                 return _taken(self.path)
             except BlockingIOError:
                 raise InputError(
-                    f"`out = {self.path}` is in use by another process; wait until that one has "
-                    "ended, or choose another folder."
+                    f"`out = {self.path}` is in use by another process, or open in this one; wait "
+                    "until it has ended, close it, or choose another folder."
                 ) from None
 
     @contextlib.contextmanager
