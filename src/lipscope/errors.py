@@ -12,7 +12,10 @@ import math
 import re
 from collections.abc import Iterator
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SHOWN = 160  # characters of a value
 
@@ -72,6 +75,14 @@ def check_finite_number(name: str, value: object) -> None:
     """Refuse an argument that is no finite number; a tensor of one entry may be."""
     if not _is_number(value):
         raise InputError(f"`{name}` should be a finite number. Found {stated(name, value)}.")
+
+
+def check_finite_numbers(name: str, values: Tensor) -> None:
+    """Refuse a tensor with NaN or Inf, and say where the first one is."""
+    bad = ~values.isfinite()
+    if bool(bad.any()):
+        where = tuple(bad.nonzero()[0].tolist())
+        raise InputError(f"`{name}` should be finite. Found NaN or Inf in it, first at {where}.")
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:

@@ -380,7 +380,7 @@ CAUSAL, _ = case("heads", 0)
             lambda: search_ratio(PLAIN, radius=1.0, starts=0),
             "`starts` should be a positive integer.",
         ),
-        (lambda: split_at(PLAIN, X * torch.nan), "`x` should be finite numbers, (n, d)."),
+        (lambda: split_at(PLAIN, X * torch.nan), "`x` should be finite. Found NaN or Inf in it"),
         (lambda: split_at(PLAIN, "x"), "`x` should be finite numbers, (n, d). Found x."),
         (
             lambda: split_at(PLAIN, X, log_weights=X[0].double()),
@@ -388,7 +388,7 @@ CAUSAL, _ = case("heads", 0)
         ),
         (
             lambda: split_at(PLAIN, X, log_weights=X[:, 0] / 0),
-            "`log_weights` should be finite. Found NaN or Inf.",
+            "`log_weights` should be finite. Found NaN or Inf in it, first at (0,).",
         ),
         (
             lambda: PLAIN(X, log_weights=X @ X.T),

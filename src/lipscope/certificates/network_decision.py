@@ -23,7 +23,7 @@ from lipscope.certificates.forms import OutOfReachError, jacobian
 from lipscope.certificates.margin import NetworkBall
 from lipscope.certificates.read_out import attention_alone, read_out_radius
 from lipscope.display import Shown
-from lipscope.errors import InputError, shown
+from lipscope.errors import InputError, check_finite_numbers, shown
 from lipscope.linalg import few_threads
 from lipscope.models import Network, Norm
 from lipscope.theorems import NotApplicableError
@@ -285,8 +285,7 @@ def certify_network(
     tokens = torch.ones(len(x), dtype=torch.bool) if tokens is None else tokens
     if ball not in get_args(DecisionBall):
         raise InputError(f"`ball` should be joint, token or each. Found `{ball}`.")
-    if not bool(x.isfinite().all()):
-        raise InputError("`x` should be finite. Found NaN or Inf in it.")
+    check_finite_numbers("x", x)
     if not isinstance(tokens, Tensor) or tokens.shape != (len(x),) or not bool(tokens.any()):
         raise InputError(
             f"`tokens` should be True for some of {len(x)} tokens. Found `{shown(tokens)}`."

@@ -24,7 +24,7 @@ from lipscope.dynamics.integrate import (
     events_of,
     integrate,
 )
-from lipscope.errors import InputError, check_count, check_positive
+from lipscope.errors import InputError, check_count, check_finite_numbers, check_positive
 from lipscope.linalg import start_named
 from lipscope.measures import TokenMeasure, token_map
 
@@ -247,8 +247,7 @@ def _tokens_in_double(x: Tensor) -> Tensor:
     if not isinstance(x, Tensor) or x.ndim != 2 or not x.numel() or not x.is_floating_point():
         found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"`x` should be tokens, (n, d), at least one. Found `{found}`.")
-    if not bool(x.isfinite().all()):
-        raise InputError("`x` should be finite. Found NaN or Inf in it.")
+    check_finite_numbers("x", x)
     return x.detach().to("cpu", torch.float64)
 
 

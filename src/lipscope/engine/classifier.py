@@ -16,7 +16,7 @@ from lipscope.display import Shown
 from lipscope.engine.direction_words import Texts, beginning_of, check_texts
 from lipscope.engine.ready_model import ReadyModel
 from lipscope.engine.runs import maps_at
-from lipscope.errors import InputError
+from lipscope.errors import InputError, check_finite_numbers
 from lipscope.models import digest, whole_text
 
 Pool = Literal["mean", "first"]
@@ -41,10 +41,9 @@ class Classifier(Shown):
     by: str = "the read-out given, on this layer's pooled output"  # what decides, in words
 
     def __post_init__(self) -> None:
-        if not all(
-            bool(one.isfinite().all()) for one in (self.weight, self.bias) if one is not None
-        ):
-            raise InputError("`read_out` should be finite. Found NaN or Inf in it.")
+        for one in (self.weight, self.bias):
+            if one is not None:
+                check_finite_numbers("read_out", one)
 
     @property
     def digests(self) -> list[str]:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lipscope.errors import InputError, check_count
+from lipscope.errors import InputError, check_count, check_finite_numbers
 from lipscope.linalg.operator import Operator, check_map, linearise, stretch
 from lipscope.linalg.singular import DEFAULT_MEMORY, TopSingular, top_singular
 
@@ -77,8 +77,7 @@ def sigma(
     check_map(layer, x)
     whole = _Stretch(layer, memory)
     for name, one in (("x", x), *whole.named_parameters()):
-        if not bool(one.isfinite().all()):
-            raise InputError(f"`{name}` should be finite. Found NaN or Inf in it.")
+        check_finite_numbers(name, one)
     check_count("memory", memory)
     op = _operator(layer, x, memory)
     _refuse_hidden(layer, x)

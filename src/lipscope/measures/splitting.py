@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lipscope.attention import Attention, Softmax
 from lipscope.display import Shown
-from lipscope.errors import InputError, shown
+from lipscope.errors import InputError, check_finite_numbers, shown
 from lipscope.linalg import Operator, linearise, start_named, top_singular_batch
 from lipscope.measures.mean_field import TokenMeasure, largest, push_forward, weighted
 from lipscope.measures.transport import wasserstein
@@ -84,17 +84,14 @@ def split_at(
     >>> found.token, round(found.splitting, 4), round(found.moving, 4)
     (1, 1.5535, 1.2187)
     """
-    if not isinstance(x, Tensor) or x.ndim != 2 or not bool(x.isfinite().all()):
+    if not isinstance(x, Tensor) or x.ndim != 2:
         found = tuple(x.shape) if isinstance(x, Tensor) else shown(x)
-        held = isinstance(x, Tensor) and x.ndim == 2
-        raise InputError(
-            f"`x` should be finite numbers, (n, d). Found {found}"
-            f"{', NaN or Inf among them' if held else ''}."
-        )
+        raise InputError(f"`x` should be finite numbers, (n, d). Found {found}.")
+    check_finite_numbers("x", x)
     if x.dtype not in (torch.float32, torch.float64):
         raise InputError(f"`x` should be in float32 or float64. Found {str(x.dtype)[6:]}.")
-    if log_weights is not None and not bool(torch.as_tensor(log_weights).isfinite().all()):
-        raise InputError("`log_weights` should be finite. Found NaN or Inf.")
+    if log_weights is not None:
+        check_finite_numbers("log_weights", torch.as_tensor(log_weights))
     if in_closed_form(f):
         assert isinstance(f, Attention)
         own = own_operator(f, x, log_weights=log_weights)

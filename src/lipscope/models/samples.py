@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipscope.errors import InputError
+from lipscope.errors import InputError, check_finite_numbers
 from lipscope.models.images import image_samples
 from lipscope.models.loading import LoadedModel, digest
 from lipscope.models.pretrained import Bytes
@@ -68,10 +68,9 @@ def _check_tensor(value: Any, name: str = "data") -> None:
             f"{str(value.dtype)[6:]} of shape {tuple(value.shape)} on `{value.device}`, "
             f"{str(value.layout)[6:]}."
         )
-    bad = value.isnan() if "mask" in name or "bias" in name else ~value.isfinite()
-    if bool(bad.any()):
-        where = tuple(bad.nonzero()[0].tolist())
-        raise InputError(f"`{name}` should be finite. Found NaN or Inf in it, first at {where}.")
+    # -inf hides a token
+    of_mask = "mask" in name or "bias" in name
+    check_finite_numbers(name, value.masked_fill(value.isneginf(), 0) if of_mask else value)
 
 
 def _text_samples(

@@ -24,7 +24,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention, DotProduct, Map
-from lipscope.errors import InputError, check_count, check_positive, shown
+from lipscope.errors import (
+    InputError,
+    check_count,
+    check_finite_numbers,
+    check_positive,
+    shown,
+)
 from lipscope.linalg import Metric, norm_in_double
 from lipscope.records import Bound
 from lipscope.theorems.head import (
@@ -463,8 +469,7 @@ def _completed(told: _Told, layer: Attention) -> _Told:
     if radius is not None and radius != 0:  # which it is of zeros
         check_positive("radius", radius)
     for name, weight in layer.state_dict().items():
-        if not bool(weight.isfinite().all()):
-            raise InputError(f"`layer.{name}` should be finite. Found NaN or infinity in it.")
+        check_finite_numbers(f"layer.{name}", weight)
     if x is not None:
         x = tokens_in_double(x, layer.query.shape[1])
         if num_tokens not in (None, len(x)):
