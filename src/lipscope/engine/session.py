@@ -516,8 +516,9 @@ class Session:
     def _check_tokens(self, moving: int | None, reading: int | None = None) -> None:
         """Whether the tokens that may move, and those that are read, are there."""
         for option, count in (("move", moving), ("read", reading or moving)):
-            if count is not None:
-                parse_tokens(getattr(self.spec, option), count, option)
+            text = getattr(self.spec, option)
+            if count is not None and text != "all":
+                parse_tokens(text, count, option)
 
     # --- a map at an input
 

@@ -208,13 +208,12 @@ def check_map(f: object, x: object) -> None:
         raise InputError(f"`x` should be a tensor of some real numbers. Found `{found}`.")
 
 
-def check_operator(op: object) -> None:
-    """Refuse what is no operator."""
-    if not isinstance(op, Operator):
-        raise InputError(
-            "`op` should be an `Operator`, as `lipscope.linearise(layer, x)` gives it. Found "
-            f"`{type(op).__name__}`."
-        )
+def no_operator(op: object) -> InputError:
+    """What is said of something else in the place of an operator."""
+    return InputError(
+        "`op` should be an `Operator`, as `lipscope.linearise(layer, x)` gives it. Found "
+        f"`{type(op).__name__}`."
+    )
 
 
 def _random_direction(x: Tensor) -> Tensor:
@@ -430,7 +429,8 @@ def to_dense(op: Operator) -> Tensor:
     tensor([[2., 0.],
             [0., 4.]])
     """
-    check_operator(op)
+    if not isinstance(op, Operator):
+        raise no_operator(op)
     eye = torch.eye(op.in_size, dtype=op.dtype, device=op.device)
     columns = op.matvec(eye.reshape(op.in_size, *op.in_shape))
     return columns.reshape(op.in_size, -1).T.contiguous()

@@ -17,8 +17,8 @@ from scipy.special import betaincinv
 from torch import Tensor
 
 from lipscope.display import Shown
-from lipscope.errors import InputError, check_count, check_finite_number
-from lipscope.linalg.operator import Operator, Together, check_operator
+from lipscope.errors import InputError, stated
+from lipscope.linalg.operator import Operator, Together, no_operator
 from lipscope.linalg.torch_state import few_threads
 
 
@@ -402,20 +402,24 @@ def top_singular_batch(
 
 
 def _check_solver(op: Operator, tol: float, delta: float, max_steps: int) -> None:
-    check_operator(op)
-    check_count("max_steps", max_steps)
-    check_finite_number("tol", tol)
-    check_finite_number("delta", delta)
+    if not isinstance(op, Operator):
+        raise no_operator(op)
+    if not isinstance(max_steps, int) or max_steps < 1:
+        raise InputError(
+            f"`max_steps` should be a positive integer. Found {stated('max_steps', max_steps)}."
+        )
     if op.dtype not in SLACK:
         raise InputError(
             "The operator should be in float32 or float64, whose rounding the interval covers. "
             f"Found {str(op.dtype)[6:]}; convert the layer and its input, as with `.float()`."
         )
     least, kind = SMALLEST_TOL[op.dtype], str(op.dtype)[6:]
-    if not tol >= least:
-        raise InputError(f"`tol` should be at least {least:g} in {kind}. Found `tol = {tol}`.")
-    if not 0.0 < delta < 1.0:
-        raise InputError(f"`delta` should be between 0 and 1. Found `delta = {delta}`.")
+    if isinstance(tol, str) or not least <= tol < math.inf:
+        raise InputError(
+            f"`tol` should be at least {least:g} in {kind}. Found {stated('tol', tol)}."
+        )
+    if isinstance(delta, str) or not 0.0 < delta < 1.0:
+        raise InputError(f"`delta` should be between 0 and 1. Found {stated('delta', delta)}.")
 
 
 def _random_starts(op: Operator, generators: Sequence[torch.Generator | None]) -> Tensor:

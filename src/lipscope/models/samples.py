@@ -68,6 +68,8 @@ def _check_tensor(value: Any, name: str = "data") -> None:
             f"{str(value.dtype)[6:]} of shape {tuple(value.shape)} on `{value.device}`, "
             f"{str(value.layout)[6:]}."
         )
+    if not value.is_floating_point():
+        return
     # -inf hides a token
     of_mask = "mask" in name or "bias" in name
     check_finite_numbers(name, value.masked_fill(value.isneginf(), 0) if of_mask else value)
