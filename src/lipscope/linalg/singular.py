@@ -17,7 +17,7 @@ from scipy.special import betaincinv
 from torch import Tensor
 
 from lipscope.display import Shown
-from lipscope.errors import InputError, stated
+from lipscope.errors import InputError, check_count, stated
 from lipscope.linalg.operator import Operator, Together, no_operator
 from lipscope.linalg.torch_state import few_threads
 
@@ -404,10 +404,8 @@ def top_singular_batch(
 def _check_solver(op: Operator, tol: float, delta: float, max_steps: int) -> None:
     if not isinstance(op, Operator):
         raise no_operator(op)
-    if not isinstance(max_steps, int) or max_steps < 1:
-        raise InputError(
-            f"`max_steps` should be a positive integer. Found {stated('max_steps', max_steps)}."
-        )
+    if type(max_steps) is not int or max_steps < 1:
+        check_count("max_steps", max_steps)
     if op.dtype not in SLACK:
         raise InputError(
             "The operator should be in float32 or float64, whose rounding the interval covers. "
@@ -415,9 +413,8 @@ def _check_solver(op: Operator, tol: float, delta: float, max_steps: int) -> Non
         )
     least, kind = SMALLEST_TOL[op.dtype], str(op.dtype)[6:]
     if isinstance(tol, str) or not least <= tol < math.inf:
-        raise InputError(
-            f"`tol` should be at least {least:g} in {kind}. Found {stated('tol', tol)}."
-        )
+        found = stated("tol", tol)
+        raise InputError(f"`tol` should be at least {least:g} in {kind}. Found {found}.")
     if isinstance(delta, str) or not 0.0 < delta < 1.0:
         raise InputError(f"`delta` should be between 0 and 1. Found {stated('delta', delta)}.")
 
