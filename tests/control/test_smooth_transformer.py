@@ -103,8 +103,8 @@ def test_no_input_found_by_ascent_moves_the_scores_by_more_than_the_bound(varian
         model = smooth(variant, seed, cap=1.5, causal=causal, pool=pool).double().eval()
         steps(model, 2)
         bound = float(model.bound.detach())
-        x = torch.randn(4, 5, 8, dtype=torch.float64, requires_grad=True)
-        e = torch.randn(4, 5, 8, dtype=torch.float64, requires_grad=True)
+        x = torch.randn(4, 6, 8, dtype=torch.float64, requires_grad=True)
+        e = torch.randn(4, 6, 8, dtype=torch.float64, requires_grad=True)
         adam = torch.optim.Adam([x, e], lr=0.1)
         for _ in range(25):
             move = e / e.norm(dim=-1, keepdim=True)
@@ -114,6 +114,19 @@ def test_no_input_found_by_ascent_moves_the_scores_by_more_than_the_bound(varian
             adam.zero_grad()
             (-found.log().sum()).backward()
             adam.step()
+
+
+def test_the_bound_knows_the_most_tokens():
+    model = smooth("l2", cap=1.5)
+    free, known = ls.lipschitz_bound(model, num_tokens=10**9), ls.lipschitz_bound(model)
+    assert known.num_tokens == 6 and known.value.item() == model.bound.item()
+    assert known.value.item() < 0.5 * free.value.item()
+    for variant in ("sigmoid", "sinkhorn", "lipschitz-norm"):  # no bound for any number of tokens
+        own = SmoothTransformer(8, 2, 1, variant=variant, outputs=3, length=6, vocabulary=5)
+        op = ls.linearise(
+            lambda x, own=own: own.scores(x[None])[0], own.double().tokens(IDS[:1])[0]
+        )
+        assert max_token_norm(op).lower <= own.bound.item() < math.inf
 
 
 def test_the_bound_of_vectors_is_of_the_vectors():

@@ -106,7 +106,7 @@ class SmoothTransformer(nn.Module):
     leaves.
 
     ``bound`` is `lipscope.lipschitz_bound` in the norm ``max-token``, of the tokens before the
-    clip: read from the weights as they are, whatever capped them.
+    clip, at most ``length``: read from the weights as they are, whatever capped them.
 
     Caps act at once, by a parametrisation of every matrix (`NormCap`), or after a step of the
     optimiser, in `cap_weights`. Weights that `torch.optim.Muon` takes are `matrices`; all others
@@ -259,7 +259,7 @@ class SmoothTransformer(nn.Module):
             return Network(tuple(branches), head.new_full((n,), 1 / n), head, none)
         eye = torch.eye(len(head)).to(head)
         last = Branch(Feed(head, none, eye, none, "identity"), skip=False)
-        return Chain((*branches, last))
+        return Chain((*branches, last), len(self.positions))
 
     def _capped_weights(self) -> Iterator[tuple[Any, str, float]]:
         """Every matrix but the table of token vectors: who holds it, its name, cap over ``cap``."""

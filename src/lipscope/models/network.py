@@ -138,9 +138,10 @@ class Branch:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Branches after each other: a map of tokens."""
+    """Branches after each other: a map of tokens, at most so many where that is known."""
 
     branches: tuple[Branch, ...]
+    num_tokens: int | None = None
 
     def __call__(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d_out"]:
         """The stream after all of them."""

@@ -130,7 +130,8 @@ def lipschitz_bound(
         norm: ``max-token``, how far any token (or the scores) can move when no token moves by more
             than 1, or ``frobenius``.
         radius: Largest norm of a token of the stream; None for all inputs.
-        num_tokens: Number of tokens at most; needed where a bound depends on it.
+        num_tokens: Number of tokens at most, where a bound depends on it; that of the parts, such
+            as of a pool or of a `SmoothTransformer`, if None.
 
     Raises:
         InputError: Where no bound is known, or it is infinite: of which part, and what to do.
@@ -151,8 +152,8 @@ def lipschitz_bound(
     if num_tokens is not None:
         check_count("num_tokens", num_tokens)
     pooled = isinstance(network, Network)
-    if pooled and num_tokens is None and len(network.share):
-        num_tokens = len(network.share)
+    if num_tokens is None:
+        num_tokens = (len(network.share) or None) if pooled else network.num_tokens
     r = torch.as_tensor(math.inf if radius is None else radius, dtype=torch.float64)
     run = _Run(norm, num_tokens, r)
     try:
