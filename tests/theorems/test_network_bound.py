@@ -351,6 +351,48 @@ def test_heads_together_are_between_what_is_reached_and_their_sum(heads: int) ->
     assert found <= 1.25 * reached
 
 
+@pytest.mark.parametrize("heads", [1, 2, 5])
+@pytest.mark.parametrize("steep", [0.3, 1.0, 4.0])
+def test_heads_that_read_one_query_reach_their_bound(heads: int, steep: float) -> None:
+    """``√(H + a²) + a``: a score of 0 everywhere, and all heads moved by one move of the query."""
+    n, e = 2000, torch.eye(3, dtype=DOUBLE)
+    a = steep / math.sqrt(heads)
+    reads = a * (torch.outer(e[0], e[2]) + torch.outer(e[1], e[0]))  # e1 to e2, e3 to e1
+    query, key = reads.repeat(heads, 1), torch.eye(3, dtype=DOUBLE).repeat(heads, 1)
+    value = e[0].repeat(heads, 1)
+    layer = ls.DotProduct(query, key, value, scale=1.0, heads=heads)
+    x = torch.zeros(n, 3, dtype=DOUBLE)
+    x[:, 0] = 1.0
+    x[1::2, 0] = -1.0
+    # A value's move along e1, a key's along e2, at the angle that makes most of both.
+    most = math.hypot(1.0, a)
+    move = (e[0] + a * x[:, :1] * e[1]) / most
+    move[0] = e[2]
+    z = torch.func.jvp(layer, (x,), (move,))[1][0]
+    found, bound = float(z.norm()), float(ls.lipschitz_bound(layer, radius=1.0))
+    assert bound == pytest.approx(math.sqrt(heads + steep**2) + steep, rel=1e-9)
+    assert (1 - 3 / n) * bound - 0.01 <= found <= bound
+
+
+@pytest.mark.parametrize("norm", ["max-token", "frobenius"])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_heads_that_read_one_query_by_dense_matrices(heads: int, norm: Any) -> None:
+    k, r, n = D // heads, 1.5, 7
+    q, key, v, o = (torch.linalg.qr(weight(D, D, seed))[0] for seed in range(4))
+    bias = drawn(D, seed=5, size=0.1)
+    layer = ls.DotProduct(q, key, v, o, heads=heads, scale=1.0, query_bias=bias, causal=True)
+    parts = (w.unflatten(0, (heads, k)) for w in (q, key))
+    a = torch.cat([y.mT @ x for x, y in zip(*parts, strict=True)])  # the A_h above each other
+    b = torch.cat([y.mT @ x for x, y in zip(bias.split(k), key.split(k), strict=True)])
+    m = torch.cat([o[:, i : i + k] @ v[i : i + k] for i in range(0, D, k)], 1)
+    own = r**2 * torch.linalg.matrix_norm(a, 2)
+    root = 1.0 if norm == "max-token" else math.sqrt(n)
+    others = root * torch.hypot(own.new_tensor(heads**0.5), own + r * b.norm())
+    most = float(torch.linalg.matrix_norm(m, 2) * (others + own))
+    bound = float(ls.lipschitz_bound(layer, norm=norm, radius=r, num_tokens=n))
+    assert attacked(layer, r, norm, shape=(n, D), steps=20) <= bound <= most * (1 + 1e-9)
+
+
 def test_l2_attention_at_all_inputs_is_nearly_reached() -> None:
     """A token at 0 among opposed ones (Kim et al.): ``4 φ - 1 + 2 / (1 + φ)`` of ``4 φ + 1``."""
     one = torch.ones(1, 1, dtype=DOUBLE)

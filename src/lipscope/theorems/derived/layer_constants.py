@@ -102,6 +102,25 @@ class Constant(NamedTuple):
     """Of attention: how much a row of its steepest head moves before values are projected."""
 
 
+def heads_norm(
+    left: Float[Tensor, "h o k"], right: Float[Tensor, "h k d"], sizes: Float[Tensor, " h"]
+) -> Float[Tensor, ""]:
+    """``>= ‖[s_1 M_1 … s_H M_H]‖ = ‖Σ_h s_h² M_h M_h^T‖^(1/2)``, ``M_h = L_h R_h``.
+
+    With what rounding can hide where products cancel; a derivative in all three.
+    """
+    top = sizes.detach().amax().clamp_min(1e-150)
+    sizes = sizes / top
+    few = right.shape[1] < right.shape[2]
+    with torch.no_grad():
+        narrow = torch.linalg.qr(right.mT, mode="r").R.mT if few else right
+        wide = (left @ narrow) * sizes[:, None, None]
+        u = torch.linalg.eigh((wide @ wide.mT).sum(0)).eigenvectors[:, -1]
+    pulled = length(((u @ left)[:, None] @ right)[:, 0])
+    hidden = UNIT * (sizes * _size(left) * _size(right)).sum()
+    return top * (length(sizes * pulled) + hidden)
+
+
 def heads_together(
     left: Float[Tensor, "h o k"], right: Float[Tensor, "h k d"], sizes: Float[Tensor, " h"]
 ) -> Float[Tensor, ""]:
@@ -117,21 +136,13 @@ def heads_together(
     1.414213562
     """
     if not bool(sizes.isfinite().all()):
-        return reach(product_norm(left.mT, right), sizes).sum()
-    few = right.shape[1] < right.shape[2]
-    with torch.no_grad():
-        narrow = torch.linalg.qr(right.mT, mode="r").R.mT if few else right
-        wide = (left @ narrow) * sizes[:, None, None]
-        gram = wide @ wide.mT
+        return reach(product_above(left.mT, right), sizes).sum()
     own = sizes * product_norm(left.mT, right)
     found = []
     for shares in (own, own.square()) if len(own) > 1 else (own,):
-        c = shares.clamp_min(1e-9 * float(shares.detach().amax()) + 1e-150)
-        with torch.no_grad():
-            u = torch.linalg.eigh((gram / c[:, None, None]).sum(0)).eigenvectors[:, -1]
-        pulled = sizes * length(((u @ left)[:, None] @ right)[:, 0])
-        found.append(c.sum() * (pulled.square() / c).sum())
-    return torch.stack(found).amin().sqrt()
+        c = shares.clamp_min(1e-9 * float(shares.detach().amax()) + 1e-150).sqrt()
+        found.append(length(c) * heads_norm(left, right, sizes / c))
+    return torch.stack(found).amin()
 
 
 class LayerHeads:
@@ -167,9 +178,8 @@ class LayerHeads:
         return w.unflatten(0, (parts, -1)).repeat_interleave(times, 0)
 
     def together(self, right: Tensor, sizes: Tensor) -> Tensor:
-        """`heads_together` through the output projection, rounding in it."""
-        hidden = UNIT * (_size(self.o) * _size(right)).sum()
-        return heads_together(self.o, right, sizes) + reach(hidden, sizes.amax())
+        """`heads_together` through the output projection."""
+        return heads_together(self.o, right, sizes)
 
     @property
     def norm_a(self) -> Float[Tensor, " h"]:
@@ -195,12 +205,32 @@ class LayerHeads:
     @property
     def unit(self) -> Float[Tensor, "h k k"]:
         """The identity of every head's values."""
-        return torch.eye(self.v.shape[1]).to(self.v).expand(len(self.v), -1, -1)
+        return _eye(self.v)
 
     def writes(self, mean: Tensor, biased: float = 1.0) -> Float[Tensor, ""]:
         """``>= |y_i|`` where the heads' own parts are at most ``mean``; rows may read nothing."""
         fixed = biased * (self.o @ self.bv[..., None])[..., 0].sum(0) + self.bo
         return mean + torch.maximum(length(fixed), length(self.bo))
+
+
+class _Query(NamedTuple):
+    """How heads read their one query: a row's own move is at most ``own |L^T R e_i|``.
+
+    Its mean over others is at most ``base`` with ``others |L^T R x_i| / radius + bias``: the root
+    of their squares (``plain``), or their sum.
+    """
+
+    left: Float[Tensor, "h k m"]
+    right: Float[Tensor, "h k d"]
+    own: Float[Tensor, " h"]
+    base: Float[Tensor, " h"]
+    others: Float[Tensor, " h"]
+    bias: Float[Tensor, " h"]
+    plain: bool = False
+
+    def finite(self, moves: Float[Tensor, " h"]) -> bool:
+        """Whether all of it is, and what heads move by."""
+        return bool((moves + self.own + self.others + self.bias).isfinite().all())
 
 
 class _Row(NamedTuple):
@@ -212,6 +242,7 @@ class _Row(NamedTuple):
     others: Float[Tensor, " h"]
     own: Float[Tensor, " h"]
     logits: Float[Tensor, " h"] | None = None
+    query: _Query | None = None
 
 
 def attention_constant(
@@ -255,10 +286,37 @@ def _softmax(at: LayerHeads, norm: BoundNorm) -> Constant:
             slope, radius = _normed(value_norm, at.v, at.bv, at.radius, at.layer.value_width)
             right = at.unit
         row = _scores(at, radius, slope)
-    moves = gain * (_counted(at, row, norm) + row.own)
+    root = _column_root(at, row, norm)
+    moves = gain * (root * row.others + row.own)
     fixed = 0.0 if value_norm is not None else 1.0
     size = at.writes(at.together(right, radius), fixed)
-    return Constant(at.together(right, moves), size, moves.amax())
+    found = at.together(right, moves)
+    if len(moves) > 1 and row.query is not None and row.query.finite(moves):
+        means = gain * root * row.others
+        found = torch.minimum(found, _one_query(at, right, row.query, root, means, moves))
+    return Constant(found, size, moves.amax())
+
+
+def _one_query(
+    at: LayerHeads, right: Tensor, query: _Query, root: Tensor, means: Tensor, moves: Tensor
+) -> Float[Tensor, ""]:
+    """Heads that read one query: it cannot be the worst one for each of them.
+
+    ``‖Σ_h M_h M_h^T / c_h‖^(1/2) (√(Σ_h c_h u_h²) + ‖Σ_h c_h D_h^T D_h‖^(1/2))`` for means of at
+    most ``u_h`` and own moves of at most ``|D_h e_i|``, the less at two choices of ``c_h > 0``.
+    What ``u_h`` has of the query is summed like its moves, where that is less.
+    """
+    alike, found = torch.ones_like(moves), []
+    for shares in (alike, product_norm(at.o.mT, right) / moves.clamp_min(1e-150)):
+        c = shares.clamp_min(1e-9 * float(shares.detach().amax()) + 1e-150).sqrt()
+        counted = c * root
+        base, bias = length(counted * query.base), length(counted * query.bias)
+        others = bias + heads_norm(query.right.mT, query.left, counted * query.others)
+        others = torch.hypot(base, others) if query.plain else base + others
+        others = torch.minimum(others, length(c * means))
+        own = heads_norm(query.right.mT, query.left, c * query.own)
+        found.append(heads_norm(at.o, right, 1 / c) * (others + own))
+    return torch.stack(found).amin()
 
 
 def _plain(layer: Attention) -> bool:
@@ -267,24 +325,27 @@ def _plain(layer: Attention) -> bool:
     return layer.rotary is None and layer.softcap is None and not normed
 
 
-def _counted(at: LayerHeads, row: _Row, norm: BoundNorm) -> Float[Tensor, " h"]:
-    """A mean over what a row reads, in the norm: times the root of a column's sum."""
+def _column_root(at: LayerHeads, row: _Row, norm: BoundNorm) -> Tensor:
+    """What a mean over what a row reads is multiplied by: the root of a column's sum."""
     if norm == "max-token":
-        return row.others
+        return row.others.new_ones(())
     sums = None if at.n is None else row.others.new_full((), float(at.n))
     if at.every and at.layer.score_bias is None and row.logits is not None:
         near = row.logits.clamp_max(700).exp()
         sums = near if sums is None else torch.minimum(sums, near)
     if sums is None:
         raise NotApplicableError(_TOKENS)
-    return row.others * sums.sqrt()
+    return sums.sqrt()
 
 
 def _inner_products(at: LayerHeads) -> _Row:
     """``<A x_i + b, x_j>``: ``√(1 + β²)`` and ``α``, ``β = (‖A‖ R + |b|) R``, ``α = ‖A‖ R²``."""
     alpha = reach(at.norm_a, at.radius.square())
-    beta = alpha + reach(at.along_query, at.radius)
-    return _Row((1 + beta.square()).sqrt(), alpha, 2 * beta)
+    bias = reach(at.along_query, at.radius)
+    beta, one = alpha + bias, torch.ones_like(alpha)
+    own = one * at.scale * at.radius.square()
+    query = _Query(at.k, at.q, own, one, own, bias, plain=True)
+    return _Row((1 + beta.square()).sqrt(), alpha, 2 * beta, query)
 
 
 def _scores(at: LayerHeads, radius: Tensor, slope: Tensor) -> _Row:
@@ -302,7 +363,17 @@ def _scores(at: LayerHeads, radius: Tensor, slope: Tensor) -> _Row:
     logits = 2 * turned * q * k
     if layer.softcap is not None:
         logits = logits.clamp_max(2 * layer.softcap)
-    return _Row(slope + reach(a, radius), reach(t, radius), logits)
+    given = None
+    if query is None or len(query.weight) == layer.head_width:  # no norm of all heads together
+        steep = turned * lq / spectral_norm(at.q).clamp_min(1e-150)
+        read = steep * reach(lk, radius)
+        own, others = steep * reach(k, radius), reach(read, r)
+        given = _Query(_eye(at.q), at.q, own, slope, others, read * length(at.bq))
+    return _Row(slope + reach(a, radius), reach(t, radius), logits, given)
+
+
+def _eye(right: Float[Tensor, "h k d"]) -> Float[Tensor, "h k k"]:
+    return torch.eye(right.shape[1]).to(right).expand(len(right), -1, -1)
 
 
 def _distances(at: LayerHeads, gain: Tensor) -> _Row:
@@ -320,7 +391,8 @@ def _distances(at: LayerHeads, gain: Tensor) -> _Row:
         )
         # what holds everywhere is proved for the sum of a column of ones alone
         logits = torch.where(less, logits, math.inf)
-    return _Row(others, own, logits)
+    query = _Query(_eye(at.q), at.q, own, gain * others, 0 * own, 0 * own)
+    return _Row(others, own, logits, query)
 
 
 def sigmoid_moves(at: LayerHeads) -> tuple[Tensor, Tensor, Tensor]:
