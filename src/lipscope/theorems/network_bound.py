@@ -182,7 +182,8 @@ def layer_max_token(layer: Attention, num_tokens: int, radius: float) -> float:
 
     ``√(Σ_h c_h) ‖Σ_h (a_h + t_h)² M_h M_h^T / c_h‖^(1/2)``, ``M_h = O_h V_h``, with
     ``a_h = √(1 + β²)`` and ``t_h = α`` for inner products of affine maps; other scores and
-    variants have their own.
+    variants have their own. Or, where that is less, by the one query that all heads read,
+    ``‖Σ_h M_h M_h^T / c_h‖^(1/2) (√(Σ_h c_h + T²) + T)``, ``T = R² ‖Σ_h c_h A_h^T A_h‖^(1/2)``.
 
     Holds for any mask and biases, rotary embeddings, soft caps, norms of queries and keys, and the
     variants, on n tokens of norm at most R.
