@@ -393,6 +393,25 @@ def test_heads_that_read_one_query_by_dense_matrices(heads: int, norm: Any) -> N
     assert attacked(layer, r, norm, shape=(n, D), steps=20) <= bound <= most * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("size", [1e-85, 1e-40, 1e60])
+def test_heads_of_any_size_have_the_bound_of_their_shape(size: float) -> None:
+    """Scores, or values and output, of products that leave the squares of float64."""
+    q, key, v, o = (weight(6, 6, seed) for seed in range(4))
+    bound = float(ls.lipschitz_bound(ls.DotProduct(q, key, v, o, heads=3), radius=1.3))
+    steep = ls.DotProduct(size * q, size * key, v, o, heads=3)
+    assert float(ls.lipschitz_bound(steep, radius=1.3 / size)) == pytest.approx(bound)
+    wide = ls.DotProduct(q, key, size * v, size * o, heads=3)
+    found = float(ls.lipschitz_bound(wide, radius=1.3).value) / size / size
+    assert bound * (1 - 1e-9) <= found <= 1.1 * bound
+
+
+def test_cosine_attention_on_all_inputs_is_that_of_a_wide_ball() -> None:
+    own = [torch.linalg.qr(weight(D, D, seed))[0] for seed in range(4)]
+    layer = ls.ScaledCosineAttention(*own, heads=4, temperature=1.0)
+    wide, whole = (float(ls.lipschitz_bound(layer, radius=r)) for r in (1e6, None))
+    assert wide <= whole * (1 + 1e-9) and whole <= 1.01 * wide
+
+
 def test_l2_attention_at_all_inputs_is_nearly_reached() -> None:
     """A token at 0 among opposed ones (Kim et al.): ``4 φ - 1 + 2 / (1 + φ)`` of ``4 φ + 1``."""
     one = torch.ones(1, 1, dtype=DOUBLE)

@@ -381,7 +381,9 @@ def top_right(matrix: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b c 1"]:
 
 
 def _unit(v: Tensor) -> Tensor:
-    return v / v.norm(dim=-2, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
+    tiny = torch.finfo(v.dtype).tiny
+    v = v / v.abs().amax(-2, keepdim=True).clamp_min(tiny)  # whose square has a place
+    return v / v.norm(dim=-2, keepdim=True).clamp_min(tiny)
 
 
 def product_norm(

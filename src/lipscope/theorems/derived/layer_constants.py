@@ -109,8 +109,8 @@ def heads_norm(
 
     With what rounding can hide where products cancel; a derivative in all three.
     """
-    top = sizes.detach().amax().clamp_min(1e-150)
-    sizes = sizes / top
+    scales = [one.detach().abs().amax().clamp_min(1e-150) for one in (left, right, sizes)]
+    left, right, sizes = (x / y for x, y in zip((left, right, sizes), scales, strict=True))
     few = right.shape[1] < right.shape[2]
     with torch.no_grad():
         narrow = torch.linalg.qr(right.mT, mode="r").R.mT if few else right
@@ -118,7 +118,7 @@ def heads_norm(
         u = torch.linalg.eigh((wide @ wide.mT).sum(0)).eigenvectors[:, -1]
     pulled = length(((u @ left)[:, None] @ right)[:, 0])
     hidden = UNIT * (sizes * _size(left) * _size(right)).sum()
-    return top * (length(sizes * pulled) + hidden)
+    return (length(sizes * pulled) + hidden) * scales[0] * scales[1] * scales[2]
 
 
 def heads_together(
@@ -216,21 +216,25 @@ class LayerHeads:
 class _Query(NamedTuple):
     """How heads read their one query: a row's own move is at most ``own |L^T R e_i|``.
 
-    Its mean over others is at most ``base`` with ``others |L^T R x_i| / radius + bias``: the root
-    of their squares (``plain``), or their sum.
+    Where ``others`` is known, its mean over others is at most ``base`` with
+    ``others |L^T R x_i| / radius + bias``: the root of their squares (``plain``), or their sum.
     """
 
     left: Float[Tensor, "h k m"]
     right: Float[Tensor, "h k d"]
     own: Float[Tensor, " h"]
-    base: Float[Tensor, " h"]
-    others: Float[Tensor, " h"]
-    bias: Float[Tensor, " h"]
+    base: Float[Tensor, " h"] | None = None
+    others: Float[Tensor, " h"] | None = None
+    bias: Float[Tensor, " h"] | None = None
     plain: bool = False
 
-    def finite(self, moves: Float[Tensor, " h"]) -> bool:
-        """Whether all of it is, and what heads move by."""
-        return bool((moves + self.own + self.others + self.bias).isfinite().all())
+    def means(self, counted: Float[Tensor, " h"]) -> Float[Tensor, ""]:
+        """The root of the sum of squares of means, times ``counted``, by what they read."""
+        if self.base is None or self.others is None or self.bias is None:
+            return counted.new_tensor(math.inf)
+        read = heads_norm(self.right.mT, self.left, counted * self.others)
+        read, base = read + length(counted * self.bias), length(counted * self.base)
+        return torch.hypot(base, read) if self.plain else base + read
 
 
 class _Row(NamedTuple):
@@ -291,9 +295,10 @@ def _softmax(at: LayerHeads, norm: BoundNorm) -> Constant:
     fixed = 0.0 if value_norm is not None else 1.0
     size = at.writes(at.together(right, radius), fixed)
     found = at.together(right, moves)
-    if len(moves) > 1 and row.query is not None and row.query.finite(moves):
+    query = row.query
+    if len(moves) > 1 and query is not None and bool((moves + query.own).isfinite().all()):
         means = gain * root * row.others
-        found = torch.minimum(found, _one_query(at, right, row.query, root, means, moves))
+        found = torch.minimum(found, _one_query(at, right, query, root, means, moves))
     return Constant(found, size, moves.amax())
 
 
@@ -309,11 +314,7 @@ def _one_query(
     alike, found = torch.ones_like(moves), []
     for shares in (alike, product_norm(at.o.mT, right) / moves.clamp_min(1e-150)):
         c = shares.clamp_min(1e-9 * float(shares.detach().amax()) + 1e-150).sqrt()
-        counted = c * root
-        base, bias = length(counted * query.base), length(counted * query.bias)
-        others = bias + heads_norm(query.right.mT, query.left, counted * query.others)
-        others = torch.hypot(base, others) if query.plain else base + others
-        others = torch.minimum(others, length(c * means))
+        others = torch.minimum(length(c * means), query.means(c * root))
         own = heads_norm(query.right.mT, query.left, c * query.own)
         found.append(heads_norm(at.o, right, 1 / c) * (others + own))
     return torch.stack(found).amin()
@@ -367,8 +368,9 @@ def _scores(at: LayerHeads, radius: Tensor, slope: Tensor) -> _Row:
     if query is None or len(query.weight) == layer.head_width:  # no norm of all heads together
         steep = turned * lq / spectral_norm(at.q).clamp_min(1e-150)
         read = steep * reach(lk, radius)
-        own, others = steep * reach(k, radius), reach(read, r)
-        given = _Query(_eye(at.q), at.q, own, slope, others, read * length(at.bq))
+        given = _Query(_eye(at.q), at.q, steep * reach(k, radius))
+        if bool((others := reach(read, r)).isfinite().all()):
+            given = given._replace(base=slope, others=others, bias=read * length(at.bq))
     return _Row(slope + reach(a, radius), reach(t, radius), logits, given)
 
 
@@ -391,8 +393,7 @@ def _distances(at: LayerHeads, gain: Tensor) -> _Row:
         )
         # what holds everywhere is proved for the sum of a column of ones alone
         logits = torch.where(less, logits, math.inf)
-    query = _Query(_eye(at.q), at.q, own, gain * others, 0 * own, 0 * own)
-    return _Row(others, own, logits, query)
+    return _Row(others, own, logits, _Query(_eye(at.q), at.q, own))
 
 
 def sigmoid_moves(at: LayerHeads) -> tuple[Tensor, Tensor, Tensor]:
