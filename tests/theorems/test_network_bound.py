@@ -316,6 +316,48 @@ def test_the_factor_of_a_head_is_reached(radius: float) -> None:
     assert 0.98 * float(bound) <= reached <= float(bound)
 
 
+def test_the_number_of_tokens_counts_once_in_a_chain() -> None:
+    """Rows that all read the first token: ``√n`` after one layer and after three."""
+    n, eye, none = 9, torch.eye(2, dtype=DOUBLE), torch.zeros(2, 2, dtype=DOUBLE)
+    mask = torch.zeros(n, n, dtype=torch.bool)
+    mask[:, 0] = True
+    layer = Branch(ls.DotProduct(none, none, eye, mask=mask), skip=False)
+    chain = Chain((layer,) * 3)
+    x = drawn(n, 2, seed=0)
+    exact = float(torch.linalg.matrix_norm(to_dense(ls.linearise(chain, x)), 2))
+    bound = ls.lipschitz_bound(chain, norm="frobenius", radius=1.0, num_tokens=n)
+    assert exact == pytest.approx(3.0) and float(bound) == pytest.approx(exact, rel=1e-9)
+    share = torch.full((n,), 1 / n, dtype=DOUBLE)
+    pooled = Network(chain.branches, share, eye, torch.zeros(2, dtype=DOUBLE))
+    assert float(ls.lipschitz_bound(pooled, norm="frobenius")) == pytest.approx(1.0, rel=1e-9)
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_both_norms_of_a_chain_know_each_other(heads: int, pooled: bool) -> None:
+    branches: list[Branch] = []
+    for name, layer in kinds(heads):
+        if name in ("dot product", "causal, biased", "L2", "cosine", "sigmoid"):
+            branches += [Branch(None, Clip(0.4)), Branch(layer, skip=0.5)]
+    if not pooled:
+        net: Any = Chain(tuple(branches))
+    else:
+        net = Network(tuple(branches), torch.full((N,), 1 / N).double(), *two_classes())
+    size: Any = {"radius": 0.4, "num_tokens": N}
+    whole, largest = (
+        float(ls.lipschitz_bound(net, norm=n, **size)) for n in ("frobenius", "max-token")
+    )
+    assert whole <= (1.0 if pooled else math.sqrt(N)) * largest * (1 + 1e-9)
+    found = attacked(
+        lambda x: net(x)[:, None] if pooled else net(x), 0.4, "frobenius", steps=15, starts=9
+    )
+    assert found <= whole
+
+
+def two_classes() -> tuple[Tensor, Tensor]:
+    return weight(2, D, 3), torch.zeros(2, dtype=DOUBLE)
+
+
 def means(left: Tensor, right: Tensor) -> float:
     """The bound where scores are constant: of heads ``L_h R_h`` that read means of tokens."""
     heads, _, k = left.shape

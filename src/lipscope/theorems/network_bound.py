@@ -6,10 +6,11 @@ radius that the parts before it leave. Theorem and proof: ``docs/theory/network-
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -115,7 +116,9 @@ def lipschitz_bound(
     """How much the output of a whole network can move when its input moves, from above.
 
     Its parts each have a constant on tokens of the radius that the parts before them leave; these
-    multiply, and add in residual sums. Differentiable in the weights, float64.
+    multiply, and add in residual sums. In ``frobenius`` the largest move of a token is followed as
+    well, so the number of tokens counts once and not in every layer. Differentiable in the weights,
+    float64.
 
     Holds for attention in closed form, norms, token-wise networks, weighted residual sums, clips,
     fixed pools and linear heads, under the model's own masks. Proof:
@@ -226,14 +229,22 @@ def _parts(model: Any, data: Any) -> Network | Chain:
 
 
 class _Run:
-    """The bound and the radius, up to a part of the network."""
+    """The bound and the radius, up to a part of the network.
+
+    In the norm ``frobenius`` also ``token``: how far one token can move by a move of all of 1.
+    """
 
     def __init__(self, norm: BoundNorm, num_tokens: int | None, radius: Tensor) -> None:
         self.norm: BoundNorm = norm
         self.n, self.radius = num_tokens, radius
-        self.value = torch.ones_like(radius)
+        self.value = self.token = torch.ones_like(radius)
         self.parts: list[PartBound] = []
         self.counts: dict[str, int] = {}
+
+    @property
+    def share(self) -> Float[Tensor, ""]:
+        """The largest move of a token over that of all."""
+        return torch.where(self.value > 0, self.token / self.value.clamp_min(1e-300), 1.0)
 
     def _multiply(
         self,
@@ -277,22 +288,31 @@ class _Run:
             found, what = _feed(part, tokens), _of_feed(part) + name
         else:
             what = f"attention, {type(part).__name__}{name}"
+            constant = functools.partial(attention_constant, part, tokens, num_tokens=self.n)
             try:
-                found = attention_constant(part, tokens, norm=self.norm, num_tokens=self.n)
+                found = constant(norm=self.norm, share=self.share)
             except NotApplicableError as why:
                 raise InputError(
                     f"A network should be of parts that have a bound in the norm {self.norm}. "
                     f"Found `{type(part).__name__}`: {why}."
                 ) from None
+        each = found.constant  # of one token
+        if isinstance(part, Attention) and self.norm == "frobenius":
+            each = torch.full_like(each, math.inf)
+            with contextlib.suppress(NotApplicableError):
+                each = constant(norm="max-token").constant
         kept = torch.as_tensor(branch.skip, dtype=torch.float64, device=slope.device).abs()
         self._multiply(what, found.constant, found.rows, slope, kept)
+        token = reach(self.token, kept + reach(slope, each))
+        self.token = torch.minimum(token, self.value)  # no token moves by more than all
         radius = found.radius + reach(kept, self.radius)
         self.radius = radius if bool(radius.isfinite()) else radius.detach()
 
     def pool(self, share: Float[Tensor, " n"]) -> None:
         """A mean of tokens, or one of them."""
         size = share.abs().sum()
-        self._multiply("pool", size if self.norm == "max-token" else length(share))
+        together = torch.minimum(length(share), size * self.share)
+        self._multiply("pool", size if self.norm == "max-token" else together)
         self.radius = reach(size, self.radius)
         self.norm = "frobenius"  # of one row both norms are the same
 
@@ -369,7 +389,7 @@ def _between(outer: Tensor, sizes: Tensor, inner: Tensor) -> Tensor:
     return spectral_norm(outer * root) * spectral_norm(root[:, None] * inner)
 
 
-@cache
+@functools.cache
 def slopes(name: ActivationName) -> tuple[float, float]:
     """The least and the largest slope of an activation on the whole line.
 

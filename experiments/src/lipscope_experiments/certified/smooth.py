@@ -99,7 +99,7 @@ def slope_before_head(model: Any) -> float:
     """
     if not isinstance(model, SmoothTransformer):
         return 1.0 if isinstance(model[0], nn.Flatten) else _WORDS**-0.5
-    whole = min(float(lipschitz_bound(model, norm=n)) for n in ("max-token", "frobenius"))
+    whole = float(lipschitz_bound(model, norm="frobenius"))
     return whole * _entry(model) / norm_of(model.head.weight)
 
 
@@ -194,7 +194,7 @@ def smooth(study: Study) -> None:
         "mean of word vectors in the same ball, or all pixels, and one linear map: its radius is "
         "exact.",
         "By the bound: margin over (slope of what the head reads, times the distance of two rows "
-        "of the head), the lesser of the bounds in both norms; all test inputs at once.",
+        "of the head), in the norm frobenius; all test inputs at once.",
         "Certificate: `certify_decision`, of joint moves of the stream behind the clip, which are "
         "no larger than those before it; of digits its radius over the norm of the first linear "
         "map, so of the image. No flip: the smallest one found in that stream, above which neither "

@@ -148,8 +148,15 @@ def heads_together(
 class LayerHeads:
     """The weights of a layer by head, in float64, for the tokens that enter it."""
 
-    def __init__(self, layer: Attention, tokens: Tokens, num_tokens: int | None) -> None:
+    def __init__(
+        self,
+        layer: Attention,
+        tokens: Tokens,
+        num_tokens: int | None,
+        share: float | Float[Tensor, ""] = 1.0,
+    ) -> None:
         self.layer, h, g = layer, layer.num_heads, layer.num_groups
+        self.share = share
         self.n = num_tokens if layer.mask is None else layer.mask.shape[-1]
         self.scale = abs(layer.scale)
         self.slope = tokens.radius.new_ones(())
@@ -250,16 +257,22 @@ class _Row(NamedTuple):
 
 
 def attention_constant(
-    layer: Attention, tokens: Tokens, *, norm: BoundNorm, num_tokens: int | None = None
+    layer: Attention,
+    tokens: Tokens,
+    *,
+    norm: BoundNorm,
+    num_tokens: int | None = None,
+    share: float | Float[Tensor, ""] = 1.0,
 ) -> Constant:
     """The constant of an attention layer on tokens of a radius, and the radius of what it gives.
 
-    Infinite where the radius is, unless the layer is Lipschitz on all inputs.
+    Infinite where the radius is, unless the layer is Lipschitz on all inputs. In the norm
+    ``frobenius`` of moves whose largest token is at most ``share`` of the whole.
 
     Raises:
         NotApplicableError: Where none is known, and why.
     """
-    at = LayerHeads(layer, tokens, num_tokens)
+    at = LayerHeads(layer, tokens, num_tokens, share)
     if isinstance(layer, SigmoidAttention):
         found = _sigmoid(at)
     elif isinstance(layer, SinkhornAttention | LipschitzNormAttention):
@@ -327,10 +340,13 @@ def _plain(layer: Attention) -> bool:
 
 
 def _column_root(at: LayerHeads, row: _Row, norm: BoundNorm) -> Tensor:
-    """What a mean over what a row reads is multiplied by: the root of a column's sum."""
+    """What a mean over what a row reads is multiplied by: the root of a column's sum.
+
+    Or, where that is less, of as many rows as there are that read the largest token alone.
+    """
     if norm == "max-token":
         return row.others.new_ones(())
-    sums = None if at.n is None else row.others.new_full((), float(at.n))
+    sums = None if at.n is None else at.n * row.others.new_ones(()) * at.share**2
     if at.every and at.layer.score_bias is None and row.logits is not None:
         near = row.logits.clamp_max(700).exp()
         sums = near if sums is None else torch.minimum(sums, near)
