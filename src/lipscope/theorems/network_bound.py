@@ -6,7 +6,6 @@ radius that the parts before it leave. Theorem and proof: ``docs/theory/network-
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Iterator
@@ -284,29 +283,36 @@ class _Run:
         part = branch.part
         if part is None:
             found, what = Constant(tokens.slope, tokens.size), name.removeprefix(" after ")
+            each = found.constant
         elif isinstance(part, Feed):
             found, what = _feed(part, tokens), _of_feed(part) + name
+            each = found.constant
         else:
             what = f"attention, {type(part).__name__}{name}"
-            constant = functools.partial(attention_constant, part, tokens, num_tokens=self.n)
-            try:
-                found = constant(norm=self.norm, share=self.share)
-            except NotApplicableError as why:
-                raise InputError(
-                    f"A network should be of parts that have a bound in the norm {self.norm}. "
-                    f"Found `{type(part).__name__}`: {why}."
-                ) from None
-        each = found.constant  # of one token
-        if isinstance(part, Attention) and self.norm == "frobenius":
-            each = torch.full_like(each, math.inf)
-            with contextlib.suppress(NotApplicableError):
-                each = constant(norm="max-token").constant
+            found, each = self._attention(part, tokens)
         kept = torch.as_tensor(branch.skip, dtype=torch.float64, device=slope.device).abs()
         self._multiply(what, found.constant, found.rows, slope, kept)
         token = reach(self.token, kept + reach(slope, each))
         self.token = torch.minimum(token, self.value)  # no token moves by more than all
         radius = found.radius + reach(kept, self.radius)
         self.radius = radius if bool(radius.isfinite()) else radius.detach()
+
+    def _attention(self, part: Attention, tokens: Tokens) -> tuple[Constant, Tensor]:
+        """Its constant in the norm, and that of one token."""
+        of = functools.partial(attention_constant, part, tokens, num_tokens=self.n)
+        try:
+            found = of(norm=self.norm, share=self.share)
+        except NotApplicableError as why:
+            raise InputError(
+                f"A network should be of parts that have a bound in the norm {self.norm}. "
+                f"Found `{type(part).__name__}`: {why}."
+            ) from None
+        if self.norm == "max-token":
+            return found, found.constant
+        try:
+            return found, of(norm="max-token").constant
+        except NotApplicableError:
+            return found, torch.full_like(found.constant, math.inf)
 
     def pool(self, share: Float[Tensor, " n"]) -> None:
         """A mean of tokens, or one of them."""
