@@ -354,6 +354,53 @@ def test_both_norms_of_a_chain_know_each_other(heads: int, pooled: bool) -> None
     assert found <= whole
 
 
+def test_rows_are_at_most_the_root_of_their_number_times_one() -> None:
+    """Ninety-seven heads of L2, whose shares are not monotone in what they move by."""
+    g, h, n = 4, 96, 9000
+    m = math.sqrt(133) + 6
+    w = torch.full((h + 1,), 3**0.5, dtype=DOUBLE)
+    w[0] = 0.1
+    value = torch.full((h + 1,), 1 / (g * m), dtype=DOUBLE)
+    value[0] = 1.0
+    out = torch.zeros(h // g + 1, h + 1, dtype=DOUBLE)
+    out[0, 0] = 1.0
+    for i in range(h):
+        out[1 + i // g, 1 + i] = 1.0
+    four: Any = torch.diag(w), torch.diag(value / w.square()), out
+    layer = ls.L2Attention(*four, heads=h + 1, causal=True)
+    whole, row = (
+        float(ls.lipschitz_bound(layer, norm=norm, radius=1.0, num_tokens=n))
+        for norm in ("frobenius", "max-token")
+    )
+    assert whole <= math.sqrt(n) * row * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("norm", "exact"), [("frobenius", 33.0), ("max-token", 99.0)])
+def test_attention_after_a_pool_reads_one_row(norm: Any, exact: float) -> None:
+    eye, none = torch.eye(2, dtype=DOUBLE), torch.zeros(2, 2, dtype=DOUBLE)
+    tail = (Branch(ls.DotProduct(none, none, eye), skip=False), Branch())
+    share = torch.full((9,), 11.0, dtype=DOUBLE)
+    net = Network((), share, eye, none[0], tail=tail)
+    found = float(ls.lipschitz_bound(net, norm=norm, radius=1.0))
+    assert found == pytest.approx(2 * exact, rel=1e-9)
+
+
+def test_the_derivative_through_both_norms_is_that_of_differences() -> None:
+    layers = dict(kinds(4))
+    value = layers["dot product"].value.clone().requires_grad_()
+    along = drawn(*value.shape, seed=4)
+
+    def bound(v: Tensor) -> Tensor:
+        chain = [Branch(layers["dot product"].replace(value=v), Clip(0.4), skip=0.5)] * 3
+        own = ls.lipschitz_bound(Chain(tuple(chain)), norm="frobenius", radius=1.0, num_tokens=N)
+        return own.value
+
+    (slope,) = torch.autograd.grad(bound(value), value)
+    with torch.no_grad():
+        step = (bound(value + 1e-6 * along) - bound(value - 1e-6 * along)) / 2e-6
+    assert float((slope * along).sum()) == pytest.approx(float(step), rel=1e-5)
+
+
 def two_classes() -> tuple[Tensor, Tensor]:
     return weight(2, D, 3), torch.zeros(2, dtype=DOUBLE)
 

@@ -116,8 +116,8 @@ def lipschitz_bound(
 
     Its parts each have a constant on tokens of the radius that the parts before them leave; these
     multiply, and add in residual sums. In ``frobenius`` the largest move of a token is followed as
-    well, so the number of tokens counts once and not in every layer. Differentiable in the weights,
-    float64.
+    well: where the constants of tokens do not know their number, it counts once and not in every
+    layer. Differentiable in the weights, float64.
 
     Holds for attention in closed form, norms, token-wise networks, weighted residual sums, clips,
     fixed pools and linear heads, under the model's own masks. Proof:
@@ -230,7 +230,7 @@ def _parts(model: Any, data: Any) -> Network | Chain:
 class _Run:
     """The bound and the radius, up to a part of the network.
 
-    In the norm ``frobenius`` also ``token``: how far one token can move by a move of all of 1.
+    In the norm ``frobenius`` also ``token``: how far one can move where all together move by 1.
     """
 
     def __init__(self, norm: BoundNorm, num_tokens: int | None, radius: Tensor) -> None:
@@ -243,7 +243,8 @@ class _Run:
     @property
     def share(self) -> Float[Tensor, ""]:
         """The largest move of a token over that of all."""
-        return torch.where(self.value > 0, self.token / self.value.clamp_min(1e-300), 1.0)
+        some = self.value > 0
+        return torch.where(some, self.token / torch.where(some, self.value, 1.0), 1.0)
 
     def _multiply(
         self,
@@ -282,7 +283,10 @@ class _Run:
         name = "" if branch.norm is None else f" after {_name(branch.norm)}"
         part = branch.part
         if part is None:
-            found, what = Constant(tokens.slope, tokens.size), name.removeprefix(" after ")
+            found, what = (
+                Constant(tokens.slope, tokens.size),
+                name.removeprefix(" after ") or "identity",
+            )
             each = found.constant
         elif isinstance(part, Feed):
             found, what = _feed(part, tokens), _of_feed(part) + name
@@ -310,9 +314,14 @@ class _Run:
         if self.norm == "max-token":
             return found, found.constant
         try:
-            return found, of(norm="max-token").constant
+            each = of(norm="max-token").constant
         except NotApplicableError:
             return found, torch.full_like(found.constant, math.inf)
+        n = self.n if part.mask is None else part.mask.shape[-1]
+        if n is not None:  # no rows move by more than the largest of them
+            whole = torch.minimum(found.constant, reach(n**0.5 * self.share, each))
+            found = found._replace(constant=whole)
+        return found, each
 
     def pool(self, share: Float[Tensor, " n"]) -> None:
         """A mean of tokens, or one of them."""
@@ -320,7 +329,7 @@ class _Run:
         together = torch.minimum(length(share), size * self.share)
         self._multiply("pool", size if self.norm == "max-token" else together)
         self.radius = reach(size, self.radius)
-        self.norm = "frobenius"  # of one row both norms are the same
+        self.norm, self.token = "frobenius", self.value  # of one row both norms are the same
 
     def score(self, head: Float[Tensor, "c d"]) -> None:
         """The linear head."""

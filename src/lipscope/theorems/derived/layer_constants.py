@@ -342,7 +342,7 @@ def _plain(layer: Attention) -> bool:
 def _column_root(at: LayerHeads, row: _Row, norm: BoundNorm) -> Tensor:
     """What a mean over what a row reads is multiplied by: the root of a column's sum.
 
-    Or, where that is less, of as many rows as there are that read the largest token alone.
+    Or, where that is less, the number of rows times the square of ``share``.
     """
     if norm == "max-token":
         return row.others.new_ones(())
