@@ -382,7 +382,7 @@ def top_right(matrix: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b c 1"]:
 
 def _unit(v: Tensor) -> Tensor:
     tiny = torch.finfo(v.dtype).tiny
-    v = v / v.abs().amax(-2, keepdim=True).clamp_min(tiny)  # whose square has a place
+    v = v / v.abs().amax(-2, keepdim=True).clamp_min(tiny)  # so that its square is finite and not 0
     return v / v.norm(dim=-2, keepdim=True).clamp_min(tiny)
 
 

@@ -106,7 +106,7 @@ class SmoothTransformer(nn.Module):
     leaves.
 
     ``bound`` is `lipscope.lipschitz_bound` in the norm ``max-token``, of the tokens before the
-    clip, at most ``length``: read from the weights as they are, whatever capped them.
+    clip, at most ``length`` of them: read from the weights as they are, whatever capped them.
 
     Caps act at once, by a parametrisation of every matrix (`NormCap`), or after a step of the
     optimiser, in `cap_weights`. Weights that `torch.optim.Muon` takes are `matrices`; all others

@@ -138,7 +138,7 @@ class Branch:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Branches after each other: a map of tokens, at most so many where that is known."""
+    """Branches after each other: a map of tokens, at most ``num_tokens`` if that is known."""
 
     branches: tuple[Branch, ...]
     num_tokens: int | None = None

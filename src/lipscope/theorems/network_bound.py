@@ -241,7 +241,7 @@ class _Run:
         self.counts: dict[str, int] = {}
 
     @property
-    def share(self) -> Float[Tensor, ""]:
+    def largest(self) -> Float[Tensor, ""]:
         """The largest move of a token over that of all."""
         some = self.value > 0
         return torch.where(some, self.token / torch.where(some, self.value, 1.0), 1.0)
@@ -282,18 +282,16 @@ class _Run:
         slope, tokens = _entered(branch.norm, self.radius)
         name = "" if branch.norm is None else f" after {_name(branch.norm)}"
         part = branch.part
-        if part is None:
-            found, what = (
-                Constant(tokens.slope, tokens.size),
-                name.removeprefix(" after ") or "identity",
-            )
-            each = found.constant
-        elif isinstance(part, Feed):
-            found, what = _feed(part, tokens), _of_feed(part) + name
-            each = found.constant
-        else:
+        if isinstance(part, Attention):
             what = f"attention, {type(part).__name__}{name}"
             found, each = self._attention(part, tokens)
+        elif isinstance(part, Feed):
+            what, found = _of_feed(part) + name, _feed(part, tokens)
+            each = found.constant
+        else:
+            what = name.removeprefix(" after ") or "identity"
+            found = Constant(tokens.slope, tokens.size)
+            each = found.constant
         kept = torch.as_tensor(branch.skip, dtype=torch.float64, device=slope.device).abs()
         self._multiply(what, found.constant, found.rows, slope, kept)
         token = reach(self.token, kept + reach(slope, each))
@@ -305,7 +303,7 @@ class _Run:
         """Its constant in the norm, and that of one token."""
         of = functools.partial(attention_constant, part, tokens, num_tokens=self.n)
         try:
-            found = of(norm=self.norm, share=self.share)
+            found = of(norm=self.norm, largest=self.largest)
         except NotApplicableError as why:
             raise InputError(
                 f"A network should be of parts that have a bound in the norm {self.norm}. "
@@ -319,14 +317,14 @@ class _Run:
             return found, torch.full_like(found.constant, math.inf)
         n = self.n if part.mask is None else part.mask.shape[-1]
         if n is not None:  # no rows move by more than the largest of them
-            whole = torch.minimum(found.constant, reach(n**0.5 * self.share, each))
+            whole = torch.minimum(found.constant, reach(n**0.5 * self.largest, each))
             found = found._replace(constant=whole)
         return found, each
 
     def pool(self, share: Float[Tensor, " n"]) -> None:
         """A mean of tokens, or one of them."""
         size = share.abs().sum()
-        together = torch.minimum(length(share), size * self.share)
+        together = torch.minimum(length(share), size * self.largest)
         self._multiply("pool", size if self.norm == "max-token" else together)
         self.radius = reach(size, self.radius)
         self.norm, self.token = "frobenius", self.value  # of one row both norms are the same

@@ -153,10 +153,10 @@ class LayerHeads:
         layer: Attention,
         tokens: Tokens,
         num_tokens: int | None,
-        share: float | Float[Tensor, ""] = 1.0,
+        largest: float | Float[Tensor, ""] = 1.0,
     ) -> None:
         self.layer, h, g = layer, layer.num_heads, layer.num_groups
-        self.share = share
+        self.largest = largest
         self.n = num_tokens if layer.mask is None else layer.mask.shape[-1]
         self.scale = abs(layer.scale)
         self.slope = tokens.radius.new_ones(())
@@ -262,17 +262,17 @@ def attention_constant(
     *,
     norm: BoundNorm,
     num_tokens: int | None = None,
-    share: float | Float[Tensor, ""] = 1.0,
+    largest: float | Float[Tensor, ""] = 1.0,
 ) -> Constant:
     """The constant of an attention layer on tokens of a radius, and the radius of what it gives.
 
     Infinite where the radius is, unless the layer is Lipschitz on all inputs. In the norm
-    ``frobenius`` of moves whose largest token is at most ``share`` of the whole.
+    ``frobenius`` of moves of which no token has more than ``largest`` of the whole.
 
     Raises:
         NotApplicableError: Where none is known, and why.
     """
-    at = LayerHeads(layer, tokens, num_tokens, share)
+    at = LayerHeads(layer, tokens, num_tokens, largest)
     if isinstance(layer, SigmoidAttention):
         found = _sigmoid(at)
     elif isinstance(layer, SinkhornAttention | LipschitzNormAttention):
@@ -340,13 +340,13 @@ def _plain(layer: Attention) -> bool:
 
 
 def _column_root(at: LayerHeads, row: _Row, norm: BoundNorm) -> Tensor:
-    """What a mean over what a row reads is multiplied by: the root of a column's sum.
+    """What a mean over what a row reads is multiplied by.
 
-    Or, where that is less, the number of rows times the square of ``share``.
+    The root of a column's sum, or ``√n largest`` where that is less.
     """
     if norm == "max-token":
         return row.others.new_ones(())
-    sums = None if at.n is None else at.n * row.others.new_ones(()) * at.share**2
+    sums = None if at.n is None else at.n * row.others.new_ones(()) * at.largest**2
     if at.every and at.layer.score_bias is None and row.logits is not None:
         near = row.logits.clamp_max(700).exp()
         sums = near if sums is None else torch.minimum(sums, near)
