@@ -243,3 +243,24 @@ def test_a_file_that_cannot_be_written(tmp_path, place):
 def test_too_many_tokens_are_refused():
     with pytest.raises(InputError, match=r"at most 6 tokens\. Found 7"):
         smooth()(torch.zeros(1, 7, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (torch.tensor([[1, 5]]), "Found ids from 1 to 5"),
+        (torch.tensor([[-1, 4]]), "Found ids from -1 to 4"),
+        (torch.tensor([[1.0]]), r"Found torch\.float32 of shape \(1, 1\)"),
+        (torch.tensor(3), r"Found torch\.int64 of shape \(\)"),
+    ],
+)
+def test_ids_that_it_has_not_are_refused(given, found):
+    model = SmoothTransformer(8, 2, 1, outputs=3, length=4, vocabulary=5)
+    with pytest.raises(InputError, match=rf"ids from 0 to 4, \(b, n\)\. {found}"):
+        model(given)
+
+
+def test_vectors_of_another_width_are_refused():
+    model = SmoothTransformer(8, 2, 1, outputs=3, length=4, features=6)
+    with pytest.raises(InputError, match=r"vectors \(b, n, 6\)\. Found .* \(1, 3, 5\)"):
+        model(torch.zeros(1, 3, 5))

@@ -657,6 +657,8 @@ def test_infinite_and_unknown_bounds_are_refused_in_one_line() -> None:
     assert math.isfinite(float(ls.lipschitz_bound(model)))
     with pytest.raises(ls.InputError, match="`data` should be an input"):
         ls.lipschitz_bound(nn.Linear(2, 2))
+    with pytest.raises(ls.InputError, match=r"should hold attention .* Found none in `Linear`"):
+        ls.lipschitz_bound(nn.Linear(2, 2), torch.zeros(1, 2))
     with pytest.raises(ls.InputError, match="Found 1 NaN or Inf in `weight`"):
         ls.lipschitz_bound(nn.Linear(1, 1, bias=False).requires_grad_(False).apply(_spoilt))
     with pytest.raises(ls.InputError, match="training diverged"):

@@ -224,12 +224,27 @@ class SmoothTransformer(nn.Module):
 
     def tokens(self, input_ids: Tensor) -> Float[Tensor, "b n d"]:
         """What the bound is a bound of moves of: token vectors with their positions."""
-        x = self.embedding(input_ids)
+        x = self._embedded(input_ids)
         if x.shape[-2] > len(self.positions):
             raise InputError(
                 f"A sequence should have at most {len(self.positions)} tokens. Found {x.shape[-2]}."
             )
         return x + self.positions[: x.shape[-2]]
+
+    def _embedded(self, given: Any) -> Tensor:
+        rows, columns = self.embedding.weight.shape
+        of_ids = isinstance(self.embedding, nn.Embedding)
+        wanted = f"ids from 0 to {rows - 1}, (b, n)" if of_ids else f"vectors (b, n, {columns})"
+        found, fits = type(given).__name__, False
+        if isinstance(given, Tensor):
+            found = f"{given.dtype} of shape {tuple(given.shape)}"
+            fits = given.ndim > 0 and given.is_floating_point() != of_ids
+        if fits and (of_ids or given.shape[-1] == columns):
+            try:
+                return self.embedding(given)
+            except IndexError:  # what they are is asked only then: it may wait for a GPU
+                found = f"ids from {int(given.min())} to {int(given.max())}"
+        raise InputError(f"`input_ids` should be {wanted}. Found {found}.")
 
     def scores(self, tokens: Float[Tensor, "b n d"]) -> Tensor:
         """The model from there on, clip and all."""

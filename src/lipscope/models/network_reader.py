@@ -37,7 +37,7 @@ from lipscope.models.tracing.map_endpoints import LayerMap
 from lipscope.models.tracing.maps import build_map
 from lipscope.models.tracing.prepare import implementation_for, prepared, swapped
 from lipscope.models.tracing.recorder import Inputs, to_device
-from lipscope.models.tracing.sites import AttentionCall, attention_sites
+from lipscope.models.tracing.sites import AttentionCall, attention_sites, is_attention
 from lipscope.models.tracing.trace import trace
 from lipscope.records import MapName
 
@@ -143,9 +143,7 @@ def read_map(
     return chain, x
 
 
-def read_parts(
-    model: nn.Module, inputs: Inputs, *, modules: str | None = None
-) -> tuple[Network | Chain, Float[Tensor, "n d"]]:
+def read_parts(model: nn.Module, inputs: Inputs) -> tuple[Network | Chain, Float[Tensor, "n d"]]:
     """The parts that a module is at an input, for bounds: with the weights that it has.
 
     As `read_network`, but attention may be of any kind that is read in closed form, residual sums
@@ -158,9 +156,14 @@ def read_parts(
     >>> len(parts.branches), tuple(parts(x).shape)
     (5, (5, 3))
     """
+    if not any(isinstance(m, Attention) or is_attention(m) for m in model.modules()):
+        raise InputError(
+            "The network should hold attention that is read in closed form. Found none in "
+            f"`{type(model).__name__}`; without attention the norms of its layers multiply."
+        )
     weights = model.named_parameters(remove_duplicate=False)
     trained = {name: p for name, p in weights if p.requires_grad}
-    with _traced(model, inputs, modules) as record:
+    with _traced(model, inputs, None) as record:
         search = PartsSearch(function_of(record))
         with _linked(record.model, trained):
             found = search.found()

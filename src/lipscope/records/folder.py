@@ -203,8 +203,8 @@ class RunFolder:
         if held is not None:
             if others := other_versions(held["provenance"], self._manifest["provenance"]):
                 remark(
-                    f"`{self.path}` was begun with {others}; what it holds is kept, and the "
-                    "command's `--force` makes all of it anew."
+                    f"`{self.path}` was begun with {others}; what it holds is kept (`--force` on "
+                    "the command line makes all of it anew)."
                 )
             self._manifest |= held
             self._marks = marks_of(held["files"])

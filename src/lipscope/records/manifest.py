@@ -150,8 +150,8 @@ def check_same(
     if other:
         raise InputError(
             f"`out = {path}` holds the run of another specification (it differs in "
-            f"{', '.join(other)}); choose another `out`, ask the same again, or replace the "
-            "run by the command's `--force`."
+            f"{', '.join(other)}); choose another `out`, ask the same again, or replace it "
+            "(`--force` on the command line)."
         )
     return both
 
