@@ -156,6 +156,12 @@ def test_the_parts_are_the_model(variant, pool):
     torch.testing.assert_close(network(model.tokens(ids)), model(ids))
 
 
+def test_a_head_of_a_vocabulary_costs_no_square_of_it():
+    sizes = {"vocabulary": 50_000, "outputs": 50_000, "length": 4, "causal": True}
+    head = SmoothTransformer(8, 2, 1, **sizes).as_network().branches[-1].part
+    assert (head.outer.shape, head.inner.shape) == ((50_000, 8), (8, 8))
+
+
 def test_a_decoder_reads_no_later_token():
     model = smooth(causal=True).eval()
     other = IDS.clone()

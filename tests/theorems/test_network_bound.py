@@ -637,6 +637,24 @@ def test_what_rounding_hides_where_products_cancel_is_in_the_number() -> None:
         assert math.hypot(1, 1e9 * exact) <= float(ls.lipschitz_bound(layer, radius=1.0))
 
 
+@pytest.mark.parametrize("norm", ["max-token", "frobenius"])
+def test_a_head_of_a_vocabulary_costs_no_square_of_it(norm: Any) -> None:
+    """An open decoder reads its own head: 40,000 squared would be 13 GB."""
+    opened = ls.load_model("random:gpt2:n_layer=1,n_embd=8,n_head=2,vocab_size=40000")
+    opened.model.requires_grad_(False)
+    parts = opened.as_network("Some words.")
+    assert isinstance(parts, Chain)
+    head = parts.branches[-1].part
+    assert isinstance(head, Feed)
+    assert head.outer.shape == (40_000, 8)
+    assert head.inner.shape == (8, 8)
+    asked: Any = {"norm": norm, "radius": 1.0, "num_tokens": 11}
+    bound = float(ls.lipschitz_bound(opened, "Some words.", **asked))
+    assert bound == float(ls.lipschitz_bound(parts, **asked))
+    found = attacked(parts, 1.0, norm, shape=(11, 8), starts=3, steps=10)
+    assert 1e-3 * bound < found <= bound
+
+
 def test_infinite_and_unknown_bounds_are_refused_in_one_line() -> None:
     four: Any = [weight(D, D, seed) for seed in range(4)]
     dot = ls.DotProduct(*four, heads=2)

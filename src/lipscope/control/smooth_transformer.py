@@ -272,8 +272,8 @@ class SmoothTransformer(nn.Module):
         if isinstance(self.pool, MeanPool):
             n = len(self.positions)
             return Network(tuple(branches), head.new_full((n,), 1 / n), head, none)
-        eye = torch.eye(len(head)).to(head)
-        last = Branch(Feed(head, none, eye, none, "identity"), skip=False)
+        eye = torch.eye(head.shape[1]).to(head)  # of a vocabulary squared it were too much
+        last = Branch(Feed(eye, head.new_zeros(len(eye)), head, none, "identity"), skip=False)
         return Chain((*branches, last), len(self.positions))
 
     def _capped_weights(self) -> Iterator[tuple[Any, str, float]]:

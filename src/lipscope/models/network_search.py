@@ -459,8 +459,8 @@ class PartsSearch(Search):
             if state.share is not None:
                 network = Network(state.branches, state.share, weight, bias, state.tail)
                 return Found(network, state.starts, self.function.x, lambda x: self.function(x)[0])
-            eye = torch.eye(len(weight), dtype=weight.dtype)
-            head = Feed(weight, bias, eye, torch.zeros_like(bias), "identity")
+            eye = torch.eye(weight.shape[1], dtype=weight.dtype)  # a vocabulary squared is too much
+            head = Feed(eye, torch.zeros_like(eye[0]), weight, bias, "identity")
             return self._whole(state, (*state.branches, Branch(head, skip=False)))
         return None
 
