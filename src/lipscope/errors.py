@@ -11,7 +11,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator
-from numbers import Real
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def check_finite_numbers(name: str, values: Tensor) -> None:
 
 def check_count(name: str, value: object, least: int = 1) -> None:
     """Refuse an argument that is no whole number, or is too small."""
-    if type(value) is not int or value < least:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         wanted = {0: "a whole number, not negative", 1: "a positive integer"}
         words = wanted.get(least, f"a whole number of at least {least}")
         raise InputError(f"`{name}` should be {words}. Found {stated(name, value)}.")

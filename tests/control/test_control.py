@@ -102,28 +102,29 @@ def test_gradients_are_those_of_the_value_in_the_weights_of_the_model(family, ho
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_row_gram_is_the_certificate_and_its_gradient_that_under_fixed_weights(family):
+def test_row_gram_is_the_certificate_and_its_gradient_that_of_the_value(family):
+    """Within a twentieth of its length: the weights p are nearly the best ones."""
     m = model(family)
     weight, held = weight_of(m), ls.restrain(m, IDS[:1], "row-gram", layers=[0])
-
-    def rows() -> JacobianRows:
-        layer, x = captured(m, 0)
-        return JacobianRows(AskedLayer(layer, x=x).together)
-
-    fixed = weighted_rows(rows())
+    layer, x = captured(m, 0)
     value = held.penalty()
+    fixed = weighted_rows(JacobianRows(AskedLayer(layer, x=x).together))
     assert float(value.detach()) == pytest.approx(fixed.value, rel=1e-9)
     assert float(value.detach()) >= dense(m, 0)
+    with torch.no_grad():
+        assert float(held.penalty()) == float(value)
     value.backward()
-    e = direction(weight)
-
-    def bound() -> float:
-        return (
-            float((fixed.weights * rows().eigenvalues(fixed.weights)[:, None]).sum(0).max()) ** 0.5
-        )
-
     assert weight.grad is not None
-    assert float((weight.grad * e).sum()) == pytest.approx(slope(weight, e, bound), rel=1e-4)
+    gradient = weight.grad.clone()
+
+    def found() -> float:
+        return float(held.penalty().detach())
+
+    size = float(gradient.norm())
+    for along in (gradient, direction(weight)):
+        e = along / along.norm()
+        change = slope(weight, e, found, h=1e-4)
+        assert float((gradient * e).sum()) == pytest.approx(change, abs=0.05 * size)
 
 
 def test_the_softmax_spread_is_that_of_the_weights():

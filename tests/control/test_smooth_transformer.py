@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import lipscope as ls
-from lipscope import InputError, SmoothTransformer
+from agreement import gaussian
+from lipscope import InputError, SmoothTransformer, lipschitz_bound
 from lipscope.control import NormCap
 from lipscope.linalg import max_token_norm
 
@@ -257,16 +258,56 @@ def test_too_many_tokens_are_refused():
         (torch.tensor([[1, 5]]), "Found ids from 1 to 5"),
         (torch.tensor([[-1, 4]]), "Found ids from -1 to 4"),
         (torch.tensor([[1.0]]), r"Found torch\.float32 of shape \(1, 1\)"),
+        (torch.tensor([[1, 2]], dtype=torch.uint8), r"Found torch\.uint8 of shape \(1, 2\)"),
         (torch.tensor(3), r"Found torch\.int64 of shape \(\)"),
     ],
 )
 def test_ids_that_it_has_not_are_refused(given, found):
     model = SmoothTransformer(8, 2, 1, outputs=3, length=4, vocabulary=5)
-    with pytest.raises(InputError, match=rf"ids from 0 to 4, \(b, n\)\. {found}"):
+    with pytest.raises(InputError, match=rf"ids from 0 to 4, \(b, n\), int64\. {found}"):
         model(given)
 
 
 def test_vectors_of_another_width_are_refused():
     model = SmoothTransformer(8, 2, 1, outputs=3, length=4, features=6)
-    with pytest.raises(InputError, match=r"vectors \(b, n, 6\)\. Found .* \(1, 3, 5\)"):
+    with pytest.raises(InputError, match=r"vectors \(b, n, 6\), float32\. Found .* \(1, 3, 5\)"):
         model(torch.zeros(1, 3, 5))
+    with pytest.raises(InputError, match=r"vectors .*, float32\. Found torch.float64"):
+        model(torch.zeros(1, 3, 6, dtype=torch.float64))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(torch.zeros(1, 3, 6, dtype=torch.bfloat16)).shape == (1, 3, 3)
+
+
+@pytest.mark.parametrize("size", [1e-13, 1e-30, 1e10, 1e30])
+def test_a_cap_holds_for_weights_of_any_size(size):
+    weight = gaussian(8, 8).float()
+    weight = size * weight / torch.linalg.matrix_norm(weight, 2)
+    capped = float(torch.linalg.matrix_norm(NormCap(1.0)(weight), 2))
+    assert capped == pytest.approx(min(size, 1.0), rel=0.02)
+
+
+@pytest.mark.parametrize("norm", ["max-token", "frobenius"])
+def test_a_bound_holds_for_shorter_sequences(norm):
+    """A mean of fewer tokens moves more: of one by as much as it."""
+    model = SmoothTransformer(8, 2, 1, outputs=3, length=8, vocabulary=5, pool="mean").double()
+    with torch.no_grad():
+        for one in model.sums:
+            weight = (
+                one.part.attention.parametrizations.value.original
+                if hasattr(one.part, "attention")
+                else one.part[2].parametrizations.weight.original
+            )
+            weight *= 1e-6
+    bound = float(lipschitz_bound(model, norm=norm))
+    for n in (1, 2, 8):
+        x = gaussian(n, 8) / 8
+        jacobian = torch.func.jacrev(lambda z: model.scores(z[None])[0])(x).detach()
+        if norm == "frobenius":
+            moved = float(torch.linalg.matrix_norm(jacobian.flatten(1), 2))
+        else:  # all tokens alike
+            moved = float(torch.linalg.matrix_norm(jacobian.sum(1), 2))
+        exact = float(lipschitz_bound(model, norm=norm, num_tokens=n))
+        assert moved <= exact <= bound * (1 + 1e-12)
+        assert moved == pytest.approx(exact, rel=1e-4)
+    with pytest.raises(InputError, match="should be 8, as many as are pooled"):
+        lipschitz_bound(model, num_tokens=9)

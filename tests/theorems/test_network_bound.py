@@ -655,6 +655,55 @@ def test_a_head_of_a_vocabulary_costs_no_square_of_it(norm: Any) -> None:
     assert 1e-3 * bound < found <= bound
 
 
+class Scorer(nn.Module):
+    """A head with a ReLU: at some inputs all its units are positive, at others none is."""
+
+    def __init__(self, bias: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        made: Any = {"norm_first": True, "batch_first": True, "layer_norm_eps": 0.1}
+        layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, activation="gelu", **made)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.inner, self.outer = nn.Linear(4, 2), nn.Linear(2, 2)
+        with torch.no_grad():
+            self.inner.weight.copy_(torch.tensor([[1.0, 2.0, -1.0, 0.5], [1.0, 2.0, -1.0, 0.51]]))
+            self.inner.bias.fill_(bias)
+            self.outer.weight.copy_(torch.tensor([[3.0, -3.0], [-3.0, 3.0]]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.relu(self.inner(self.encoder(x).mean(1))))
+
+
+@pytest.mark.parametrize("bias", [20.0, -20.0])
+def test_an_activation_that_is_linear_at_an_input_is_not_left_out(bias: float) -> None:
+    """``relu(z) = z`` there, or 0: nothing in the values of a run shows it."""
+    model = Scorer(bias).double()
+    bound = ls.lipschitz_bound(model, drawn(1, 3, 4, seed=1), radius=2.0)
+    assert [part.what for part in bound.parts if "relu" in part.what] == ["feed, relu"]
+    shown = ls.lipschitz_bound(Scorer(0.0).double(), drawn(1, 3, 4, seed=1), radius=2.0)
+    assert float(bound) == pytest.approx(float(shown), rel=1e-12)  # biases move nothing
+    decided = ls.load_model(model).decision(drawn(1, 3, 4, seed=1))
+    assert [one.part.activation for one in decided.network.tail] == ["relu"]
+
+
+def test_tokens_that_are_alike_do_not_show_what_is_pooled() -> None:
+    with pytest.raises(ls.InputError, match="tokens of the input should differ"):
+        ls.lipschitz_bound(Scorer(0.0).double(), torch.ones(1, 3, 4, dtype=DOUBLE), radius=1.0)
+
+
+def test_no_radius_is_too_large() -> None:
+    model, x = Scorer(0.0).double(), drawn(1, 3, 4, seed=1)
+    bound = float(ls.lipschitz_bound(model, x))
+    sizes = [float(ls.lipschitz_bound(model, x, radius=10.0**k)) for k in (0, 3, 100, 155, 300)]
+    assert sizes == sorted(sizes)
+    assert sizes[2:] == pytest.approx([bound] * 3, rel=1e-12)
+
+
+def test_a_pool_is_of_as_many_tokens_as_there_were() -> None:
+    with pytest.raises(ls.InputError, match="`num_tokens` should be 3, as many as are pooled"):
+        ls.lipschitz_bound(Scorer(0.0).double(), drawn(1, 3, 4, seed=1), num_tokens=1)
+
+
 def test_infinite_and_unknown_bounds_are_refused_in_one_line() -> None:
     four: Any = [weight(D, D, seed) for seed in range(4)]
     dot = ls.DotProduct(*four, heads=2)

@@ -475,6 +475,12 @@ def row_gain(p_max: Float[Tensor, "*b n"], t: Float[Tensor, "*b _"]) -> Float[Te
     return p * (1 + t * (4 * p * (1 - p)).masked_fill(p <= 0.5, 1.0))
 
 
+def check_layer(layer: object) -> None:
+    """Refuse what is no `Attention` layer: a module of torch is read by the verbs."""
+    if not isinstance(layer, Attention):
+        raise InputError(f"`layer` should be an Attention layer. Found `{type(layer).__name__}`.")
+
+
 # --- variants
 
 VARIANTS: dict[str, type[Attention]] = {}

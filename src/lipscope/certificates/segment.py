@@ -188,7 +188,8 @@ class TokenBranch:
         if self.bends:
             blocks = blocks + self.norm.curvature(read, v, self.radius)
         read = torch.einsum("nd,nde->ne", read, self.norm.jacobian(v))
-        return Quadratic(self.skip * slope + read, blocks, gap)
+        read = read + slope if self.skip else read
+        return Quadratic(read, blocks, gap)
 
     def secant(self, v: Float[Tensor, "n d"], at: Secant) -> Secant:
         """The secant map of all before this branch, after it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -129,6 +130,13 @@ class Probe:
         """The module of a layer."""
         return self._calls[index].module if self._calls else self.model
 
+    def alike(self) -> list[list[int]]:
+        """The layers, those that are calls of one module together."""
+        found: dict[int, list[int]] = {}
+        for i in self.indices:
+            found.setdefault(id(self.module(i)), []).append(i)
+        return list(found.values())
+
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the memory of the model's parameters."""
         own = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
@@ -193,8 +201,10 @@ def _check_dtype(model: nn.Module) -> None:
 def _chosen_layers(layers: Any, count: int) -> list[int]:
     if isinstance(layers, str) and layers == "all":
         return list(range(count))
-    several: Any = [layers] if isinstance(layers, int) else layers
-    whole = isinstance(several, Sequence) and all(type(i) is int for i in several)
+    several: Any = [layers] if isinstance(layers, Integral) else layers
+    whole = isinstance(several, Sequence) and all(
+        isinstance(i, Integral) and not isinstance(i, bool) for i in several
+    )
     if not whole or not several:
         raise InputError(
             f"`layers` should be whole numbers from 0, or all. Found `{shown(layers)}`."
@@ -202,7 +212,7 @@ def _chosen_layers(layers: Any, count: int) -> list[int]:
     for i in several:
         if not 0 <= i < count:
             raise InputError(f"`layers` should be between 0 and {count - 1}. Found {shown(i)}.")
-    return sorted(set(several))
+    return sorted({int(i) for i in several})
 
 
 def _layer_of(call: AttentionCall) -> Attention:

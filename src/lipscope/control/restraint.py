@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -68,7 +69,7 @@ def _checked_cap(kind: type[Restraint], cap: float | None) -> float | None:
         return None
     if kind.cap_is == "none":
         raise InputError(f"`{kind.name}` takes no `cap`. Found `cap = {shown(cap)}`.")
-    if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < _LARGEST:
+    if isinstance(cap, bool) or not isinstance(cap, Real) or not 0 < cap < _LARGEST:
         raise InputError(f"`cap` should be positive and finite. Found `cap = {shown(cap)}`.")
     return float(cap)
 
@@ -95,7 +96,6 @@ def restraints() -> dict[str, type[Restraint]]:
 
 # --- constraints that act at once, on weights and queries computed in every pass
 
-_ROUNDS = 30  # of the power iteration when it begins; afterwards one in each training pass
 _EPS = 1e-6
 
 
@@ -119,12 +119,18 @@ class _Parametrised(Restraint):
 
     def __init__(self, probe: Probe, *, cap: float | None = None, seed: int = 0) -> None:
         super().__init__(probe, cap=cap, seed=seed)
-        self._held = [one for i in probe.indices for one in probe.weights(i)]
+        held = (one for i in probe.indices for one in probe.weights(i))
+        self._held = list(dict.fromkeys(held))  # a module that is called twice has them once
         for holder, name in self._held:
             if parametrize.is_parametrized(holder, name):
                 raise InputError(
                     f"`{self.name}` needs weights without a parametrisation. Found one on "
                     f"`{name}` of `{type(holder).__name__}`."
+                )
+            if not bool(getattr(holder, name).any()):
+                raise InputError(
+                    f"`{self.name}` divides weights by their norm. Found `{name}` of "
+                    f"`{type(holder).__name__}`, which is zero; start from other weights."
                 )
         every = {getattr(*one).device for one in self._held}
         devices = sorted(one.index for one in every if one.type == "cuda")
@@ -132,9 +138,11 @@ class _Parametrised(Restraint):
             for holder, name in self._held:
                 weight: Tensor = getattr(holder, name)
                 with torch.no_grad():
-                    size = torch.linalg.matrix_norm(weight, 2)
-                parametrizations.spectral_norm(holder, name, n_power_iterations=_ROUNDS)
-                holder.parametrizations[name][0].n_power_iterations = 1  # pyright: ignore
+                    u, sizes, v = torch.linalg.svd(weight.double(), full_matrices=False)
+                    size = sizes[0].to(weight)
+                parametrizations.spectral_norm(holder, name)
+                vectors = {"_u": u[:, 0].to(weight), "_v": v[0].to(weight)}
+                holder.parametrizations[name][0].load_state_dict(vectors)  # pyright: ignore
                 size = size if self.learnt else torch.full_like(size, self.cap or 1.0)
                 gain = Gain(size, learnt=self.learnt)
                 parametrize.register_parametrization(holder, name, gain)
@@ -148,9 +156,9 @@ class _Parametrised(Restraint):
 
 @restraint("spectral-norm")
 class SpectralNorm(_Parametrised):
-    """``W cap / ‖W‖`` instead of every weight matrix, the norm by one power step a pass.
+    """``W cap / ‖W‖`` instead of every weight matrix, the norm by one power step a training pass.
 
-    The norm is approached from below, so that weights that move fast are a little too large.
+    It begins as the norm, and is followed from below: weights that move are a little too large.
 
     Source: ``torch.nn.utils.parametrizations.spectral_norm``.
     """
@@ -204,6 +212,8 @@ class QueryKeyNorm(Restraint):
                     held.append(z.square().mean())
         for i, both in places.items():
             for (holder, name), squares in zip(both, sums[i], strict=True):
+                if isinstance(getattr(holder, name), nn.Sequential):
+                    continue  # of a module that is called twice
                 size = torch.stack(squares).mean().sqrt()
                 weight = nn.Parameter(size * torch.ones(widths[i]).to(size))
                 old = getattr(holder, name)
@@ -225,6 +235,7 @@ class QueryKeyNorm(Restraint):
 
 _CAP_TOL = 1e-2  # how far below its cap a sigma may end
 _ROUNDING = 1e-4
+_PASSES = 9  # more than there are layers: those of one module settle together
 
 
 @restraint("spectral-cap")
@@ -272,7 +283,8 @@ def cap_singular_values(weight: Tensor, cap: float) -> float:
 class _Scaling(Restraint, ABC):
     """Weights of layers above a cap are multiplied, and the layers are looked at again.
 
-    Earlier layers move the inputs of later ones: each pass settles one layer more.
+    Earlier layers move the inputs of later ones: each pass settles one layer more. Layers that are
+    calls of one module are multiplied together, by the least of their factors.
     """
 
     cap_is = "needed"
@@ -289,15 +301,19 @@ class _Scaling(Restraint, ABC):
         done: dict[int, Tensor] = {}
         before: list[tuple[Tensor, Tensor]] = []
         try:
-            for _ in range(len(self.probe.indices) + 1):
+            for _ in range(len(self.probe.indices) + _PASSES):
                 over = self._above(data)
                 if not over:
                     return {i: float(factor.min()) for i, factor in done.items()}
-                for i, (layer, factor, _) in over.items():
-                    done[i] = done.get(i, 1.0) * factor
-                    for tensor, by in self._scaled(i, layer, factor):
+                for alike in self.probe.alike():
+                    mine = [over[i] for i in alike if i in over]
+                    if not mine:
+                        continue
+                    factor = torch.stack([each for _, each, _ in mine]).amin(0)
+                    done |= {i: done.get(i, 1.0) * factor for i in alike}
+                    for tensor, by in self._scaled(alike[0], mine[0][0], factor):
                         if not self.probe.owns(tensor):
-                            raise _not_own(self.name, i)
+                            raise _not_own(self.name, alike[0])
                         before.append((tensor.detach(), tensor.detach().clone()))
                         tensor.detach().mul_(by)
             if over := self._above(data):
@@ -487,8 +503,10 @@ class RowGram(Penalty):
     """The row-Gram certificate by rows, an upper bound of sigma at every step.
 
     ``sqrt(max_j sum_i p_ij ω_i)``, ``ω_i = sum_j |J_ij^T z_i|^2 / p_ij`` with ``z_i`` the direction
-    that makes it largest. The value is that of float64; its gradient is taken with ``p`` and ``z``
-    held, which is exact where ``z`` is single.
+    that makes it largest. The value is that of float64. At the best ``p`` all columns ``j`` are
+    equal, and its gradient is the mean of theirs by the weights ``y_j²``, ``y`` the Perron vector
+    of ``B^T B``, ``B_ij = |J_ij^T z_i|``: with ``z`` held the least over ``p`` is ``‖B‖``. Exact
+    where ``z`` is single and ``p`` the best one.
 
     Holds for dot-product attention. Takes seconds for some hundred tokens.
 
@@ -515,13 +533,14 @@ class RowGram(Penalty):
         probes = torch.eye(rows.width, dtype=torch.float64)[:, -8:].expand(len(x), -1, -1)
         for _ in range(_FOLLOWED):
             _, probes, _ = rows.probe(found.weights, probes)
-        omega = rows.eigenvalues(found.weights)
-        z = probes[..., -1]
+        z, size = probes[..., -1], rows.seen(probes[..., -1:]).sqrt()
+        columns = torch.linalg.eigh(size.T @ size).eigenvectors[:, -1].square()
         if at.output is not None:  # ‖W Y‖ = ‖R Y‖ for W = U R
             z = z @ torch.linalg.qr(at.output).Q.T
-        column = int((found.weights * omega[:, None]).sum(0).argmax())
+        if not torch.is_grad_enabled():
+            return x.new_tensor(found.value)
         inverse = torch.where(rows.support, 1 / found.weights, 0.0)
-        share = (found.weights[:, column, None] * inverse).to(x)
+        share = ((found.weights @ columns)[:, None] * inverse).to(x)
         total = _pulled_rows(layer, x, z.to(x), share)
         return found.value + (total - total.detach()) / (2 * found.value)
 

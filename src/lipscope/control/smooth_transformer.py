@@ -50,10 +50,12 @@ class NormCap(nn.Module):
     def forward(self, weight: Float[Tensor, "r c"]) -> Float[Tensor, "r c"]:
         """The matrix within its cap."""
         rows, columns = weight.shape
-        gram = weight @ weight.mT if rows < columns else weight.mT @ weight
         tiny = torch.finfo(weight.dtype).tiny
+        scale = weight.detach().abs().amax().clamp_min(tiny)  # so that no square leaves the range
+        scaled = weight / scale
+        gram = scaled @ scaled.mT if rows < columns else scaled.mT @ scaled
         part = torch.linalg.matrix_norm(gram).clamp_min(tiny)
-        size = part.sqrt()
+        size = scale * part.sqrt()
         for k in range(1, _SQUARINGS + 1):
             gram = gram / part
             gram = gram @ gram
@@ -106,7 +108,8 @@ class SmoothTransformer(nn.Module):
     leaves.
 
     ``bound`` is `lipscope.lipschitz_bound` in the norm ``max-token``, of the tokens before the
-    clip, at most ``length`` of them: read from the weights as they are, whatever capped them.
+    clip, at most ``length`` of them (of vectors times the norm of the map that embeds them): read
+    from the weights as they are, whatever capped them.
 
     Caps act at once, by a parametrisation of every matrix (`NormCap`), or after a step of the
     optimiser, in `cap_weights`. Weights that `torch.optim.Muon` takes are `matrices`; all others
@@ -234,11 +237,18 @@ class SmoothTransformer(nn.Module):
     def _embedded(self, given: Any) -> Tensor:
         rows, columns = self.embedding.weight.shape
         of_ids = isinstance(self.embedding, nn.Embedding)
-        wanted = f"ids from 0 to {rows - 1}, (b, n)" if of_ids else f"vectors (b, n, {columns})"
+        wanted = (
+            f"ids from 0 to {rows - 1}, (b, n), int64"
+            if of_ids
+            else (f"vectors (b, n, {columns}), {str(self.embedding.weight.dtype)[6:]}")
+        )
         found, fits = type(given).__name__, False
         if isinstance(given, Tensor):
             found = f"{given.dtype} of shape {tuple(given.shape)}"
-            fits = given.ndim > 0 and given.is_floating_point() != of_ids
+            kinds = {torch.int32, torch.int64} if of_ids else {self.embedding.weight.dtype}
+            if not of_ids and torch.is_autocast_enabled(given.device.type):
+                kinds |= {torch.float32, torch.bfloat16, torch.float16}
+            fits = given.ndim > 0 and given.dtype in kinds
         if fits and (of_ids or given.shape[-1] == columns):
             try:
                 return self.embedding(given)
@@ -271,7 +281,8 @@ class SmoothTransformer(nn.Module):
         none = head.new_zeros(len(head))
         if isinstance(self.pool, MeanPool):
             n = len(self.positions)
-            return Network(tuple(branches), head.new_full((n,), 1 / n), head, none)
+            share = head.new_full((n,), 1 / n)
+            return Network(tuple(branches), share, head, none, of_any_number=True)
         eye = torch.eye(head.shape[1]).to(head)  # of a vocabulary squared it were too much
         last = Branch(Feed(eye, head.new_zeros(len(eye)), head, none, "identity"), skip=False)
         return Chain((*branches, last), len(self.positions))
@@ -297,10 +308,7 @@ class SmoothTransformer(nn.Module):
 
     @property
     def bound(self) -> Float[Tensor, ""]:
-        """How far any row of scores moves when no token moves by more than 1: see above.
-
-        Of vectors that are no token ids, by the move of the vectors.
-        """
+        """How far any row of scores moves when no token, or given vector, moves by more than 1."""
         bound = lipschitz_bound(self.as_network(), norm="max-token").value
         enters = isinstance(self.embedding, nn.Linear)
         return bound * spectral_norm(self.embedding.weight.double()) if enters else bound
@@ -340,8 +348,9 @@ class SmoothTransformer(nn.Module):
 
         weights = {name: one.contiguous() for name, one in self.state_dict().items()}
         try:
-            save_file(weights, path, metadata={_METADATA: json.dumps(self.sizes)})
-        except (OSError, SafetensorError, TypeError) as problem:
+            sizes = json.dumps(self.sizes, default=lambda number: number.item())
+            save_file(weights, path, metadata={_METADATA: sizes})
+        except (OSError, SafetensorError) as problem:
             raise InputError(
                 f"`path` should be a file in a folder that is there. Found `{path}`: {problem}"
             ) from None
@@ -359,12 +368,12 @@ class SmoothTransformer(nn.Module):
             with safe_open(path, framework="pt") as file:
                 sizes = json.loads((file.metadata() or {})[_METADATA])
                 weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError, KeyError, TypeError):
+            model = cls(**sizes)
+            model.to(weights["positions"].dtype).load_state_dict(weights)
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError):
             raise InputError(
                 f"`path` should be a file that `SmoothTransformer.save` wrote. Found `{path}`."
             ) from None
-        model = cls(**sizes)
-        model.to(weights["positions"].dtype).load_state_dict(weights)
         return model.eval()
 
 
@@ -388,6 +397,8 @@ def _as_part(part: Any) -> Attention | Feed:
 def _check(sizes: dict[str, Any]) -> None:
     for name in ("width", "heads", "depth", "outputs", "length"):
         check_count(name, sizes[name])
+    if not isinstance(sizes["causal"], bool):
+        raise InputError(f"`causal` should be true or false. Found `{shown(sizes['causal'])}`.")
     width, heads = sizes["width"], sizes["heads"]
     if width % heads:
         raise InputError(

@@ -16,6 +16,7 @@ from lipscope.display import Shown
 from lipscope.dynamics.integrate import Happened, integrate
 from lipscope.dynamics.particles import Field, Function, residual
 from lipscope.errors import InputError
+from lipscope.measures import TokenMeasure
 
 _DENSE = 1024  # numbers of an input beyond which the Jacobian of a flow is not carried along
 _SMALL = 256  # numbers up to which Jacobians of layers are formed
@@ -64,6 +65,7 @@ def sigma_along(
     >>> [round(float(v[-1]), 6) for v in (found.sigma, found.product, found.norms)]
     [1.0, 1.0, 2.718282]
     """
+    _check_tokens(x)
     field = Field(f, x)
     start, size = field.start, field.start.numel()
     if size > _DENSE:
@@ -88,6 +90,14 @@ def sigma_along(
     return Depth(found.times, sigma, sigma, rate.exp(), norm.exp(), found.events)
 
 
+def _check_tokens(x: object) -> None:
+    if isinstance(x, TokenMeasure):
+        raise InputError(
+            "`x` should be tokens: norms are not weighted. Found a measure; of small moves of its "
+            "atoms `local_constant` speaks."
+        )
+
+
 def sigma_through(
     f: Attention | Sequence[Attention],
     x: Float[Tensor, "n d"],
@@ -101,6 +111,7 @@ def sigma_through(
     By products with the closed form of every layer, given alone or one for each step: any number of
     tokens and widths.
     """
+    _check_tokens(x)
     path = residual(f, x, step=step, layers=layers)
     given = [f] if isinstance(f, Attention) else list(f)
     given = [layer.in_double() for layer in given]

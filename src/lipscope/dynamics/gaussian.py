@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention import Attention, DotProduct, L2Attention, SinkhornAttention
+from lipscope.attention import Attention, DotProduct, L2Attention, SinkhornAttention, check_layer
 from lipscope.dynamics.integrate import Event, Solution, integrate
 from lipscope.dynamics.particles import value_maps
 from lipscope.errors import InputError
@@ -78,6 +78,7 @@ def closure(layer: Attention) -> Closure:
     >>> slope.item(), shift.item()
     (6.0, 1.0)
     """
+    check_layer(layer)
     layer = layer.in_double()
     kind = next((k for k in _CLOSURES if type(layer) is k), None)
     given = (layer.mask, layer.rotary, layer.score_bias, layer.softcap, layer.window)

@@ -134,7 +134,7 @@ def integrate(
 def times_of(times: Sequence[float] | Tensor) -> list[float]:
     """Times as numbers: increasing, finite, from 0 on."""
     try:
-        at = [float(t) for t in times]
+        at = [] if isinstance(times, str) else [float(t) for t in times]
     except (TypeError, ValueError):
         at = []
     if not at or not all(map(math.isfinite, at)) or at[0] < 0 or at != sorted(set(at)):

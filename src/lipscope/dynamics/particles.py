@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float, Int
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import connected_components
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipscope.attention import Attention, DotProduct
 from lipscope.display import Shown
@@ -213,7 +213,7 @@ class Field:
 
     def _check_fits(self) -> None:
         try:
-            out = self.read(self.start)
+            out, again = self.read(self.start), self.read(self.start)
         except (RuntimeError, TypeError) as problem:
             raise InputError(
                 f"The layer should read tokens {tuple(self.start.shape)}. Found that it cannot: "
@@ -223,6 +223,11 @@ class Field:
             raise InputError(
                 "A flow needs a layer that keeps the width of its tokens. Found tokens "
                 f"{tuple(self.start.shape)} and outputs {tuple(out.shape)}."
+            )
+        if not torch.allclose(out, again, rtol=1e-6, atol=1e-6 * float(out.abs().max())):
+            raise InputError(
+                "A flow needs a layer that always gives the same. Found one that draws random "
+                "numbers: call `eval()`."
             )
 
 
@@ -258,7 +263,7 @@ class Trajectory(Solution):
     The fields of `Solution`; states are ``(t, n, d)``, where renormalised those of ``y``.
     """
 
-    field: Field
+    fields: tuple[Field, ...]  # the velocity, or that of each layer in turn
 
     @property
     def end(self) -> Tensor:
@@ -266,8 +271,12 @@ class Trajectory(Solution):
         return self.states[-1]
 
     def attention(self, index: int) -> Tensor:
-        """Attention weights at a time, ``(h, n, n)``."""
-        return self.field.weights(float(self.times[index]), self.states[index])
+        """Attention weights at a time, ``(h, n, n)``, of the layer that reads the state."""
+        at = range(len(self.states))[index]
+        if len(self.fields) > 1 and at == len(self.fields):
+            raise InputError("No layer reads the state after the last one. Found its index.")
+        field = self.fields[at % len(self.fields)]
+        return field.weights(float(self.times[at]), self.states[at])
 
 
 def evolve(
@@ -321,7 +330,7 @@ def evolve(
     found = integrate(field, field.start, times, **options)
     states = torch.stack([field.onto(state) for state in found.states])
     held: dict[str, Any] = {**vars(found), "states": states}
-    return Trajectory(**held, field=field)
+    return Trajectory(**held, fields=(field,))
 
 
 def residual(
@@ -344,14 +353,20 @@ def residual(
     >>> residual(DotProduct(one, one, one), one, step=0.5, layers=2).end.item()
     2.25
     """
-    given = list(f) if isinstance(f, Sequence) else [f]
+    several = isinstance(f, Sequence | nn.ModuleList)
+    given = list(f) if several else [f]
+    layers = len(given) if layers is None and several else layers
     if layers is None:
-        layers = len(given) if isinstance(f, Sequence) else 0
+        raise InputError("`layers` should say how many steps one layer takes. Found none.")
     check_count("layers", layers)
-    if isinstance(f, Sequence) and layers != len(given):
+    if several and layers != len(given):
         raise InputError(f"`layers` should be {len(given)}, one for every layer. Found `{layers}`.")
     check_positive("step", step)
     of = [Field(one, x, renormalise=renormalise, norm=norm) for one in given]
+    first = of[0].rate
+    for one in of[1:]:
+        if first is not None and not torch.equal(first, cast(Tensor, one.rate)):
+            raise InputError("`renormalise` goes with layers of one `V`. Found layers of several.")
     states, times, ended = [of[0].start], [0.0], None
     for layer in range(layers):
         field, state = of[layer % len(of)], states[-1]
@@ -368,7 +383,8 @@ def residual(
     happened = () if ended is None else (ended,)
     status: Status = "done" if ended is None else "event"
     why = ended and ended.name
-    return Trajectory(at, torch.stack(states), happened, status, why, taken, taken, of[0])
+    fields = tuple(of)
+    return Trajectory(at, torch.stack(states), happened, status, why, taken, taken, fields)
 
 
 # --- clusters
@@ -421,6 +437,10 @@ def phases(times: Sequence[float] | Tensor, counts: Sequence[int]) -> tuple[Phas
     Phase(count=2, start=1.0, end=3.0)
     """
     at = [float(t) for t in times]
+    if not len(counts) or len(at) != len(counts):
+        raise InputError(
+            f"`counts` should be one number for each of `times`. Found {len(counts)} and {len(at)}."
+        )
     starts = [i for i in range(len(counts)) if i == 0 or counts[i] != counts[i - 1]]
     ends = [*starts[1:], len(counts) - 1]
     return tuple(Phase(counts[i], at[i], at[j]) for i, j in zip(starts, ends, strict=True))

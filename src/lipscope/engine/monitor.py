@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import count
+from numbers import Real
 from typing import Any, Literal, Unpack
 
 import torch
@@ -113,7 +114,7 @@ class Monitor:
             raise InputError(f"`data` should be a batch: a tensor or a mapping. Found `{found}`.")
         if log is not None and not callable(log):
             raise InputError(f"`log` should be a function. Found `{type(log).__name__}`.")
-        if alert is not None and not (isinstance(alert, int | float) and alert > 1):
+        if alert is not None and not (isinstance(alert, Real) and alert > 1):
             raise InputError(f"`alert` should be above 1. Found `alert = {shown(alert)}`.")
         if options.get("map") == "model":
             raise InputError("`map` should be one of layers. Found `model`, which has none.")
@@ -278,7 +279,7 @@ class Monitor:
         Raises:
             InputError: If it is neither, or calls this monitor already.
         """
-        if trainer is self._trainer:
+        if trainer is not None and trainer is self._trainer:
             raise InputError("`attach` should be called once a Trainer. Found a second call.")
         if hasattr(trainer, "add_callback"):
             callback = _for_transformers(self, trainer)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention import Attention, Softmax
+from lipscope.attention import Attention, Softmax, check_layer
 from lipscope.errors import InputError
 from lipscope.linalg import Operator, start_named, to_dense, top_singular
 
@@ -231,6 +231,9 @@ def largest(op: Operator) -> float:
 
 def of_measures(layer: Attention, mu: TokenMeasure) -> Attention:
     """The layer in float64, if it is a map of measures with such positions."""
+    check_layer(layer)
+    if not isinstance(mu, TokenMeasure):
+        raise InputError(f"`mu` should be a `TokenMeasure`. Found `{type(mu).__name__}`.")
     if layer.positional or layer.window is not None or layer.mask is not None:
         raise InputError("not available: scores depend on indices of tokens, which measures lack.")
     if not (layer.by_token and isinstance(layer.weighting, Softmax)):

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lipscope.attention import Attention, Softmax
+from lipscope.attention import Attention, Softmax, check_layer
 from lipscope.display import Shown
 from lipscope.errors import InputError, check_finite_numbers, shown
 from lipscope.linalg import Operator, linearise, start_named, top_singular_batch
@@ -45,8 +45,13 @@ class Split(Shown):
 
     @property
     def ratio(self) -> float:
-        """``max_i ‖T_i‖ / moving``: above 1, splitting beats every move of whole tokens."""
-        return self.splitting / self.moving if self.moving > 0 else float("inf")
+        """``max_i ‖T_i‖ / moving``: above 1, splitting beats every move of whole tokens.
+
+        NaN where no move does anything.
+        """
+        if self.moving > 0:
+            return self.splitting / self.moving
+        return float("inf") if self.splitting > 0 else float("nan")
 
 
 def split_at(
@@ -92,6 +97,13 @@ def split_at(
         raise InputError(f"`x` should be in float32 or float64. Found {str(x.dtype)[6:]}.")
     if log_weights is not None:
         check_finite_numbers("log_weights", torch.as_tensor(log_weights))
+    if not callable(f):
+        raise InputError(f"`f` should be a layer or a function. Found `{type(f).__name__}`.")
+    if isinstance(f, Attention) and f.query.dtype != x.dtype:
+        raise InputError(
+            f"`x` should be as precise as the layer, {str(f.query.dtype)[6:]}. Found "
+            f"{str(x.dtype)[6:]}; `layer.in_double()` is the layer in float64."
+        )
     if in_closed_form(f):
         assert isinstance(f, Attention)
         own = own_operator(f, x, log_weights=log_weights)
@@ -257,11 +269,14 @@ def repeated_tokens(
     >>> repeated_tokens(layer, torch.zeros(1, 2), (10**9,)).sigma
     1.0
     """
+    check_layer(layer)
     if (why := _unlike_copies(layer)) is not None:
         raise InputError(f"not available: {why}.")
-    if len(counts) != atoms.shape[0] or min(counts, default=0) < 1:
+    counts = tuple(counts.tolist() if isinstance(counts, Tensor) else counts)
+    if len(counts) != atoms.shape[0] or any(type(k) is not int or k < 1 for k in counts):
         raise InputError(
-            f"`counts` should be {atoms.shape[0]} numbers of at least 1. Found `counts = {counts}`."
+            f"`counts` should be {atoms.shape[0]} whole numbers of at least 1. Found "
+            f"`counts = {counts}`."
         )
     layer = layer.in_double()
     x = atoms.detach().to("cpu", torch.float64)

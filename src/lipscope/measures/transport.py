@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Literal
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention import Attention
+from lipscope.attention import Attention, check_layer
 from lipscope.display import Shown
 from lipscope.errors import InputError, check_count, check_positive, install, shown
 from lipscope.linalg import start_named
@@ -137,6 +138,7 @@ def sinkhorn_divergence(
     """
     _check_pair(mu, nu, 2.0)
     check_positive("epsilon", epsilon)
+    check_count("max_steps", max_steps)
     cross, first, second = (
         _entropic(*pair, epsilon, max_steps) for pair in ((mu, nu), (mu, mu), (nu, nu))
     )
@@ -158,6 +160,8 @@ def _distances(x: Tensor, y: Tensor) -> Tensor:
 def _power_mean(mass: Tensor, moves: Tensor, p: float) -> Tensor:
     """``(Σ m_k |z_k|^p)^(1/p)``, with gradients; 0 for moves of length zero."""
     size = _largest_entry(moves)
+    if not bool(size.isfinite()):
+        raise InputError("Points should be within the float64 range of each other. Found others.")
     squared = (moves / size).square().sum(-1)
     longest = squared.detach().max()
     apart = squared > 0
@@ -299,7 +303,7 @@ def _check_pair(mu: TokenMeasure, nu: TokenMeasure, p: float) -> None:
             "Both measures should have tokens of one width. Found "
             f"{mu.points.shape[1]} and {nu.points.shape[1]}."
         )
-    if isinstance(p, bool) or not isinstance(p, int | float) or not 1 <= p < math.inf:
+    if isinstance(p, bool) or not isinstance(p, Real) or not 1 <= p < math.inf:
         raise InputError(f"`p` should be finite and at least 1. Found `p = {p!r}`.")
 
 
@@ -312,6 +316,7 @@ def lipschitz_ratio(
     layer: Attention, mu: TokenMeasure, nu: TokenMeasure, *, p: float = 2.0
 ) -> float:
     """``W_p(F(μ), F(ν)) / W_p(μ, ν)``, for a causal layer in the conditional distance."""
+    check_layer(layer)
     before = _distance(layer, mu, nu, p)
     if not 0 < before < float("inf"):
         raise InputError(
@@ -376,6 +381,8 @@ def tiny_mass_gain(
     """
     if layer.causal:
         raise InputError("not available: a causal layer moves mass within its position only.")
+    if not bool((mu.weights > 0).all()):
+        raise InputError("`mu` should have positive weights. Found an atom without; leave it out.")
     x = mu.points.detach()
     y = _checked_points("targets", targets, x, 2)
     images, ends = token_map(layer, mu, x), token_map(layer, mu, y)
@@ -387,7 +394,7 @@ def tiny_mass_ratio(
     layer: Attention, mu: TokenMeasure, atom: int, target: Float[Tensor, " d"], *, mass: float
 ) -> float:
     """The ratio of `tiny_mass_gain` before its limit: exact transport of ``mass`` off an atom."""
-    if type(atom) is not int or not 0 <= atom < len(mu.weights):
+    if not isinstance(atom, Integral) or not 0 <= atom < len(mu.weights):
         raise InputError(
             f"`atom` should be between 0 and {len(mu.weights) - 1}. Found `atom = {shown(atom)}`."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,16 +30,15 @@ from lipscope.models.tracing.recorder import (
 from lipscope.models.tracing.sites import AttentionCall, block_of, first_block_of, is_norm
 
 _SAME = 1e-9  # two tensors, relative to the largest entry: float64, after some hundred layers
-# What autograd may have seen between stream and scores, besides attention and norms. Analytic
-# functions that agree at one input agree at all; of the others ReLU alone is known.
+# What autograd may have seen between stream and scores, besides attention and norms.
 _LINEAR = (
     "AccumulateGrad|Add|Addmm|Addmv|Alias|AsStrided|Baddbmm|Bmm|Cat|Clone|Copy|CopyBackwards"
     "|CopySlices|Div|Dot|Expand|Index|IndexSelect|Gather|Linear|Mean|Mm|Mul|Mv|Neg|Permute"
     "|ReshapeAlias|Repeat|Roll|Select|Slice|Split|SplitWithSizes|SafeSplit|Squeeze|Stack|Sub|Rsub"
     "|Sum|T|ToCopy|Transpose|Unbind|UnsafeSplit|UnsafeView|Unsqueeze|View|Identity"
 )
-_ANALYTIC = "Erf|Exp|Gelu|Pow|Relu|Rsqrt|Sigmoid|Silu|Sqrt|Tanh"
-_KNOWN = regex.compile(f"(?:{_LINEAR}|{_ANALYTIC})(?:Backward)?$")
+_ACTIVATIONS = ("Erf", "Gelu", "Relu", "Sigmoid", "Silu", "Tanh")  # one of each in an activation
+_KNOWN = regex.compile(f"(?:{_LINEAR}|{'|'.join(_ACTIVATIONS)}|Exp|Pow|Rsqrt|Sqrt)(?:Backward)?$")
 
 
 def function_of(record: Trace) -> StreamFunction:
@@ -128,6 +128,8 @@ class ForwardPass:
         self._keep(self.output)
         self.functions = self._functions(out)
         self.unknown = sorted(f for f in self.functions if not _KNOWN.match(f))
+        # An activation may be as good as linear, or zero, at this input, and not at another.
+        self.activations = sum(self.functions[name] for name in _ACTIVATIONS)
 
     def _watch(self, recorder: Recorder, name: str, module: nn.Module) -> None:
         started: list[tuple[int, list[Tensor], list[Node]]] = []
@@ -163,10 +165,10 @@ class ForwardPass:
         """All matrices of a shape."""
         return self._tensors.get(x.shape, [])
 
-    def _functions(self, out: Tensor) -> set[str]:
-        """Names of the functions that lead from the stream to the output."""
+    def _functions(self, out: Tensor) -> Counter[str]:
+        """The functions that lead from the stream to the output, by name, and how often each."""
         made = (node for node in origins(out.grad_fn, self._jumps) if node not in self._jumps)
-        return {regex.sub(r"(Backward)?\d*$", "", type(node).__name__) for node in made}
+        return Counter(regex.sub(r"(Backward)?\d*$", "", type(node).__name__) for node in made)
 
 
 def _is_matrix(x: Any) -> bool:

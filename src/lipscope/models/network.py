@@ -157,6 +157,7 @@ class Network:
     Attributes:
         branches: What the stream goes through, in order.
         share: Of each token in the pool: ``1/n`` for the mean, 1 for the token that is read.
+        of_any_number: Whether the mean is that of however many tokens there are, up to ``n``.
         tail: Branches without attention on the pooled vector, such as a tanh pooler.
         head: ``W``, one row a class.
         bias: ``b``.
@@ -169,12 +170,13 @@ class Network:
     bias: Float[Tensor, " c"]
     tail: tuple[Branch, ...] = ()
     names: tuple[str, ...] = ()
+    of_any_number: bool = False
 
     def __call__(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b c"]:
         """Scores of the classes at a stream of tokens."""
         return self.pooled(x) @ self.head.T + self.bias
 
-    def pooled(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b d"]:
+    def pooled(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b d_out"]:
         """What the head reads."""
         pooled = (self.share @ Chain(self.branches)(x)).unsqueeze(-2)
         return Chain(self.tail)(pooled)[..., 0, :]

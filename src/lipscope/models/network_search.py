@@ -171,7 +171,10 @@ class Search:
         if (len(state.starts), state.time) > (len(self.furthest.starts), self.furthest.time):
             self.furthest = state
         complete = len(state.starts) == len(self.times)
-        found = self._ended(state) if complete else None
+        parts = (one.part for one in (*state.branches, *state.tail))
+        used = sum(isinstance(one, Feed) and one.activation != "identity" for one in parts)
+        whole = complete and used == self.view.activations
+        found = self._ended(state) if whole else None
         following = () if found is not None else self._next(state, complete)
         return found or next(filter(None, map(self._follow, following)), None)
 
@@ -197,6 +200,7 @@ class Search:
         if complete and not pooled:
             for share in self._shares():
                 if self.view.holds((share @ v)[None]):
+                    self._check_apart(v)
                     yield replace(state, v=(share @ v)[None], share=share)
 
     def _said(self, state: _State) -> Iterator[_State]:
@@ -263,7 +267,7 @@ class Search:
 
     def _activated(self, z: Tensor) -> Iterator[tuple[ActivationName, Tensor]]:
         for name, written in _WRITTEN.items():
-            if written & self.view.functions:
+            if written & self.view.functions.keys():
                 yield name, ACTIVATIONS[name](z)
 
     def _feed(
@@ -296,6 +300,13 @@ class Search:
 
     # --- pool and head
 
+    def _check_apart(self, v: Tensor) -> None:
+        if len(v) > 1 and same(v[:1].expand_as(v), v):
+            raise InputError(
+                "The tokens of the input should differ, to show which of them the model pools. "
+                "Found that all come out alike; give another input."
+            )
+
     def _shares(self) -> Iterator[Tensor]:
         """Pools that are tried: a token, the mean of all, of the real ones, without the first."""
         n = len(self.function.x)
@@ -322,6 +333,7 @@ class Search:
                 return self._network(state, self._asked_share(), weight, bias, of_tokens=True)
             for share in self._shares() if pooled is None and len(final) == 1 < len(o) else ():
                 if same((share @ o)[None], final):
+                    self._check_apart(o)
                     return self._network(state, share, weight, bias)
         return None
 

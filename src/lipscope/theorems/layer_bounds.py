@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention import Attention, DotProduct, Map
+from lipscope.attention import Attention, DotProduct, Map, check_layer
 from lipscope.errors import (
     InputError,
     check_count,
@@ -460,8 +460,7 @@ def _normed_question(layer: Normed, told: _Told) -> _BoundsAt:
 def _completed(told: _Told, layer: Attention) -> _Told:
     """With what follows from ``x``; one line for what makes no sense."""
     x, num_tokens, radius = told.x, told.num_tokens, told.radius
-    if not isinstance(layer, Attention):
-        raise InputError(f"`layer` should be an Attention layer. Found `{type(layer).__name__}`.")
+    check_layer(layer)
     if told.map not in ("attention", "heads"):
         raise InputError(f"`map` should be 'attention' or 'heads'. Found `map = {told.map!r}`.")
     if told.head is not None:

@@ -132,8 +132,8 @@ def lipschitz_bound(
         norm: ``max-token``, how far any token (or the scores) can move when no token moves by more
             than 1, or ``frobenius``.
         radius: Largest norm of a token of the stream; None for all inputs.
-        num_tokens: Number of tokens at most, where a bound depends on it; that of the parts, such
-            as of a pool or of a `SmoothTransformer`, if None.
+        num_tokens: Number of tokens, where a bound depends on it; without a pool, at most. That of
+            the parts if None; of a `SmoothTransformer` any number up to its ``length``.
 
     Raises:
         InputError: Where no bound is known, or it is infinite: of which part, and what to do.
@@ -153,16 +153,18 @@ def lipschitz_bound(
         check_positive("radius", radius)
     if num_tokens is not None:
         check_count("num_tokens", num_tokens)
-    pooled = isinstance(network, Network)
-    if num_tokens is None:
-        num_tokens = (len(network.share) or None) if pooled else network.num_tokens
+    pooled, share = isinstance(network, Network), None
+    if pooled and len(network.share):
+        share, num_tokens = _pool(network, num_tokens)
+    elif not pooled and num_tokens is None:
+        num_tokens = network.num_tokens
     r = torch.as_tensor(math.inf if radius is None else radius, dtype=torch.float64)
     run = _Run(norm, num_tokens, r)
     try:
         for branch in network.branches:
             run.through(branch)
         if pooled and len(network.head):
-            run.pool(network.share.double())
+            run.pool(share)
             for branch in network.tail:
                 run.through(branch)
             run.score(network.head.double())
@@ -225,6 +227,21 @@ def _parts(model: Any, data: Any) -> Network | Chain:
         )
     data = checked_data(data)
     return read_parts(model, (data,) if isinstance(data, Tensor) else data)[0]
+
+
+def _pool(network: Network, num_tokens: int | None) -> tuple[Tensor | None, int]:
+    """Weights of the pool, None for the mean of any number up to the second, and that number."""
+    most = len(network.share)
+    if num_tokens is None:
+        return None if network.of_any_number else network.share, most
+    if network.of_any_number and num_tokens < most:
+        return network.share[:num_tokens] * (most / num_tokens), num_tokens
+    if num_tokens != most and len(network.head):
+        raise InputError(
+            f"`num_tokens` should be {most}, as many as are pooled. Found {num_tokens}; leave it "
+            "out, or give an input of another length."
+        )
+    return network.share, num_tokens
 
 
 class _Run:
@@ -321,10 +338,12 @@ class _Run:
             found = found._replace(constant=whole)
         return found, each
 
-    def pool(self, share: Float[Tensor, " n"]) -> None:
-        """A mean of tokens, or one of them."""
-        size = share.abs().sum()
-        together = torch.minimum(length(share), size * self.largest)
+    def pool(self, share: Float[Tensor, " n"] | None) -> None:
+        """A mean of tokens, or one of them; None: the mean of any number of them."""
+        size = torch.ones_like(self.radius) if share is None else share.double().abs().sum()
+        together = size * self.largest
+        if share is not None:
+            together = torch.minimum(length(share.double()), together)
         self._multiply("pool", size if self.norm == "max-token" else together)
         self.radius = reach(size, self.radius)
         self.norm, self.token = "frobenius", self.value  # of one row both norms are the same
@@ -356,7 +375,7 @@ def _entered(norm: Norm | Clip | None, radius: Tensor) -> tuple[Tensor, Tokens]:
     floor = math.sqrt(d * norm.eps)
     if not floor:
         return one * math.inf, Tokens(one, math.sqrt(d) * gain, shift, norm.centred)
-    share = radius / (radius.square() + d * norm.eps).sqrt() if bool(radius.isfinite()) else one
+    share = radius / torch.hypot(radius, one * floor) if bool(radius.isfinite()) else one
     return one / floor, Tokens(share, math.sqrt(d) * gain, shift, norm.centred)
 
 

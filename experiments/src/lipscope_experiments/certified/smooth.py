@@ -99,7 +99,8 @@ def slope_before_head(model: Any) -> float:
     """
     if not isinstance(model, SmoothTransformer):
         return 1.0 if isinstance(model[0], nn.Flatten) else _WORDS**-0.5
-    whole = float(lipschitz_bound(model, norm="frobenius"))
+    num_tokens = len(model.positions)  # which all inputs have
+    whole = float(lipschitz_bound(model, norm="frobenius", num_tokens=num_tokens))
     return whole * _entry(model) / norm_of(model.head.weight)
 
 

@@ -468,7 +468,8 @@ def _shortened(weight: Tensor, k: int, eps: float, size: Tensor) -> tuple[Tensor
     floor = math.sqrt(k * eps)
     slope = weight * (math.sqrt(k) / floor if floor else math.inf)
     finite = torch.where(size.isfinite(), size, 1.0)
-    share = torch.where(size.isfinite(), finite / (finite.square() + k * eps).sqrt(), 1.0)
+    share = finite / torch.hypot(finite, finite.new_tensor(floor))
+    share = torch.where(size.isfinite(), share, 1.0)
     return slope, weight * math.sqrt(k) * share
 
 
