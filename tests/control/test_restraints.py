@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import lipscope as ls
@@ -157,3 +159,82 @@ def test_a_layer_without_parameters_is_one_line(how) -> None:
 
     with pytest.raises(InputError, match=r"not trained|`nn.Parameter`|linear maps of their own"):
         act()
+
+
+class Twice(nn.Module):
+    """One attention module that is called twice, as in ALBERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.a(x, x, x)[0]
+        return x + self.a(x, x, x)[0]
+
+
+def test_a_module_that_is_called_twice_is_scaled_once() -> None:
+    model, x = Twice(), gaussian(1, 5, 8)
+    before = [row.sigma for row in ls.measure(model, x, dtype="float64")]
+    found = ls.restrain(model, x, "sigma-cap", cap=0.3).step()
+    assert found[0] == found[1] == pytest.approx(0.3 / max(before), rel=0.05)
+    after = [row.sigma for row in ls.measure(model, x, dtype="float64")]
+    assert 0.29 <= max(after) <= 0.3 * (1 + 1e-4)
+    ls.restrain(model, x, "query-key-clip", cap=0.02).step()
+    clipped = ls.Monitor(model, x).read()
+    assert max(one.largest_logit for one in clipped) == pytest.approx(0.02, rel=1e-3)
+
+
+@pytest.mark.parametrize("how", ["spectral-norm", "spectral-gain", "query-key-norm"])
+def test_a_module_that_is_called_twice_is_parametrised_once(how: str) -> None:
+    model, x = Twice() if how != "query-key-norm" else Shared(), gaussian(1, 5, 8)
+    y = model(x).detach()
+    held = ls.restrain(model, x, how)
+    if how == "spectral-gain":
+        assert torch.allclose(model(x), y, rtol=1e-12)
+    if how == "query-key-norm":
+        assert sum(isinstance(one, TokenNorm) for one in model.modules()) == 2
+    held.remove()
+    assert bool(model(x).isfinite().all())
+
+
+class Shared(nn.Module):
+    """The same of linear maps of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = transformers.BertConfig(
+            hidden_size=8, num_attention_heads=2, intermediate_size=8, num_hidden_layers=1
+        )
+        self.a = transformers.BertModel(config).encoder.layer[0].attention.double().eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(self.a(x)[0])[0]
+
+
+@pytest.mark.parametrize("how", ["spectral-norm", "spectral-gain"])
+def test_norms_are_exact_at_once_and_zero_weights_are_refused(how: str) -> None:
+    torch.manual_seed(1)
+    encoder = nn.TransformerEncoderLayer(64, 4, 64, dropout=0.0, batch_first=True).double()
+    attention, x = encoder.self_attn, gaussian(1, 5, 64)
+    before = attention.in_proj_weight.detach().clone()
+    held = ls.restrain(encoder, x, how, cap=2.0 if how == "spectral-norm" else None)
+    norm = float(torch.linalg.matrix_norm(attention.in_proj_weight.detach(), 2))
+    held.remove()
+    if how == "spectral-norm":
+        assert norm == pytest.approx(2.0, rel=1e-12)
+    else:
+        assert torch.allclose(attention.in_proj_weight, before, rtol=1e-12)
+    nn.init.zeros_(attention.out_proj.weight)
+    with pytest.raises(InputError, match=rf"`{how}` divides weights by their norm. Found `weight`"):
+        ls.restrain(encoder, x, how)
+    assert not nn.utils.parametrize.is_parametrized(attention)
+
+
+def test_numbers_of_numpy_are_numbers(unchecked) -> None:
+    layer = build(DotProduct)
+    held = ls.restrain(layer, X, "sigma-cap", layers=[np.int64(0)], cap=np.float32(0.5))
+    held.step()
+    assert sigma(layer) <= 0.5 * (1 + 1e-4)

@@ -454,11 +454,32 @@ def test_animations(tmp_path) -> None:
         (lambda: gaussian_flow(single(ONE), ONE, ONE, [1.0]), "`mean`"),
         (lambda: closure(single(ONE, causal=True)), "normal law"),
         (lambda: sigma_along(single(ONE), torch.ones(2000, 1), [1.0]), "at most 1,024"),
+        (lambda: sigma_along(single(ONE), TokenMeasure(ONE), [1.0]), "Found a measure"),
+        (lambda: sigma_through(single(ONE), TokenMeasure(ONE), step=0.1, layers=1), "a measure"),
+        (lambda: evolve(torch.nn.Dropout(0.5), torch.ones(9, 1), [1.0]), "call `eval()`"),
+        (lambda: evolve(single(ONE), ONE, "01"), "`times`"),
+        (lambda: closure(torch.nn.Linear(1, 1)), "an Attention layer. Found `Linear`"),
+        (lambda: phases([0.0, 1.0, 2.0], [1, 2]), "one number for each of `times`"),
+        (lambda: residual(two(), ONE, step=0.1, renormalise=True), "layers of one `V`"),
+        (lambda: residual(two(), ONE, step=0.1).attention(2), "No layer reads the state"),
     ],
 )
 def test_refused_in_one_line(call, said, unchecked) -> None:
     with pytest.raises(InputError, match=re.escape(said)):
         call()
+
+
+def two() -> list[Attention]:
+    return [single(ONE), single(ONE, 2 * ONE)]
+
+
+def test_attention_of_several_layers_is_that_of_the_layer_that_reads() -> None:
+    layers, x = torch.nn.ModuleList([single(-eye(2)), single(3 * eye(2))]), gaussian(4, 2)
+    found = residual(layers, x, step=0.1)
+    for i in (0, 1, -2):
+        layer = layers[i if i >= 0 else 1]
+        weights = layer.weights(*layer.project(found.states[i])[:2])
+        assert torch.equal(found.attention(i), weights)
 
 
 def crossed() -> Attention:

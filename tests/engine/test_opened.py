@@ -221,6 +221,30 @@ def test_what_is_asked_of_all_heads_is_refused_for_one() -> None:
         ls.certify_decision(BERT, TEXT, between=["a b", "c d"], length=6, per_head=True)
 
 
+def test_bounds_of_a_head_are_its_own_and_nothing_else_is_asked_of_a_layer_at_an_input() -> None:
+    at = ls.load_model(BERT).at(TEXT, layer=1, length=6, head=1)
+    found = at.bounds()
+    assert [row.head for row in found] == [1]
+    assert found[0].sigma == pytest.approx(at.sigma, rel=1e-3)  # another dtype: the tolerance
+    assert {one.id for one in found.bounds} == {found[0].id}
+    whole = ls.load_model(BERT).at(TEXT, layer=1, length=6)
+    for verb, name, value in (
+        ("bounds", "lengths", [4]),
+        ("bounds", "layers", [0]),
+        ("certify", "layer", 0),
+        ("directions", "samples", 3),
+        ("split", "length", 4),
+    ):
+        with pytest.raises(ls.InputError, match=f"`{verb}` is asked of this layer at this input"):
+            getattr(whole, verb)(**{name: value})
+    decide = ls.load_model(BERT).decision
+    with pytest.raises(ls.InputError, match=r"is of the whole model. Found `map = block`"):
+        decide(TEXT, length=6, map="block")
+    for wrong in (decide, lambda *a, **k: ls.certify_decision(BERT, *a, **k)):
+        with pytest.raises(ls.InputError, match="`dtype` should be float64"):
+            wrong(TEXT, length=6, dtype="float32")
+
+
 def test_tokens_are_not_taken_for_samples() -> None:
     """One row of a matrix of tokens is no input of a block."""
     encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)

@@ -51,6 +51,18 @@ def cauchy_flat(layer: CauchyAttention) -> float:
     if layer.query.any() or layer.key.any() or layer.num_heads > 1 or layer.output is not None:
         raise NotApplicableError("one head with W_Q = W_K = 0 is asked for")
     return float(torch.linalg.matrix_norm(layer.value, 2))
+
+
+@theorem(cite="nobody2030", statement="Theorem 2")
+def cauchy_failing(layer: CauchyAttention) -> float:
+    """One that fails."""
+    return 1 / 0
+
+
+@theorem(cite="nobody2030", statement="Theorem 3")
+def cauchy_negative(layer: CauchyAttention) -> float:
+    """One that cannot be right."""
+    return -1.0
 '''
 NAMED = '''
 """A module whose linear layers have names of their own."""
@@ -105,6 +117,8 @@ found["variant"] = row.sigma, dense(layer, x)
 flat = CauchyAttention(torch.zeros(6, 6), torch.zeros(6, 6), torch.randn(6, 6))
 (bound,) = ls.bounds(flat, x, theorems="cauchy_flat", dtype="float64").bounds
 found["bound"] = bound.value, dense(flat, x)
+wrong = ls.bounds(flat, x, theorems=["cauchy_failing", "cauchy_negative"], dtype="float64").bounds
+found["wrong"] = [[one.value, one.reason] for one in wrong]
 
 import tiny_plugin
 
@@ -147,6 +161,8 @@ def test_a_foreign_package_is_found_measured_and_read(tmp_path) -> None:
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert found["early"] == [], "a plug-in is imported before a register is read"
     assert found["theorem"] == "<cauchy_flat: Theorem 1 [nobody2030], mean-field upper bound>"
+    reasons = "it raised ZeroDivisionError: division by zero", "it gave -1.0"
+    assert found["wrong"] == [[None, one] for one in reasons]
     house = [one.__name__ for one in ls.variants()]
     assert found["variants"] == sorted([*house, "CauchyAttention"])
     assert found["closed form"] == ["DotProduct", True]

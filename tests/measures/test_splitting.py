@@ -23,6 +23,7 @@ from lipscope.measures import (
     lipschitz_ratio,
     local_constant,
     push_forward,
+    repeated_tokens,
     search_ratio,
     split_at,
     tiny_mass_gain,
@@ -433,3 +434,27 @@ def test_wasserstein_of_the_push_forward_has_a_gradient() -> None:
     e, h = gaussian(6, 5, seed=4), 1e-6
     difference = float(value(X + h * e) - value(X - h * e)) / (2 * h)
     assert float((gradient * e).sum()) == pytest.approx(difference, rel=1e-5)
+
+
+def test_where_nothing_moves_there_is_no_ratio() -> None:
+    assert math.isnan(split_at(DotProduct(ONE, ONE, 0 * ONE), WEDGE).ratio)
+
+
+def test_what_is_no_layer_or_measure_is_refused_in_one_line(unchecked) -> None:
+    layer, mu = DotProduct(ONE, ONE, ONE), TokenMeasure(WEDGE)
+    for call, said in (
+        (lambda: push_forward(nn.Linear(1, 1), mu), "an Attention layer. Found `Linear`"),
+        (lambda: local_constant(layer, WEDGE), "a `TokenMeasure`. Found `Tensor`"),
+        (lambda: lipschitz_ratio(nn.Linear(1, 1), mu, mu), "an Attention layer. Found `Linear`"),
+        (lambda: split_at(None, WEDGE), "a layer or a function. Found `NoneType`"),
+        (lambda: split_at(layer, WEDGE.float()), "as precise as the layer, float64"),
+        (lambda: repeated_tokens(layer, WEDGE, (1.5, 2)), "2 whole numbers of at least 1"),
+        (
+            lambda: tiny_mass_gain(layer, TokenMeasure(WEDGE, ONE[0].new_tensor([1, 0])), WEDGE),
+            "an atom without",
+        ),
+    ):
+        with pytest.raises(InputError, match=re.escape(said)):
+            call()
+    counted = repeated_tokens(layer, WEDGE, torch.tensor([1, 2]))
+    assert counted.num_tokens == 3

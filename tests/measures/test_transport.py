@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -307,3 +308,13 @@ def test_too_many_pairs_are_refused() -> None:
     many = TokenMeasure(torch.zeros(10_000, 2))
     with pytest.raises(InputError, match="at most 67,108,864 pairs"):
         wasserstein(many, many)
+
+
+def test_what_has_no_answer_is_refused_in_one_line(unchecked) -> None:
+    far = torch.tensor([[1.7e308, 0.0]], dtype=torch.float64)
+    with pytest.raises(InputError, match="within the float64 range of each other"):
+        wasserstein(TokenMeasure(far), TokenMeasure(-far))
+    one = TokenMeasure(gaussian(3, 2))
+    with pytest.raises(InputError, match="`max_steps` should be a positive integer"):
+        sinkhorn_divergence(one, one, epsilon=0.1, max_steps=1.5)
+    assert float(wasserstein(one, one, p=np.int64(2))) == 0.0

@@ -266,8 +266,8 @@ def certify_map(
     if needed > _MOST:
         raise InputError(
             f"A certificate of whole blocks should need at most 4 GB. Found about "
-            f"{needed / 2**30:.0f} for {x.numel()} coordinates; choose a shorter text, or certify "
-            "the map `attention`."
+            f"{needed / 2**30:.0f} GB for {x.numel()} coordinates; choose a shorter text, or "
+            "certify the map `attention`."
         )
     moves = radii > 0
     reads = BallReads(radii[moves], ball)

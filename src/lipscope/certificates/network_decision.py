@@ -349,7 +349,7 @@ def check_memory(net: Network, shape: tuple[int, ...], count: int, ball: Decisio
     smaller = "fewer tokens" + ("" if ball == "token" else ', `ball="token"`')
     smaller = "a shorter text, a later layer as `at_layer`" if deep else smaller
     raise InputError(
-        f"A certificate should need at most 4 GB. Found about {needed / 2**30:.0f} for "
+        f"A certificate should need at most 4 GB. Found about {needed / 2**30:.0f} GB for "
         f"{(n if deep else count) * d} coordinates that move and {len(net.head)} classes; ask for "
         f'{smaller}, or one layer by itself, `map="attention"`.'
     )

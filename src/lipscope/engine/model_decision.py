@@ -265,7 +265,7 @@ class ModelDecision(Shown):
         """The tokens that move together: one after the other in the ball ``token``, else all."""
         ball, n = argument(one_of(*BALLS), "ball", ball), len(self.x)
         given = range(n) if tokens is None else items(tokens)
-        chosen = sorted({argument(whole_number(0, n - 1), "token", one) for one in given})
+        chosen = sorted({argument(whole_number(0, n - 1), "tokens", one) for one in given})
         if not chosen:
             raise InputError("`tokens` should name the tokens that may move. Found none.")
         groups = [(one,) for one in chosen] if ball == "token" else [tuple(chosen)]
@@ -334,12 +334,26 @@ def one_sample(
     """One input of a verb: a text whole or a window of it, or an entry of a batch."""
     sample = argument(whole_number(0, 100_000), "sample", sample)
     asked = {name: value for name, value in options.items() if value is not None}
+    if asked.get("map", "model") != "model":
+        raise InputError(
+            f"`{verb}` is of the whole model. Found `map = {shown(asked['map'])}`; leave it out."
+        )
+    check_double(asked)
     if is_text(data, asked) and length is None:
         data = whole_input(model, data, special_tokens=asked.get("special_tokens", True))
     else:
         asked |= of_one_window(data, asked, length, sample)
     run = LocalRun(model, data, asked, Verb(verb, OF_QUESTION, "float64"))
     return run.samples([sample])[0]
+
+
+def check_double(asked: Mapping[str, Any]) -> None:
+    """Refuse another type than that in which certificates hold."""
+    if asked.get("dtype", "float64") not in ("float64", torch.float64):
+        raise InputError(
+            "`dtype` should be float64, in which decisions are certified. Found "
+            f"`{shown(asked['dtype'])}`; leave it out."
+        )
 
 
 def whole_input(

@@ -122,7 +122,9 @@ class Monitor:
         self._name = named or type(self.model).__name__
         self.data, self.log = data, log
         self.every = argument(whole_number(1, 10**9), "every", every)
-        first = next(self.model.parameters())
+        first = next(self.model.parameters(), None)
+        if first is None:
+            raise InputError("`model` should have parameters. Found none; nothing is trained.")
         dtype = "float64" if first.dtype == torch.float64 else "float32"
         usual = {"tol": _TOL, "device": str(first.device), "dtype": dtype}
         given = {name: value for name, value in options.items() if value is not None}

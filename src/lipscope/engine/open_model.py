@@ -236,6 +236,9 @@ class OpenModel(Shown, ReadyModel):
             yield "trained length", f"{self.loaded.trained_length} tokens"
 
 
+_ITS_OWN = {"model", "data", "layer", "layers", "length", "lengths", "sample", "samples"}
+
+
 class LayerAtInput(Shown):
     """A layer of a model at an input: its sigma, and every verb.
 
@@ -395,27 +398,30 @@ class LayerAtInput(Shown):
 
     def bounds(self, **options: Any) -> Rows:
         """Every theorem next to sigma here, as `bounds` gives them."""
-        return bounds(*self._here(), layers=self._layers(), **self._options | options)
+        found = bounds(*self._here(), layers=self._layers(), **self._asked("bounds", options))
+        mine = [row for row in found if self.head in (None, row.head)]
+        return found if self.head is None else Rows(mine, bounds=found.bounds)
 
     def directions(self, **options: Any) -> Rows:
         """The worst directions here in words, as `directions` gives them."""
-        return directions(
-            *self._here(), layer=self._layers(), **self._of_all_heads("directions", options)
-        )
+        asked = self._asked("directions", options, whole=True)
+        return directions(*self._here(), layer=self._layers(), **asked)
 
     def push(self, **options: Any) -> Pushed:
         """The input pushed along its worst direction, as `push` does."""
-        return push(*self._here(), layer=self.layer or 0, **self._of_all_heads("push", options))
+        asked = self._asked("push", options, whole=True)
+        return push(*self._here(), layer=self.layer or 0, **asked)
 
     def attack(self, **options: Any) -> Attacked:
         """Inputs of this length that make sigma large, as `attack` finds them."""
-        return attack(*self._here(), layer=self.layer or 0, **self._of_all_heads("attack", options))
+        asked = self._asked("attack", options, whole=True)
+        return attack(*self._here(), layer=self.layer or 0, **asked)
 
     def certify(self, eps: float | Tensor = 0.01, **options: Any) -> BallCertificate:
         """A bound in a ball around this input, as `certify` gives it."""
         if self.head is not None:
             options.setdefault("head", self.head)
-        asked = self._options | options
+        asked = self._asked("certify", options)
         asked.pop("per_head", None)
         return certify(*self._here(), eps=eps, layer=self.layer or 0, **asked)
 
@@ -443,7 +449,7 @@ class LayerAtInput(Shown):
                 is not read in closed form.
         """
         given = read_out_of(between, read_out)
-        self._of_all_heads("decision", {})
+        self._asked("decision", {}, whole=True)
         if self._map.job.map != "attention":
             raise InputError(
                 "A decision reads the layer's attention. Found a layer at `map = "
@@ -453,7 +459,8 @@ class LayerAtInput(Shown):
 
     def split(self, **options: Any) -> Splitting:
         """Tokens that are better split than moved, as `split` finds them."""
-        return split(*self._here(), layers=self._layers(), **self._of_all_heads("split", options))
+        asked = self._asked("split", options, whole=True)
+        return split(*self._here(), layers=self._layers(), **asked)
 
     def _here(self) -> tuple[ReadyModel, list[Any]]:
         return self.model, [self._map.item]
@@ -461,8 +468,16 @@ class LayerAtInput(Shown):
     def _layers(self) -> Any:
         return "all" if self.layer is None else [self.layer]
 
-    def _of_all_heads(self, verb: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        if self.head is not None:
+    def _asked(
+        self, verb: str, options: Mapping[str, Any], *, whole: bool = False
+    ) -> dict[str, Any]:
+        """The options of a verb; ``whole``: of all heads together."""
+        for name in options.keys() & _ITS_OWN:
+            raise InputError(
+                f"`{verb}` is asked of this layer at this input. Found `{name} = "
+                f"{shown(options[name])}`; ask `model.at` for another."
+            )
+        if whole and self.head is not None:
             raise InputError(
                 f"`{verb}` speaks of all heads together. Found a layer at `head = {self.head}`; "
                 "ask `model.at` without `head`."

@@ -12,7 +12,16 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, get_args
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    TypedDict,
+    TypeVar,
+    get_args,
+    get_type_hints,
+)
 
 from lipscope.engine import checks
 from lipscope.engine.checks import COPIES, OF_TEXT, Check, Entries, parse_tokens
@@ -284,7 +293,8 @@ def _names_of(verb: Verb) -> list[str]:
     """What may be given to the function of a verb, by name."""
     door = import_module("lipscope.engine")
     function = getattr(door, verb.name, None) or getattr(door.OpenModel, verb.name)
-    more = [one for one in MeasureOptions.__annotations__ if one not in verb.without]
+    options = get_args(get_type_hints(function).get("options", MeasureOptions)) or (MeasureOptions,)
+    more = [one for one in options[0].__annotations__ if one not in verb.without]
     return [*inspect.signature(function).parameters, *more]
 
 

@@ -164,6 +164,7 @@ def push_forward(layer: Attention, mu: TokenMeasure, *, residual: bool = False) 
     >>> bool(torch.allclose(push_forward(layer, TokenMeasure(x)).points, layer(x)))
     True
     """
+    _check_measure(mu)
     out = token_map(layer, mu, mu.points, mu.positions)
     if residual and out.shape != mu.points.shape:
         raise InputError(
@@ -182,6 +183,7 @@ def weighted_jacobian(layer: Attention, mu: TokenMeasure) -> Operator:
 
     Source: Definition C.4 and Lemmas C.5, C.6 of [castin2024]; for a causal layer Lemma 4.2.
     """
+    _check_measure(mu)
     if not bool((mu.weights > 0).all()):
         raise InputError(
             "`weights` should be positive. Found an atom without weight; leave it out."
@@ -193,6 +195,11 @@ def weighted_jacobian(layer: Attention, mu: TokenMeasure) -> Operator:
         layer = layer.replace(causal=False, mask=seen)
     log_weights = mu.weights.log()
     return weighted(layer.linearise(mu.points.detach(), log_weights=log_weights), log_weights)
+
+
+def _check_measure(mu: object) -> None:
+    if not isinstance(mu, TokenMeasure):
+        raise InputError(f"`mu` should be a `TokenMeasure`. Found `{type(mu).__name__}`.")
 
 
 def weighted(op: Operator, log_weights: Tensor) -> Operator:
@@ -232,8 +239,6 @@ def largest(op: Operator) -> float:
 def of_measures(layer: Attention, mu: TokenMeasure) -> Attention:
     """The layer in float64, if it is a map of measures with such positions."""
     check_layer(layer)
-    if not isinstance(mu, TokenMeasure):
-        raise InputError(f"`mu` should be a `TokenMeasure`. Found `{type(mu).__name__}`.")
     if layer.positional or layer.window is not None or layer.mask is not None:
         raise InputError("not available: scores depend on indices of tokens, which measures lack.")
     if not (layer.by_token and isinstance(layer.weighting, Softmax)):

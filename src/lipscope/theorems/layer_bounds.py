@@ -173,9 +173,25 @@ def evaluate(
     return value
 
 
+def _said(theorem: Theorem, subject: Any, wanted: dict[str, Any]) -> float:
+    """What a theorem says; one of a plug-in that fails has no value, and says why."""
+    own = theorem.function.__module__.startswith("lipscope.")
+    if own:
+        return theorem.function(subject, **wanted)
+    try:
+        value = float(theorem.function(subject, **wanted))
+    except (NotApplicableError, MemoryError):
+        raise
+    except Exception as problem:  # of code that is not ours, whatever it is
+        raise NotApplicableError(f"it raised {type(problem).__name__}: {problem}") from problem
+    if math.isnan(value) or value < 0:
+        raise NotApplicableError(f"it gave {value}")
+    return value
+
+
 def _subject_value(theorem: Theorem, subject: Any, wanted: dict[str, Any]) -> float:
     """What a theorem says, plus what rounding at the input may hide from an upper bound."""
-    value = theorem.function(subject, **wanted)
+    value = _said(theorem, subject, wanted)
     if not isinstance(subject, AtInput) or theorem.kind == "lower":
         return value
     steepest = float(wanted["slope"].max()) if "slope" in wanted else 1.0

@@ -26,6 +26,7 @@ from lipscope.engine.model_decision import (
     BALLS,
     DecisionCertificate,
     ModelDecision,
+    check_double,
     decision_at,
     decision_at_layer,
     radius_key,
@@ -364,6 +365,7 @@ def certify_decision(
     given = decides_by(between, read_out)
     asked: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
     map = argument(one_of("model", "attention"), "map", asked.pop("map", "model"))
+    check_double(asked)
     if length is None and is_text(data, asked):
         model = ready_model(model, **{name: asked[name] for name in _LOADING if name in asked})
         asked = {k: v for k, v in asked.items() if k not in ("tokenizer", "revision")}

@@ -511,7 +511,7 @@ def _first_block(record: Trace) -> tuple[str, nn.Module, Stream]:
         found = (name, record.firsts[name]) if name in record.firsts else None
     if found is None:
         raise InputError(
-            "The map `model` needs blocks in a list, from the first of which it starts. "
+            "A map of the whole model needs blocks in a list, from the first of which it starts. "
             f"Found none around `{site}`."
         )
     return found[0], *found[1]

@@ -369,6 +369,11 @@ def attention_sites(
     }
     # What is not named so may be called either way: the calls decide.
     chosen = {name: m for name, m in inner.items() if side != "self" or not _is_cross(name, m)}
+    if not chosen and is_attention(model):
+        raise InputError(
+            "The model should hold attention in a module of its own. Found "
+            f"`{type(model).__name__}` by itself; give the model that it is part of."
+        )
     if not chosen:
         raise InputError(
             "The model should contain a module whose class name ends in `Attention` or `Attn`. "
