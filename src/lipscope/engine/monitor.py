@@ -281,7 +281,7 @@ class Monitor:
         Raises:
             InputError: If it is neither, or calls this monitor already.
         """
-        if trainer is not None and trainer is self._trainer:
+        if self._trainer is not None and trainer is self._trainer:
             raise InputError("`attach` should be called once a Trainer. Found a second call.")
         if hasattr(trainer, "add_callback"):
             callback = _for_transformers(self, trainer)

@@ -153,7 +153,8 @@ def lipschitz_bound(
         check_positive("radius", radius)
     if num_tokens is not None:
         check_count("num_tokens", num_tokens)
-    pooled, share = isinstance(network, Network), None
+    pooled = isinstance(network, Network)
+    share: Tensor | None = None
     if pooled and len(network.share):
         share, num_tokens = _pool(network, num_tokens)
     elif not pooled and num_tokens is None:
