@@ -447,6 +447,7 @@ def test_what_is_no_layer_or_measure_is_refused_in_one_line(unchecked) -> None:
         (lambda: local_constant(layer, WEDGE), "a `TokenMeasure`. Found `Tensor`"),
         (lambda: lipschitz_ratio(nn.Linear(1, 1), mu, mu), "an Attention layer. Found `Linear`"),
         (lambda: split_at(None, WEDGE), "a layer or a function. Found `NoneType`"),
+        (lambda: split_at(nn.MultiheadAttention(1, 1), WEDGE), "that it raised TypeError"),
         (lambda: split_at(layer, WEDGE.float()), "as precise as the layer, float64"),
         (lambda: repeated_tokens(layer, WEDGE, (1.5, 2)), "2 whole numbers of at least 1"),
         (

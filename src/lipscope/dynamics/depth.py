@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipscope import linalg
-from lipscope.attention import Attention
+from lipscope.attention import Attention, check_layer
 from lipscope.display import Shown
 from lipscope.dynamics.integrate import Happened, integrate
 from lipscope.dynamics.particles import Field, Function, residual
@@ -112,8 +112,10 @@ def sigma_through(
     tokens and widths.
     """
     _check_tokens(x)
+    given = list(f) if isinstance(f, Sequence | nn.ModuleList) else [f]
+    for layer in given:
+        check_layer(layer)
     path = residual(f, x, step=step, layers=layers)
-    given = [f] if isinstance(f, Attention) else list(f)
     given = [layer.in_double() for layer in given]
     jacobians = []
     for i, state in enumerate(path.states[:-1]):

@@ -13,7 +13,7 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor, nn
 
-from lipscope.attention import Attention, DotProduct
+from lipscope.attention import Attention, DotProduct, check_layer
 from lipscope.display import Shown
 from lipscope.dynamics.integrate import (
     LIMIT,
@@ -57,6 +57,10 @@ class Field:
         norm: Norm | None = None,
     ) -> None:
         self.measure = x if isinstance(x, TokenMeasure) else None
+        if self.measure is not None:
+            check_layer(f)
+        elif not callable(f):
+            raise InputError(f"`f` should be a layer or a function. Found `{type(f).__name__}`.")
         self.start = _tokens_in_double(x.points.detach() if isinstance(x, TokenMeasure) else x)
         self.f = f.in_double() if isinstance(f, Attention) else f
         self.norm, self.radii, self.rate = norm, None, None

@@ -197,8 +197,14 @@ def _doubled_operators(f: Function, x: Tensor) -> tuple[Operator, Operator]:
 
 def _check_equivariant(f: Function, twice: Tensor) -> None:
     order = torch.randperm(len(twice), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        y, permuted = f(twice), f(twice[order])
+    try:
+        with torch.no_grad():
+            y, permuted = f(twice), f(twice[order])
+    except (RuntimeError, TypeError) as problem:
+        raise InputError(
+            f"`f` should run on tokens {tuple(twice.shape)}. Found that it raised "
+            f"{type(problem).__name__}: {problem}"
+        ) from problem
     if y.shape[:1] != twice.shape[:1]:
         raise InputError(
             f"`f` should give one output for each token. Found the shape {tuple(y.shape)} for "
