@@ -68,6 +68,25 @@ def test_no_random_move_within_the_radius_changes_it(decision: Any) -> None:
     assert "radius" in repr(found) and "attack" in repr(found)
 
 
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Tanh()], ids=repr)
+@pytest.mark.parametrize("width", [2, 3, 9])
+def test_heads_of_any_hidden_width_are_certified(act: nn.Module, width: int) -> None:
+    """``W_2 act(W_1 pooled)``; no move that is found within the radius flips it."""
+    model = Tagger().double().eval()
+    model.head = nn.Sequential(nn.Linear(4, width), act, nn.Linear(width, 2)).double()
+    decided = ls.load_model(model).decision({"input_ids": IDS})
+    found = decided.certify()
+    assert found.radius > 0
+    assert found.attack is None or found.attack > found.radius
+    gen = torch.Generator().manual_seed(1)
+    x = model.words(IDS[:1]).detach()
+    e = torch.randn(2000, *x.shape[1:], generator=gen, dtype=x.dtype)
+    e = found.radius * e / e.flatten(1).norm(dim=1)[:, None, None]
+    assert bool((decided.network(x[0] + e).argmax(1) == decided.answer).all())
+    scores = model.head(model.encoder(x + e).mean(1))
+    assert bool((scores.argmax(1) == decided.answer).all())
+
+
 def test_tokens_in_turn_are_a_map_over_the_text(decision: Any) -> None:
     told: list[str] = []
     found = decision.certify(ball="token", tokens=[0, 2], progress=told.append)
