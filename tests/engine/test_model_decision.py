@@ -117,7 +117,8 @@ def test_words_within_a_radius_are_counted(decision: Any) -> None:
     [
         ({"ball": "cube"}, "`ball` should be one of joint, token, each"),
         ({"ball": "joint", "token": 1}, "`token` is the one that moves"),
-        ({"ball": "token", "token": 9}, "`tokens` should be a whole number of at most 2"),
+        ({"ball": "token", "token": 9}, "`token` should be a whole number of at most 2"),
+        ({"tokens": [0, 9]}, "`tokens` should be a whole number of at most 2"),
         ({"tokens": []}, "Found none"),
     ],
 )

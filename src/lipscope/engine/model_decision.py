@@ -253,7 +253,9 @@ class ModelDecision(Shown):
                 "`token` is the one that moves in the ball `token`. Found it with "
                 f"`{'tokens' if ball == 'token' else ball}`; leave one of them out."
             )
-        groups = self.groups(ball, [token] if token is not None else tokens)
+        if token is not None:
+            tokens = [argument(whole_number(0, len(self.x) - 1), "token", token)]
+        groups = self.groups(ball, tokens)
         found: list[DecisionCertificate] = []
         for one in groups:
             found.append(self.certified(ball, one, progress))
