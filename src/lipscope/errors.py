@@ -85,6 +85,17 @@ def check_finite_numbers(name: str, values: Tensor) -> None:
         raise InputError(f"`{name}` should be finite. Found NaN or Inf in it, first at {where}.")
 
 
+def check_tokens(name: str, value: Any, width: int | None = None) -> None:
+    """Refuse what is no finite matrix of real numbers, a row for each of some tokens."""
+    is_tensor = type(value).__name__ in ("Tensor", "Parameter")  # without importing torch
+    found = f"{str(value.dtype)[6:]}, {tuple(value.shape)}" if is_tensor else shown(value)[:_SHOWN]
+    fits = is_tensor and value.ndim == 2 and value.numel() > 0 and not value.is_complex()
+    if not fits or width not in (None, value.shape[1]):
+        wanted = f"(n, {width or 'd'}), at least one"
+        raise InputError(f"`{name}` should be tokens in a tensor, {wanted}. Found {found}.")
+    check_finite_numbers(name, value)
+
+
 def check_count(name: str, value: object, least: int = 1) -> None:
     """Refuse an argument that is no whole number, or is too small."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:

@@ -449,6 +449,7 @@ def test_animations(tmp_path) -> None:
         (lambda: residual([single(ONE)] * 2, ONE, step=0.1, layers=3), "one for every layer"),
         (lambda: clusters(ONE, 0.0), "`radius`"),
         (lambda: clusters(ONE * math.inf, 1.0), "`points`"),
+        (lambda: clusters([[0.0]], 1.0), "`points` should be tokens in a tensor, (n, d)"),
         (lambda: gaussian_flow(single(ONE), ONE[0], -ONE, [1.0]), "semidefinite"),
         (lambda: gaussian_flow(single(ONE), ONE[0], eye(2), [1.0]), "`covariance`"),
         (lambda: gaussian_flow(single(ONE), ONE, ONE, [1.0]), "`mean`"),

@@ -382,7 +382,10 @@ CAUSAL, _ = case("heads", 0)
             "`starts` should be a positive integer.",
         ),
         (lambda: split_at(PLAIN, X * torch.nan), "`x` should be finite. Found NaN or Inf in it"),
-        (lambda: split_at(PLAIN, "x"), "`x` should be finite numbers, (n, d). Found x."),
+        (
+            lambda: split_at(PLAIN, "x"),
+            "`x` should be tokens in a tensor, (n, d), at least one. Found x.",
+        ),
         (
             lambda: split_at(PLAIN, X, log_weights=X[0].double()),
             "`log_weights` should be one number for each of 6 keys. Found (5,).",

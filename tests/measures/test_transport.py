@@ -260,10 +260,14 @@ HALF = torch.tensor([0.5, 0.5])
     [
         (
             lambda: TokenMeasure(torch.zeros(0, 3)),
-            "`points` should be tokens, `(n, d)`, at least one. Found the shape `(0, 3)`.",
+            "`points` should be tokens in a tensor, (n, d), at least one. Found float32, (0, 3).",
         ),
-        (lambda: TokenMeasure(torch.zeros(3)), "Found the shape `(3,)`."),
-        (lambda: TokenMeasure(X / 0), "`points` should be a tensor of finite numbers."),
+        (lambda: TokenMeasure(torch.zeros(3)), "Found float32, (3,)."),
+        (
+            lambda: TokenMeasure(X / 0),
+            "`points` should be finite. Found NaN or Inf in it, first at",
+        ),
+        (lambda: TokenMeasure([[1.0]]), "Found [[1.0]]."),
         (lambda: TokenMeasure(X, torch.tensor([0.5, 0.6])), "Found the least 0.5 and the sum 1.1."),
         (lambda: TokenMeasure(X, torch.tensor([-0.5, 1.5])), "Found the least -0.5 and the sum 1."),
         (

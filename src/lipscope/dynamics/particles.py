@@ -24,7 +24,7 @@ from lipscope.dynamics.integrate import (
     events_of,
     integrate,
 )
-from lipscope.errors import InputError, check_count, check_finite_numbers, check_positive
+from lipscope.errors import InputError, check_count, check_positive, check_tokens
 from lipscope.linalg import start_named
 from lipscope.measures import TokenMeasure, token_map
 
@@ -61,7 +61,9 @@ class Field:
             check_layer(f)
         elif not callable(f):
             raise InputError(f"`f` should be a layer or a function. Found `{type(f).__name__}`.")
-        self.start = _tokens_in_double(x.points.detach() if isinstance(x, TokenMeasure) else x)
+        points = x.points if isinstance(x, TokenMeasure) else x
+        check_tokens("x", points)
+        self.start = points.detach().to("cpu", torch.float64)
         self.f = f.in_double() if isinstance(f, Attention) else f
         self.norm, self.radii, self.rate = norm, None, None
         if norm not in (None, "rms", "layer"):
@@ -252,14 +254,6 @@ def value_maps(layer: Attention) -> Tensor:
     return output.unflatten(1, (layer.num_heads, -1)).transpose(0, 1) @ by_head
 
 
-def _tokens_in_double(x: Tensor) -> Tensor:
-    if not isinstance(x, Tensor) or x.ndim != 2 or not x.numel() or not x.is_floating_point():
-        found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise InputError(f"`x` should be tokens, (n, d), at least one. Found `{found}`.")
-    check_finite_numbers("x", x)
-    return x.detach().to("cpu", torch.float64)
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Trajectory(Solution):
     """Tokens at several times.
@@ -424,9 +418,7 @@ def clusters(points: Float[Tensor, "n d"], radius: float) -> Clusters:
     (4, 1)
     """
     check_positive("radius", radius)
-    if points.ndim != 2 or not len(points) or not bool(points.isfinite().all()):
-        found = f"NaN or Inf in {tuple(points.shape)}" if points.ndim == 2 else tuple(points.shape)
-        raise InputError(f"`points` should be finite, (n, d), at least one. Found {found}.")
+    check_tokens("points", points)
     points = points.double()
     near = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist") <= radius
     count, found = connected_components(csr_matrix(near.numpy()), directed=False)

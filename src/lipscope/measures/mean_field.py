@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention, Softmax, check_layer
-from lipscope.errors import InputError
+from lipscope.errors import InputError, check_tokens
 from lipscope.linalg import Operator, start_named, to_dense, top_singular
 
 _SUM = 1e-6  # how far from 1 weights may add up to: what rounding in float32 explains
@@ -38,12 +38,8 @@ class TokenMeasure:
     def __init__(
         self, points: Tensor, weights: Tensor | None = None, positions: Tensor | None = None
     ) -> None:
-        self.points = _finite_double("points", points)
-        if self.points.ndim != 2 or not self.points.numel():
-            raise InputError(
-                "`points` should be tokens, `(n, d)`, at least one. Found the shape "
-                f"`{tuple(self.points.shape)}`."
-            )
+        check_tokens("points", points)
+        self.points = points.to("cpu", torch.float64)
         n = len(self.points)
         given = torch.full((n,), 1 / n, dtype=torch.float64) if weights is None else weights
         row = _token_row("weights", given, n)
@@ -101,6 +97,7 @@ def in_order(points: Tensor) -> TokenMeasure:
     >>> in_order(torch.zeros(4, 1)).positions
     tensor([0.2500, 0.5000, 0.7500, 1.0000], dtype=torch.float64)
     """
+    check_tokens("points", points)
     n = len(points)
     return TokenMeasure(points, None, torch.arange(1, n + 1, dtype=torch.float64) / n)
 
@@ -143,6 +140,7 @@ def token_map(
     Source: Definitions 2.4 and 2.6 of [castin2024]; weights as in its Appendix C.
     """
     layer = of_measures(layer, mu)
+    check_tokens("points", points, mu.points.shape[1])
     read = mu.weights > 0
     keys = mu.points[read]
     if layer.causal:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lipscope.attention import Attention, Softmax, check_layer
 from lipscope.display import Shown
-from lipscope.errors import InputError, check_finite_numbers, shown
+from lipscope.errors import InputError, check_finite_numbers, check_tokens
 from lipscope.linalg import Operator, linearise, start_named, top_singular_batch
 from lipscope.measures.mean_field import TokenMeasure, largest, push_forward, weighted
 from lipscope.measures.transport import wasserstein
@@ -89,10 +89,7 @@ def split_at(
     >>> found.token, round(found.splitting, 4), round(found.moving, 4)
     (1, 1.5535, 1.2187)
     """
-    if not isinstance(x, Tensor) or x.ndim != 2:
-        found = tuple(x.shape) if isinstance(x, Tensor) else shown(x)
-        raise InputError(f"`x` should be finite numbers, (n, d). Found {found}.")
-    check_finite_numbers("x", x)
+    check_tokens("x", x)
     if x.dtype not in (torch.float32, torch.float64):
         raise InputError(f"`x` should be in float32 or float64. Found {str(x.dtype)[6:]}.")
     if log_weights is not None:
@@ -276,6 +273,7 @@ def repeated_tokens(
     1.0
     """
     check_layer(layer)
+    check_tokens("atoms", atoms)
     if (why := _unlike_copies(layer)) is not None:
         raise InputError(f"not available: {why}.")
     counts = tuple(counts.tolist() if isinstance(counts, Tensor) else counts)

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from lipscope.attention import Attention, check_layer
 from lipscope.display import Shown
-from lipscope.errors import InputError, check_count, check_positive, install, shown
+from lipscope.errors import (
+    InputError,
+    check_count,
+    check_positive,
+    check_tokens,
+    install,
+    shown,
+)
 from lipscope.linalg import start_named
 from lipscope.measures.mean_field import TokenMeasure, push_forward, token_map
 
@@ -384,7 +391,8 @@ def tiny_mass_gain(
     if not bool((mu.weights > 0).all()):
         raise InputError("`mu` should have positive weights. Found an atom without; leave it out.")
     x = mu.points.detach()
-    y = _checked_points("targets", targets, x, 2)
+    check_tokens("targets", targets, x.shape[1])
+    y = targets.to(x)
     images, ends = token_map(layer, mu, x), token_map(layer, mu, y)
     into, out = _chain_costs(x, y), _chain_costs(images, ends)
     return torch.where(into > 0, out / into.where(into > 0, torch.ones(())), 0.0).sqrt()
@@ -398,7 +406,8 @@ def tiny_mass_ratio(
         raise InputError(
             f"`atom` should be between 0 and {len(mu.weights) - 1}. Found `atom = {shown(atom)}`."
         )
-    target = _checked_points("target", target, mu.points, 1)
+    target = target[None] if isinstance(target, Tensor) else target
+    check_tokens("target", target, mu.points.shape[1])
     check_positive("mass", mass)
     if not mass < float(mu.weights[atom]):
         raise InputError(
@@ -407,20 +416,8 @@ def tiny_mass_ratio(
         )
     weights = torch.cat([mu.weights, mu.weights.new_tensor([mass])])
     weights[atom] -= mass
-    points = torch.cat([mu.points, target[None]])
+    points = torch.cat([mu.points, target.to(mu.points)])
     return lipschitz_ratio(layer, mu, TokenMeasure(points, weights))
-
-
-def _checked_points(name: str, value: object, like: Tensor, axes: int) -> Tensor:
-    """Points of the width of others, in their precision."""
-    wanted = f"(k, {like.shape[1]})" if axes == 2 else f"({like.shape[1]},)"
-    if not isinstance(value, Tensor):
-        raise InputError(f"`{name}` should be finite points, {wanted}. Found {shown(value)}.")
-    fits = value.ndim == axes and value.shape[-1] == like.shape[1] and value.is_floating_point()
-    if not fits or not bool(value.isfinite().all()):
-        found = f"{tuple(value.shape)}, {str(value.dtype)[6:]}"
-        raise InputError(f"`{name}` should be finite points, {wanted}. Found {found}.")
-    return value.to(like)
 
 
 def _chain_costs(atoms: Tensor, targets: Tensor) -> Tensor:
