@@ -400,7 +400,7 @@ class LayerAtInput(Shown):
         """Every theorem next to sigma here, as `bounds` gives them."""
         found = bounds(*self._here(), layers=self._layers(), **self._asked("bounds", options))
         mine = [row for row in found if self.head in (None, row.head)]
-        return found if self.head is None else Rows(mine, bounds=found.bounds)
+        return Rows(mine, found.tokens, found.windows, found.bounds)
 
     def directions(self, **options: Any) -> Rows:
         """The worst directions here in words, as `directions` gives them."""
