@@ -37,7 +37,9 @@ _LINEAR = (
     "|ReshapeAlias|Repeat|Roll|Select|Slice|Split|SplitWithSizes|SafeSplit|Squeeze|Stack|Sub|Rsub"
     "|Sum|T|ToCopy|Transpose|Unbind|UnsafeSplit|UnsafeView|Unsqueeze|View|Identity"
 )
-_ACTIVATIONS = ("Erf", "Gelu", "Relu", "Sigmoid", "Silu", "Tanh")  # one of each in an activation
+# One of these is in each activation, of the kind that stands beside it.
+_ACTIVATIONS = {"Relu": "relu", "Erf": "gelu", "Gelu": "gelu", "Sigmoid": "silu", "Silu": "silu"}
+_ACTIVATIONS |= {"GeluTanh": "tanh", "Tanh": "tanh"}
 _KNOWN = regex.compile(f"(?:{_LINEAR}|{'|'.join(_ACTIVATIONS)}|Exp|Pow|Rsqrt|Sqrt)(?:Backward)?$")
 
 
@@ -129,7 +131,8 @@ class ForwardPass:
         self.functions = self._functions(out)
         self.unknown = sorted(f for f in self.functions if not _KNOWN.match(f))
         # An activation may be as good as linear, or zero, at this input, and not at another.
-        self.activations = sum(self.functions[name] for name in _ACTIVATIONS)
+        kinds = (_ACTIVATIONS.get(name) for name in self.functions.elements())
+        self.activations = Counter(kind for kind in kinds if kind is not None)
 
     def _watch(self, recorder: Recorder, name: str, module: nn.Module) -> None:
         started: list[tuple[int, list[Tensor], list[Node]]] = []
@@ -168,7 +171,12 @@ class ForwardPass:
     def _functions(self, out: Tensor) -> Counter[str]:
         """The functions that lead from the stream to the output, by name, and how often each."""
         made = (node for node in origins(out.grad_fn, self._jumps) if node not in self._jumps)
-        return Counter(regex.sub(r"(Backward)?\d*$", "", type(node).__name__) for node in made)
+        return Counter(map(_name, made))
+
+
+def _name(node: Node) -> str:
+    name = regex.sub(r"(Backward)?\d*$", "", type(node).__name__)
+    return name + "Tanh" * (name == "Gelu" and getattr(node, "_saved_approximate", "") == "tanh")
 
 
 def _is_matrix(x: Any) -> bool:

@@ -45,6 +45,7 @@ _CPU = torch.device("cpu")
 _MIXED = 8  # combinations of a map's outputs that are compared
 _AGREES = 1e-6  # relative
 _MOVES = (1e-2, 1e-1, 1.0)  # of the stream, relative to its root mean square
+_FAR = (1e1, 1e2, 1e4)  # moves of tokens, relative to the largest and as they are
 _MANY = 4  # classes whose gradients are compared
 
 
@@ -286,7 +287,8 @@ def check_network(network: Scores, scores: Scores, x: Float[Tensor, "n d"]) -> N
 
     Compared to 1e-6, at ``x`` and after random moves of three sizes: scores, gradients (of the
     largest scores at ``x``, then of a random combination of them), and products with the Hessian
-    there, by differences along a random direction.
+    there, by differences along a random direction. Far away, at tokens of up to 1e4 and 1e4 times
+    the largest one, scores alone: rounding spoils derivatives there.
 
     Args:
         network: The description, a `Network` or another function.
@@ -324,6 +326,17 @@ def check_network(network: Scores, scores: Scores, x: Float[Tensor, "n d"]) -> N
             # Beside the rounding of the gradients themselves.
             floor = 1e-4 * length
             _compare("curvature", where, mine - slopes, change, float(change.norm()) + floor)
+
+    # What is silent, or as good as linear, near the input need not be so far from it.
+    largest = float(torch.linalg.vector_norm(x, dim=-1).max()) or 1.0
+    for far in sorted({*_FAR, *(times * largest for times in _FAR)}):
+        e = drawn(*x.shape)
+        with torch.no_grad():
+            at = x + far * e / torch.linalg.vector_norm(e, dim=-1, keepdim=True)
+            mine, own = network(at), scores(at)
+        if bool(mine.isfinite().all()) or bool(own.isfinite().all()):
+            where = f"after a random move of each token by {far:.3g}"
+            _compare("scores", where, mine, own, float(own.norm()))
 
 
 def _check_outputs(found: Scores, function: Scores, x: Tensor, name: str) -> None:

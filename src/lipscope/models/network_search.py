@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -50,7 +51,7 @@ _Kind = TypeVar("_Kind", bound=Attention)
 _WRITTEN: dict[ActivationName, set[str]] = {
     "relu": {"Relu"},
     "gelu": {"Gelu", "Erf"},
-    "gelu_tanh": {"Gelu", "Tanh"},
+    "gelu_tanh": {"GeluTanh", "Tanh"},
     "silu": {"Silu", "Sigmoid"},
     "tanh": {"Tanh"},
 }
@@ -133,6 +134,7 @@ class Search:
         self.times = [next(times[call.name]) for call in function.calls]
         self.own: tuple[Branch, ...] = ()
         self.layers: dict[int, Attention] = {}
+        self.uses: dict[int, tuple[int, str]] = {}  # what parameters that are factors weigh
         self.read_norms: dict[nn.Module, Norm | None] = {}
         self.furthest = _State(self.function.x)
         self.real = _unpadded(self.record.inputs, len(function.x))
@@ -172,7 +174,10 @@ class Search:
             self.furthest = state
         complete = len(state.starts) == len(self.times)
         parts = (one.part for one in (*state.branches, *state.tail))
-        used = sum(isinstance(one, Feed) and one.activation != "identity" for one in parts)
+        used = Counter(
+            one.activation.removeprefix("gelu_") for one in parts if isinstance(one, Feed)
+        )
+        del used["identity"]
         whole = complete and used == self.view.activations
         found = self._ended(state) if whole else None
         following = () if found is not None else self._next(state, complete)
@@ -189,6 +194,9 @@ class Search:
                     yield state.then(Branch(part, norm), v + p, then)
                 elif p.shape == v.shape and (sum_ := self._weighted_sum(v, p)) is not None:
                     skip, factor, z = sum_
+                    at = len(state.branches)
+                    skip = skip if isinstance(skip, bool) else self._own(skip, (at, "skip"))
+                    factor = self._own(factor, (at, "part"))
                     yield state.then(Branch(scaled(part, factor), norm, skip), z, then)
                 if self.view.holds(p):
                     yield state.then(Branch(part, norm, skip=False), p, then)
@@ -284,10 +292,17 @@ class Search:
                     eye = torch.eye(a.shape[1], dtype=a.dtype)
                     yield _feed_of(name, one.map, Affine(eye, None), None), a, one.time
 
-    def _weighted_sum(self, v: Tensor, p: Tensor) -> tuple[bool | float, Tensor, Tensor] | None:
+    def _own(self, factor: Tensor, use: tuple[int, str]) -> Tensor:
+        """What a factor that was seen is of the module's own; itself where it is copied."""
+        del use
+        return factor
+
+    def _weighted_sum(self, v: Tensor, p: Tensor) -> tuple[bool | Tensor, Tensor, Tensor] | None:
         """A sum with weights that is seen: ``v + f p``, f by channel, or ``s v + t p``."""
         total = p.square().sum(0)
         for z in self.view.like(v) if len(v) > 1 and bool((total > 0).all()) else ():
+            if same(v, z):
+                continue
             factor = ((z - v) * p).sum(0) / total
             if bool((factor != 0).all()) and same(v + factor * p, z):
                 return True, factor, z
@@ -295,7 +310,7 @@ class Search:
             s, t = torch.linalg.lstsq(pair, z.flatten()[:, None]).solution[:, 0]
             both = not same(s * v, z) and not same(t * p, z)
             if both and same(s * v + t * p, z):
-                return float(s), t.expand(v.shape[1]), z
+                return s, t.expand(v.shape[1]), z
         return None
 
     # --- pool and head
@@ -357,8 +372,9 @@ class Search:
         for weight, bias, o in self._linear_chains(v, time):
             yield weight, bias, o
             if self.head is None and o.shape == final.shape and bool(o.any()):
-                factor = float((final * o).sum() / o.square().sum())
-                yield factor * weight, factor * bias, factor * o
+                factor = (final * o).sum() / o.square().sum()
+                own = self._own(factor, (0, "scores"))
+                yield own * weight, own * bias, factor * o
 
     def _asked_share(self) -> Tensor:
         """Which tokens are read where the module leaves that open."""
@@ -452,29 +468,41 @@ class PartsSearch(Search):
 
     linked = True
 
-    def _weighted_sum(self, v: Tensor, p: Tensor) -> tuple[bool | float, Tensor, Tensor] | None:
-        found = super()._weighted_sum(v, p)
-        return found and (found[0], self._own(found[1]), found[2])
+    def _own(self, factor: Tensor, use: tuple[int, str]) -> Tensor:
+        """The module's own parameter where it is one: of equal ones the next that is not used.
 
-    def _own(self, factor: Tensor) -> Tensor:
-        """The module's own parameter where it is one."""
-        held = (w for w in self.record.model.parameters() if w.shape == factor.shape)
-        return next((w for w in held if same(w[None], factor[None])), factor)
+        One number may weigh all channels.
+        """
+        for one in self.record.model.parameters():
+            fits = one.shape == factor.shape or one.numel() == 1
+            if fits and self.uses.get(id(one), use) == use:
+                each = one.reshape(()) if one.numel() == 1 else one
+                if same(each.expand(factor.shape).reshape(1, -1), factor.reshape(1, -1)):
+                    self.uses[id(one)] = use
+                    return each.expand(factor.shape)
+        return factor
 
     def _ended(self, state: _State) -> Found | None:
         final, v = self.view.output, state.v
         if same(v, final):
             return self._whole(state, state.branches)
         for weight, bias, o in self._scaled_chains(v, state.time):
+            for share in self._shares() if state.share is None and len(final) == 1 < len(o) else ():
+                if same((share @ o)[None], final):  # scores of tokens are pooled
+                    self._check_apart(o)
+                    return self._pooled(state, share, weight, bias)
             if not same(o, final):
                 continue
             if state.share is not None:
-                network = Network(state.branches, state.share, weight, bias, state.tail)
-                return Found(network, state.starts, self.function.x, lambda x: self.function(x)[0])
+                return self._pooled(state, state.share, weight, bias)
             eye = torch.eye(weight.shape[1], dtype=weight.dtype)  # a vocabulary squared is too much
             head = Feed(eye, torch.zeros_like(eye[0]), weight, bias, "identity")
             return self._whole(state, (*state.branches, Branch(head, skip=False)))
         return None
+
+    def _pooled(self, state: _State, share: Tensor, weight: Tensor, bias: Tensor) -> Found:
+        network = Network(state.branches, share, weight, bias, state.tail)
+        return Found(network, state.starts, self.function.x, lambda x: self.function(x)[0])
 
 
 def layer_of(call: AttentionCall) -> DotProduct:
