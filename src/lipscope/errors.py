@@ -89,7 +89,7 @@ def check_tokens(name: str, value: Any, width: int | None = None) -> None:
     """Refuse what is no finite matrix of real numbers, a row for each of some tokens."""
     is_tensor = type(value).__name__ in ("Tensor", "Parameter")  # without importing torch
     found = f"{str(value.dtype)[6:]}, {tuple(value.shape)}" if is_tensor else shown(value)[:_SHOWN]
-    fits = is_tensor and value.ndim == 2 and value.numel() > 0 and not value.is_complex()
+    fits = is_tensor and value.ndim == 2 and value.numel() > 0 and value.is_floating_point()
     if not fits or width not in (None, value.shape[1]):
         wanted = f"(n, {width or 'd'}), at least one"
         raise InputError(f"`{name}` should be tokens in a tensor, {wanted}. Found {found}.")

@@ -141,11 +141,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "targets of another width": (
         lambda: measures.tiny_mass_gain(LAYER, MU, torch.ones(2, 5)),
-        r"`targets` should be finite points, \(k, 4\). Found \(2, 5\)",
+        r"`targets` should be tokens in a tensor, \(n, 4\), at least one. Found float32, \(2, 5\)",
     ),
     "whole numbers as targets": (
         lambda: measures.tiny_mass_gain(LAYER, MU, torch.ones(2, 4).long()),
-        r"`targets` should be finite points",
+        r"`targets` should be tokens in a tensor, .* Found int64",
     ),
     "an atom that is not there": (
         lambda: measures.tiny_mass_ratio(LAYER, MU, 3, X[0], mass=0.1),

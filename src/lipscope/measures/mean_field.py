@@ -38,7 +38,10 @@ class TokenMeasure:
     def __init__(
         self, points: Tensor, weights: Tensor | None = None, positions: Tensor | None = None
     ) -> None:
-        check_tokens("points", points)
+        whole = isinstance(points, Tensor) and not (
+            points.is_floating_point() or points.is_complex()
+        )
+        check_tokens("points", points.double() if whole else points)
         self.points = points.to("cpu", torch.float64)
         n = len(self.points)
         given = torch.full((n,), 1 / n, dtype=torch.float64) if weights is None else weights

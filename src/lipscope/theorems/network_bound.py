@@ -127,8 +127,8 @@ def lipschitz_bound(
         model: What is bounded: parts (`lipscope.models.Network`, `Chain`), an attention layer, a
             module or open model with a method ``as_network`` that gives parts, or any other module.
         data: One input of a module that has no such method: its parts are found by running it, from
-            the stream that enters its first block on. A tensor, or arguments by name. Of an open
-            model a text; the default one if None.
+            the stream that enters its first block on, to the first tensor that it returns. A
+            tensor, or arguments by name. Of an open model a text; the default one if None.
         norm: ``max-token``, how far any token (or the scores) can move when no token moves by more
             than 1, or ``frobenius``.
         radius: Largest norm of a token of the stream; None for all inputs.
