@@ -237,11 +237,9 @@ class SmoothTransformer(nn.Module):
     def _embedded(self, given: Any) -> Tensor:
         rows, columns = self.embedding.weight.shape
         of_ids = isinstance(self.embedding, nn.Embedding)
-        wanted = (
-            f"ids from 0 to {rows - 1}, (b, n), int64"
-            if of_ids
-            else (f"vectors (b, n, {columns}), {str(self.embedding.weight.dtype)[6:]}")
-        )
+        wanted = f"vectors (b, n, {columns}), {str(self.embedding.weight.dtype)[6:]}"
+        if of_ids:
+            wanted = f"ids from 0 to {rows - 1}, (b, n), int64"
         found, fits = type(given).__name__, False
         if isinstance(given, Tensor):
             found = f"{given.dtype} of shape {tuple(given.shape)}"

@@ -175,8 +175,7 @@ def evaluate(
 
 def _said(theorem: Theorem, subject: Any, wanted: dict[str, Any]) -> float:
     """What a theorem says; one of a plug-in that fails has no value, and says why."""
-    own = theorem.function.__module__.startswith("lipscope.")
-    if own:
+    if theorem.function.__module__.startswith("lipscope."):
         return theorem.function(subject, **wanted)
     try:
         value = float(theorem.function(subject, **wanted))
