@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -74,20 +75,140 @@ class Silent(nn.Module):
 RELU = nn.functional.relu
 WITHOUT_A_WORD: dict[str, tuple[Callable[[Any, Tensor], Tensor], float]] = {
     "a square": (lambda at, h: h + at.w2(RELU(at.w1(h)) ** 2), -3.0),
-    "a gate": (lambda at, h: h + at.w2(RELU(at.w1(h)) * at.wg(h)), -3.0),
     "a factor": (lambda at, h: h + at.w2(20 * RELU(at.w1(h))), -3.0),
     "an exponential": (lambda at, h: h + at.w2(torch.exp(RELU(at.w1(h))) - 1), -3.0),
     "a norm": (lambda at, h: h + at.w2(at.norm(RELU(at.w1(h)))), -3.0),
     "a sign": (lambda at, h: h + (at.w1(h) * (at.w1(h) > 0).to(h))[..., :4], -3.0),
     "a switch": (lambda at, h: (5.0 if h.norm() > 20 else 1.0) * (h + at.w2(at.w1(h))), 0.0),
+    "a small token": (lambda at, h: h * (1 + 10 * (h.norm(dim=-1, keepdim=True) < 1e-3)), 0.0),
+    "a bump": (lambda at, h: h + torch.exp(-20 * (h - 6).square()), 0.0),
+    "a product": (lambda at, h: h + at.w2(at.w1(h) * at.wg(h)), 0.0),
 }
 
 
 @pytest.mark.parametrize("what", WITHOUT_A_WORD)
 def test_what_says_nothing_near_an_input_is_not_taken_for_nothing(what: str) -> None:
     model = Silent(*WITHOUT_A_WORD[what]).double().eval()
-    with pytest.raises(ls.InputError, match=r"scores of the module itself|Found otherwise after"):
+    said = r"scores of the module itself|Found otherwise after|Found `Exp` \(as autograd calls it\)"
+    with pytest.raises(ls.InputError, match=said):
         ls.lipschitz_bound(model, 0.1 * gaussian(1, 5, 4), radius=60.0)
+
+
+def slope_at(model: nn.Module, x: Tensor) -> float:
+    """The largest slope of a token at an input, by one token that moves: a lower value."""
+    jacobian = torch.autograd.functional.jacobian(lambda z: model(z[None])[0], x)
+    blocks = jacobian.movedim(-2, 1) if jacobian.ndim == 4 else jacobian.movedim(-2, 0)
+    return float(torch.linalg.matrix_norm(blocks, 2).max())
+
+
+def test_a_gate_that_is_shut_at_an_input_is_a_gate() -> None:
+    model = Silent(lambda at, h: h + at.w2(RELU(at.w1(h)) * at.wg(h)), -3.0).double().eval()
+    bound = ls.lipschitz_bound(model, 0.1 * gaussian(1, 5, 4), radius=60.0)
+    assert any("gate" in part.what for part in bound.parts)
+    inside = 60 * nn.functional.normalize(gaussian(40, 5, 4), dim=-1)
+    assert 10 < max(slope_at(model, x) for x in inside) <= float(bound)
+
+
+def test_saturated_feeds_are_not_taken_for_each_other() -> None:
+    """GELU and ReLU of -40 and less are both zero; their slopes are not the same."""
+
+    def two(at: Any, h: Tensor) -> Tensor:
+        h = h + at.w2(nn.functional.gelu(at.w1(h)))
+        return h + at.w3(RELU(at.wg(h)))
+
+    model = Silent(two, -40.0).double().eval()
+    at: Any = model.blocks[0]
+    at.w3 = nn.Linear(8, 4).double()
+    with torch.no_grad():
+        at.wg.bias.fill_(-40.0)
+    bound = ls.lipschitz_bound(model, 0.1 * gaussian(1, 5, 4), radius=60.0)
+    assert [one.what for one in bound.parts][-2:] == ["feed, gelu", "feed, relu"]
+
+
+class AroundTheBlocks(Scorer):
+    """Scores with a part of the input that the blocks do not see."""
+
+    def __init__(self, around: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(0.0)
+        self.around = around
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = x.clone()
+        return self.around(before, super().forward(x))
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda x, y: y * x.square().sum(),
+        lambda x, y: y + RELU(x - 9).sum(),  # silent at the input
+        lambda x, y: y * (1 + (x.norm(dim=-1) < 1e-2).sum()),  # and where tokens are larger
+    ],
+)
+def test_what_leads_around_the_blocks_is_refused(around: Any) -> None:
+    model = AroundTheBlocks(around).double()
+    with pytest.raises(ls.InputError, match="by the stream alone"):
+        ls.lipschitz_bound(model, gaussian(1, 3, 4), radius=2.0)
+    with pytest.raises(ls.InputError, match="by the stream alone"):
+        ls.load_model(model).decision(gaussian(1, 3, 4))
+
+
+class NormWithMore(nn.LayerNorm):
+    """A norm by its name, with an activation in it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = super().forward(input)
+        return y + 100 * RELU(y - 1.9)  # tokens of four entries, of √3 at the most
+
+
+class OuterNorm(nn.Module):
+    """Its ε is added to the root, which only small tokens show."""
+
+    eps = 1e-16
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True).sqrt() + self.eps)
+
+
+@pytest.mark.parametrize("norm", [NormWithMore(4), OuterNorm()])
+def test_norms_are_what_they_are_called(norm: nn.Module) -> None:
+    model = Silent(lambda at, h: h + at.last(RELU(at.w1(at.own(h)))), 0.0).double().eval()
+    at: Any = model.blocks[0]
+    at.own, at.last = norm.double(), nn.Linear(8, 4).double()
+    said = "Found otherwise after|scores of the module itself|Found `NativeLayerNorm`"
+    with pytest.raises(ls.InputError, match=said):
+        ls.lipschitz_bound(model, gaussian(1, 5, 4), radius=2.0)
+
+
+def test_a_module_that_draws_is_refused() -> None:
+    model = AroundTheBlocks(lambda _, y: y * torch.randn(()).exp()).double()
+    with pytest.raises(ls.InputError, match="draws random numbers"):
+        ls.lipschitz_bound(model, gaussian(1, 3, 4), radius=2.0)
+
+
+def test_a_module_that_refuses_streams_is_refused_in_one_line() -> None:
+    def around(_: Tensor, y: Tensor) -> Tensor:
+        if y.abs().max() > 100:
+            raise ValueError("too large")
+        return y
+
+    model = AroundTheBlocks(around).double()
+    with torch.no_grad():
+        model.outer.weight *= 1e3
+    with pytest.raises(ls.InputError, match=r"run on any stream.*ValueError: too large"):
+        ls.lipschitz_bound(model, 1e-4 * gaussian(1, 3, 4), radius=2.0)
+
+
+def test_what_as_network_gives_is_looked_at() -> None:
+    model = Scorer(0.0).double()
+    model.as_network = lambda: 5
+    for ask in (ls.lipschitz_bound, lambda m, x: ls.load_model(m).decision(x)):
+        with pytest.raises(ls.InputError, match=r"`Network` or `Chain`.*Found `5`"):
+            ask(model, gaussian(1, 3, 4))
+    smooth = ls.SmoothTransformer(8, 2, 1, outputs=3, length=4, vocabulary=5)
+    assert float(ls.lipschitz_bound(smooth, torch.tensor([[0, 1]]))) == float(
+        ls.lipschitz_bound(smooth)
+    )
 
 
 def test_an_activation_is_of_its_kind() -> None:
@@ -140,6 +261,38 @@ def test_factors_of_equal_value_have_gradients_of_their_own(shape: tuple[int, ..
                 one.sub_(step)
         assert one.grad is not None
         assert float(one.grad.sum()) == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-6)
+
+
+class Sharper(Weighted):
+    """The factor of its scores is a function of a weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale.exp() * self.head(self.blocks[0](x).mean(1))
+
+
+@pytest.mark.parametrize("what", ["equal", "one", "function", "parametrised"])
+def test_gradients_that_are_not_those_of_the_module_are_refused(what: str) -> None:
+    """The value holds all the same: of what factor a weight is, only the module knows."""
+    kind = Sharper if what == "function" else Weighted
+    model, x = kind().double().eval(), gaussian(1, 5, 4)
+    at: Any = model.blocks[0]
+    if what == "equal":  # the first one is used last
+        at.g1, at.g2 = at.g2, at.g1
+        at._parameters = dict(reversed(at._parameters.items()))
+    elif what == "one":
+        at.g1.data.fill_(1.0)
+    elif what == "parametrised":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nn.utils.weight_norm(at.w1)
+    bound = ls.lipschitz_bound(model, x, radius=2.0)
+    assert slope_at(model, x[0]) <= float(bound)
+    with pytest.raises(ls.InputError, match=r"gradients of the module\. Found others for `"):
+        bound.value.backward()
+    model.requires_grad_(False)
+    model.head.weight.requires_grad_()
+    ls.lipschitz_bound(model, x, radius=2.0).value.backward()
+    assert model.head.weight.grad is not None
 
 
 class ScoresFirst(Scorer):

@@ -75,7 +75,7 @@ class NetworkBall:
     """
 
     def __init__(self, net: Network, x: Float[Tensor, "n d"], tokens: Bool[Tensor, " n"]) -> None:
-        for branch in net.branches:
+        for branch in (*net.branches, *net.tail):
             _check(branch)
         self.net, self.x, self.tokens = without_tail(net), x, tokens
         n, d = x.shape

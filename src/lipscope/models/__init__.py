@@ -53,7 +53,11 @@ from lipscope.models.network_reader import (
     read_network as read_network,
     read_parts as read_parts,
 )
-from lipscope.models.network_search import Pooled as Pooled, read_norm as read_norm
+from lipscope.models.network_search import (
+    Pooled as Pooled,
+    own_parts as own_parts,
+    read_norm as read_norm,
+)
 from lipscope.models.pretrained import quiet as quiet
 from lipscope.models.readings import (
     Embedded as Embedded,

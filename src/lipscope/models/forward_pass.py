@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import regex
@@ -13,10 +15,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
+from lipscope.linalg import start_named
 from lipscope.models.tracing.calls import Stream, Streams, Trace
 from lipscope.models.tracing.map_endpoints import rerun
 from lipscope.models.tracing.maps import WHOLE, build_map, norm_before
 from lipscope.models.tracing.recorder import (
+    Inputs,
     Node,
     Recorder,
     SumRecorder,
@@ -28,6 +32,7 @@ from lipscope.models.tracing.recorder import (
     tensors_in,
 )
 from lipscope.models.tracing.sites import AttentionCall, block_of, first_block_of, is_norm
+from lipscope.models.tracing.trace import OF_MODELS
 
 _SAME = 1e-9  # two tensors, relative to the largest entry: float64, after some hundred layers
 # What autograd may have seen between stream and scores, besides attention and norms.
@@ -40,7 +45,28 @@ _LINEAR = (
 # One of these is in each activation, of the kind that stands beside it.
 _ACTIVATIONS = {"Relu": "relu", "Erf": "gelu", "Gelu": "gelu", "Sigmoid": "silu", "Silu": "silu"}
 _ACTIVATIONS |= {"GeluTanh": "tanh", "Tanh": "tanh"}
-_KNOWN = regex.compile(f"(?:{_LINEAR}|{'|'.join(_ACTIVATIONS)}|Exp|Pow|Rsqrt|Sqrt)(?:Backward)?$")
+_KNOWN = regex.compile(f"(?:{_LINEAR}|{'|'.join(_ACTIVATIONS)}|Pow)(?:Backward)?$")
+# Which of what they take are the factors, where they multiply.
+_FACTORS: dict[str, tuple[int, int]] = {}
+_FACTORS |= dict.fromkeys(("Mul", "Div", "Mm", "Bmm", "Mv", "Dot", "Linear"), (0, 1))
+_FACTORS |= dict.fromkeys(("Addmm", "Addmv", "Baddbmm"), (1, 2))
+WRITTEN: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "relu": ("Relu", torch.relu),
+    "erf": ("Erf", lambda z: z / math.sqrt(2)),
+    "gelu": ("Gelu", lambda z: z),
+    "gelu tanh": ("GeluTanh", lambda z: z),
+    "sigmoid": ("Sigmoid", torch.sigmoid),
+    "silu": ("Silu", lambda z: z),
+    "tanh": ("Tanh", torch.tanh),
+    "tanh of a cube": (
+        "Tanh",
+        lambda z: torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)),
+    ),
+}
+"""Functions of an activation of ``z``: autograd's name, and what it keeps, one end of it."""
+_CUBE = 3  # products in tanh's form of GELU: z³, and z times the rest; z³ as a power is two
+# Times an input in front of the stream, and the size of what is added to it.
+_ELSEWHERE = ((1.0, 1e0), (1.0, 1e2), (1.0, 1e4), (0.0, 0.0))
 
 
 def function_of(record: Trace) -> StreamFunction:
@@ -63,7 +89,63 @@ def function_of(record: Trace) -> StreamFunction:
 def _from_part(record: Trace, part: nn.Module, stream: Stream) -> StreamFunction:
     moved = Streams([stream], record.calls[0].token_axis)
     function = rerun(record, {part: moved}, "", once=True)
-    return StreamFunction(record, moved.x.detach().clone(), function, record.calls)
+    found = StreamFunction(record, moved.x.detach().clone(), function, record.calls)
+    _check_entrance(found, part, moved)
+    return found
+
+
+def _check_entrance(function: StreamFunction, part: nn.Module, moved: Streams) -> None:
+    """Refuse a module whose output hears of its input in another way than by the stream."""
+    with torch.no_grad():
+        own = function(function.x)
+        for times, size in _ELSEWHERE:
+            other = functools.partial(_other, times=times, size=size)
+            if not same(_given(function, part, moved, other), own):
+                raise InputError(
+                    "A network should hear of its input by the stream alone that enters its first "
+                    f"block. Found another output of `{type(function.record.model).__name__}` for "
+                    "another input with the same stream: something in front of it leads around "
+                    "the blocks; certify one layer."
+                )
+
+
+def _other(y: Tensor, *, times: float, size: float) -> Tensor:
+    e = torch.randn(y.shape, generator=start_named("in front of the stream"), dtype=y.dtype)
+    return times * y + size * (float(y.abs().max()) or 1.0) * e
+
+
+def _given(
+    function: StreamFunction, part: nn.Module, moved: Streams, other: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """What a module makes of its own stream, where other values stand in front of it."""
+    record, width, entered = function.record, function.x.shape[1:], list[nn.Module]()
+
+    def embedded(_: nn.Module, __: Any, y: Tensor) -> Tensor | None:
+        return other(y) if not entered and y.shape[-1:] == width and y.ndim < 4 else None
+
+    elsewhere = replace(record, inputs=_with_other_values(record.inputs, other))
+    with Recorder() as recorder:
+        recorder.before(part, lambda module, *_: entered.append(module))
+        for table in record.model.modules():
+            if isinstance(table, nn.Embedding):
+                recorder.after(table, embedded)
+        again = rerun(elsewhere, {part: moved}, "", once=True)
+        return replace(function, function=again)(function.x)
+
+
+def _with_other_values(inputs: Inputs, other: Callable[[Tensor], Tensor]) -> Inputs:
+    """Inputs with other numbers in place of what is embedded: no ids, no masks, no positions."""
+    if isinstance(inputs, tuple):
+        return tuple(other(v) if k == 0 and _is_values(v) else v for k, v in enumerate(inputs))
+    kept = ("mask", "bias", "position")
+    return {
+        name: other(v) if _is_values(v) and not any(word in name for word in kept) else v
+        for name, v in inputs.items()
+    }
+
+
+def _is_values(v: Any) -> bool:
+    return isinstance(v, Tensor) and v.is_floating_point() and v.ndim > 1
 
 
 def function_of_map(record: Trace, layer: int, name: str) -> StreamFunction:
@@ -85,11 +167,25 @@ class StreamFunction:
 
     def __call__(self, x: Float[Tensor, "n d"]) -> Tensor:
         """What it returns: a row, or one for every token."""
-        return _rows(self.function(x))
+        try:
+            return _rows(self.function(x))
+        except InputError:
+            raise
+        except OF_MODELS as problem:
+            raise InputError(
+                f"`{type(self.record.model).__name__}` should run on any stream, to be compared "
+                f"with what is found. Found that it raised {type(problem).__name__}: "
+                f"{' '.join(str(problem).split())[:300]}"
+            ) from problem
 
 
 def _rows(x: Tensor) -> Tensor:
     """One sample as a matrix, a token or the pooled vector a row."""
+    if x.ndim == 0 or not x.numel():
+        raise InputError(
+            "The module should give a vector, or one for every token. Found a tensor of shape "
+            f"{tuple(x.shape)}."
+        )
     return x.reshape(-1, x.shape[-1])
 
 
@@ -128,7 +224,12 @@ class ForwardPass:
         for total in sums.sums:
             self._keep(total.value)
         self._keep(self.output)
-        self.functions = self._functions(out)
+        made = [n for n in origins(out.grad_fn, self._jumps) if n not in self._jumps]
+        # The functions that lead from the stream to the output, by name, and how often each.
+        self.functions = Counter(map(_name, made))
+        self._saved = [(_name(n), v) for n in made if (v := _saved_by(n)) is not None]
+        squared = sum(name == "Pow" for name in self.functions.elements())
+        self._products = sum(map(_is_product, made)) + (_CUBE - 1) * squared
         self.unknown = sorted(f for f in self.functions if not _KNOWN.match(f))
         # An activation may be as good as linear, or zero, at this input, and not at another.
         kinds = (_ACTIVATIONS.get(name) for name in self.functions.elements())
@@ -149,9 +250,9 @@ class ForwardPass:
             kept = [self._keep(v) for v in several]
             if given and kept:
                 self.calls.append(ModuleCall(time, name, module, given[0], kept[0]))
-            if module in self.sites or (is_norm(module) and not list(module.children())):
-                made = (v.grad_fn for v in several)
-                self._jumps.update({node: nodes for node in made if node is not None})
+            made = [v.grad_fn for v in several if v.grad_fn is not None]
+            if module in self.sites or (is_norm(module) and _has_no_activation(made, nodes)):
+                self._jumps.update(dict.fromkeys(made, nodes))
 
         recorder.around(module, start, finish)
 
@@ -168,15 +269,48 @@ class ForwardPass:
         """All matrices of a shape."""
         return self._tensors.get(x.shape, [])
 
-    def _functions(self, out: Tensor) -> Counter[str]:
-        """The functions that lead from the stream to the output, by name, and how often each."""
-        made = (node for node in origins(out.grad_fn, self._jumps) if node not in self._jumps)
-        return Counter(map(_name, made))
+    def applies(self, written: str, z: Tensor) -> bool:
+        """Whether a function of an activation (`WRITTEN`) met ``z`` in this run."""
+        kind, kept = WRITTEN[written]
+        known = [v for name, v in self._saved if name == kind]
+        return bool(known) and any(same(_rows(v), kept(z)) for v in known)
+
+    def holds_products(self, gates: int, cubes: int) -> bool:
+        """Whether tensors that depend on the stream multiply as gates and activations say.
+
+        Args:
+            gates: Token-wise networks with a gate.
+            cubes: Those with GELU by tanh.
+        """
+        written = self.functions["Erf"] + self.functions["Sigmoid"]
+        cubes = max(0, cubes - self.functions["GeluTanh"])
+        return self._products == gates + written + _CUBE * cubes
+
+
+def _has_no_activation(made: list[Node], of: list[Node]) -> bool:
+    """Whether none stands between what a norm takes and what it gives."""
+    ends = {node: [] for node in of}
+    inner = (one for node in made for one in origins(node, ends))
+    return not any(_name(one) in _ACTIVATIONS for one in inner if one not in ends)
 
 
 def _name(node: Node) -> str:
     name = regex.sub(r"(Backward)?\d*$", "", type(node).__name__)
     return name + "Tanh" * (name == "Gelu" and getattr(node, "_saved_approximate", "") == "tanh")
+
+
+def _saved_by(node: Node) -> Tensor | None:
+    """What autograd keeps of an activation."""
+    kept = "_saved_result" if _name(node) in ("Relu", "Sigmoid", "Tanh") else "_saved_self"
+    if _name(node) not in _ACTIVATIONS:
+        return None
+    return getattr(node, kept).detach().clone()
+
+
+def _is_product(node: Node) -> bool:
+    """Whether two tensors that depend on the stream multiply: no weight has a gradient here."""
+    factors = _FACTORS.get(_name(node), ())
+    return bool(factors) and all(node.next_functions[k][0] is not None for k in factors)
 
 
 def _is_matrix(x: Any) -> bool:

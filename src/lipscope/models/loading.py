@@ -245,6 +245,11 @@ def _add(state: Any, name: str, tensor: Tensor) -> None:
 def check_finite(model: nn.Module) -> None:
     """Refuse weights with NaN or Inf, or without values, and name the tensor."""
     for name, tensor in model.named_parameters():
+        if isinstance(tensor, nn.parameter.UninitializedParameter):
+            raise InputError(
+                f"The weights should have values. Found `{name}` without a shape; run the lazy "
+                "module once."
+            )
         if tensor.is_meta:
             raise InputError(
                 f"The weights should have values. Found `{name}` on the device `meta`; load them."

@@ -8,8 +8,8 @@ among the tensors that it forms. What is found is then held against the module i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from lipscope.linalg import start_named
 from lipscope.models.forward_pass import function_of, function_of_map
 from lipscope.models.network import Branch, Chain, Network, Norm, scaled, with_plain_sums
 from lipscope.models.network_search import (
+    Found,
     MapSearch,
     PartsSearch,
     Pooled,
@@ -37,15 +38,22 @@ from lipscope.models.tracing.map_endpoints import LayerMap
 from lipscope.models.tracing.maps import build_map
 from lipscope.models.tracing.prepare import implementation_for, prepared, swapped
 from lipscope.models.tracing.recorder import Inputs, to_device
-from lipscope.models.tracing.sites import AttentionCall, attention_sites, is_attention
+from lipscope.models.tracing.sites import (
+    AttentionCall,
+    attention_sites,
+    is_attention,
+    is_linear,
+)
 from lipscope.models.tracing.trace import trace
 from lipscope.records import MapName
 
 _CPU = torch.device("cpu")
 _MIXED = 8  # combinations of a map's outputs that are compared
 _AGREES = 1e-6  # relative
+_SLOPES_AGREE = 1e-5  # relative: gradients by weights in float32 are in that
 _MOVES = (1e-2, 1e-1, 1.0)  # of the stream, relative to its root mean square
 _FAR = (1e1, 1e2, 1e4)  # moves of tokens, relative to the largest and as they are
+_SMALL = (1e-2, 1e-4, 1e-8, 0.0)  # times the stream
 _MANY = 4  # classes whose gradients are compared
 
 
@@ -150,7 +158,8 @@ def read_parts(model: nn.Module, inputs: Inputs) -> tuple[Network | Chain, Float
     As `read_network`, but attention may be of any kind that is read in closed form, residual sums
     may have weights, the module may give something of every token (then it is a `Chain`), and
     gradients with respect to what is found lead to the module's own weights. Arguments and errors
-    are those of `read_network`.
+    are those of `read_network`; going back through what is found is an error where a weight would
+    get another gradient than from the module: one whose function is a factor, say.
 
     >>> pair = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 3)
     >>> parts, x = read_parts(nn.Sequential(*pair), (torch.randn(1, 5, 8),))
@@ -163,20 +172,74 @@ def read_parts(model: nn.Module, inputs: Inputs) -> tuple[Network | Chain, Float
             f"`{type(model).__name__}`; without attention the norms of its layers multiply."
         )
     weights = model.named_parameters(remove_duplicate=False)
-    trained = {name: p for name, p in weights if p.requires_grad}
+    trained = {name: p for name, p in weights if p.requires_grad and not p.is_inference()}
     with _traced(model, inputs, None) as record:
         search = PartsSearch(function_of(record))
-        with _linked(record.model, trained):
+        linked = _linked(record.model, trained)
+        with swapped(linked):
             found = search.found()
-        network: Network | Chain = found.network
-        if not len(network.bias):
-            network = Chain(network.branches)
+            network: Network | Chain = found.network
+            if not len(network.bias):
+                network = Chain(network.branches)
+            unsure = _unsure(network, found, {n: trained[n] for n in _loose(record, trained)})
         _check_outputs(network, found.scores, found.x, "parts")
+    if unsure:
+        _refuse_gradients(unsure, (weight for *_, weight in linked))
     return network, found.x
 
 
-def _linked(own: nn.Module, trained: Mapping[str, nn.Parameter]) -> AbstractContextManager[None]:
-    """The weights of a copy as functions of those that are trained, for a while."""
+def _loose(record: Trace, trained: Iterable[str]) -> Iterator[str]:
+    """Weights that are no matrix of a linear map, a table or an attention layer."""
+    inside = tuple(f"{call.name}." for call in record.calls)
+    for path in trained:
+        holder, _, name = path.rpartition(".")
+        module = record.model.get_submodule(holder)
+        plain = name == "weight" and (is_linear(module) or isinstance(module, nn.Embedding))
+        if not plain and not path.startswith(inside):
+            yield path
+
+
+def _refuse_gradients(unsure: Sequence[str], weights: Iterable[Tensor]) -> None:
+    def refused(_: Tensor) -> None:
+        raise InputError(
+            "A bound that is differentiated should have the gradients of the module. Found others "
+            f"for `{unsure[0]}`, and maybe more: the way from it to the parts was not seen; freeze "
+            "it, or give the module a method `as_network`."
+        )
+
+    for weight in weights:
+        weight.register_hook(refused)
+
+
+def _unsure(found: Scores, own: Found, weights: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
+    """Weights by which what was found has other derivatives than the module, at a random stream."""
+    if not weights or not torch.is_grad_enabled():
+        return ()
+    generator, x = start_named("weights"), own.x
+    at = x + x.std() * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+    mine, theirs = found(at), own.scores(at)
+    mixed = torch.randn(theirs.shape, generator=generator, dtype=x.dtype)
+    try:
+        slopes = [
+            torch.autograd.grad(
+                (mixed * y).sum(), [*weights.values()], retain_graph=True, materialize_grads=True
+            )
+            for y in (mine, theirs)
+        ]
+    except RuntimeError:  # of a module that was compiled the graph is for one use
+        return tuple(weights)
+    floor = _AGREES * max(float(slope.norm()) for slope in slopes[1])
+    return tuple(
+        name
+        for name, a, b in zip(weights, *slopes, strict=True)
+        if not float((a - b).norm()) <= _SLOPES_AGREE * (float(b.norm()) + floor)
+    )
+
+
+def _linked(
+    own: nn.Module, trained: Mapping[str, nn.Parameter]
+) -> list[tuple[dict[str, Any], str, Any]]:
+    """The weights of a copy, as functions of those that are trained, with where they lie."""
     found: list[tuple[dict[str, Any], str, Any]] = []
     for path, p in own.named_parameters(remove_duplicate=False):
         if path in trained:
@@ -184,7 +247,7 @@ def _linked(own: nn.Module, trained: Mapping[str, nn.Parameter]) -> AbstractCont
             trained[path].requires_grad_()  # which it is not while the copy is the model itself
             weights: Any = own.get_submodule(holder)._parameters
             found.append((weights, name, trained[path].to(p) * 1.0))
-    return swapped(found)
+    return found
 
 
 def _around(built: LayerMap, call: AttentionCall) -> tuple[Branch, ...]:
@@ -224,7 +287,13 @@ def _traced(model: nn.Module, inputs: Inputs, modules: str | None) -> Iterator[T
         implementation=implementation_for(model, closed=True),
     ) as (own, _):
         given, sites = to_device(inputs, _CPU, torch.float64), _sites(own, modules)
-        yield trace(own, given, sites, norms=True, blocks=True, dtype=torch.float64)
+        record = trace(own, given, sites, norms=True, blocks=True, dtype=torch.float64)
+        if record.draws:
+            raise InputError(
+                f"`{type(model).__name__}` should give the same output every time. Found that its "
+                "forward pass draws random numbers."
+            )
+        yield record
 
 
 def layer_network(
@@ -288,7 +357,7 @@ def check_network(network: Scores, scores: Scores, x: Float[Tensor, "n d"]) -> N
     Compared to 1e-6, at ``x`` and after random moves of three sizes: scores, gradients (of the
     largest scores at ``x``, then of a random combination of them), and products with the Hessian
     there, by differences along a random direction. Far away, at tokens of up to 1e4 and 1e4 times
-    the largest one, scores alone: rounding spoils derivatives there.
+    the largest one, and with small tokens or zero, scores alone: rounding spoils derivatives there.
 
     Args:
         network: The description, a `Network` or another function.
@@ -327,16 +396,30 @@ def check_network(network: Scores, scores: Scores, x: Float[Tensor, "n d"]) -> N
             floor = 1e-4 * length
             _compare("curvature", where, mine - slopes, change, float(change.norm()) + floor)
 
-    # What is silent, or as good as linear, near the input need not be so far from it.
+    # What is silent, or as good as linear, near the input need not be so far from it, or where
+    # tokens are small. Rounding of the scores aside it is the change that should agree.
+    with torch.no_grad():
+        mine, own = network(x), scores(x)
+        for where, at in _elsewhere(x, drawn):
+            here, there = network(at), scores(at)
+            if bool(here.isfinite().all()) or bool(there.isfinite().all()):
+                size = float((there - own).norm()) + _AGREES * float(there.norm())
+                _compare("scores", where, here - mine, there - own, size)
+
+
+def _elsewhere(
+    x: Float[Tensor, "n d"], drawn: Callable[..., Tensor]
+) -> Iterator[tuple[str, Float[Tensor, "n d"]]]:
+    """Streams far from one, and such with small tokens, or zero; where they are, in words."""
     largest = float(torch.linalg.vector_norm(x, dim=-1).max()) or 1.0
     for far in sorted({*_FAR, *(times * largest for times in _FAR)}):
         e = drawn(*x.shape)
-        with torch.no_grad():
-            at = x + far * e / torch.linalg.vector_norm(e, dim=-1, keepdim=True)
-            mine, own = network(at), scores(at)
-        if bool(mine.isfinite().all()) or bool(own.isfinite().all()):
-            where = f"after a random move of each token by {far:.3g}"
-            _compare("scores", where, mine, own, float(own.norm()))
+        e = e / torch.linalg.vector_norm(e, dim=-1, keepdim=True)
+        yield f"after a random move of each token by {far:.3g}", x + far * e
+    second = (torch.arange(len(x)) % 2 == 0)[:, None]
+    for small in _SMALL:
+        yield f"at {small:g} times the stream", small * x
+        yield f"at {small:g} times every second token", torch.where(second, small * x, x)
 
 
 def _check_outputs(found: Scores, function: Scores, x: Tensor, name: str) -> None:

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.attention import Attention, DotProduct
-from lipscope.errors import InputError
+from lipscope.errors import InputError, shown
 from lipscope.linalg import start_named
 from lipscope.models.families.affine import Affine, affine
 from lipscope.models.forward_pass import (
@@ -42,18 +42,19 @@ from lipscope.models.tracing.sites import (
     is_plain,
     why_run,
 )
+from lipscope.models.tracing.trace import OF_MODELS
 
 Pooled = Literal["mean", "first", "last"] | int
 Scores = Callable[[Tensor], Tensor]
 _Kind = TypeVar("_Kind", bound=Attention)
 
 # Of which functions an activation may be written.
-_WRITTEN: dict[ActivationName, set[str]] = {
-    "relu": {"Relu"},
-    "gelu": {"Gelu", "Erf"},
-    "gelu_tanh": {"GeluTanh", "Tanh"},
-    "silu": {"Silu", "Sigmoid"},
-    "tanh": {"Tanh"},
+_WRITTEN: dict[ActivationName, tuple[str, ...]] = {
+    "relu": ("relu",),
+    "gelu": ("gelu", "erf"),
+    "gelu_tanh": ("gelu tanh", "tanh of a cube"),
+    "silu": ("silu", "sigmoid"),
+    "tanh": ("tanh",),
 }
 _EPS = ("eps", "variance_epsilon", "epsilon", "norm_eps")
 _SMALL, _LARGE = 1e-3, 1e3  # sizes of tokens that feel ε, and that do not
@@ -161,9 +162,8 @@ class Search:
 
     def _as_network(self) -> tuple[Branch, ...]:
         """What the module's own `as_network` has, from the first layer here on."""
-        give: Any = getattr(self.record.model, "as_network", None)
-        own: Any = give() if callable(give) else Chain(())
-        branches: tuple[Branch, ...] = own.branches
+        own = own_parts(self.record.model)
+        branches = () if own is None else own.branches
         layers = [i for i, one in enumerate(branches) if isinstance(one.part, Attention)]
         before = next(i for i, c in enumerate(self.record.calls) if c is self.function.calls[0])
         return branches[layers[before] :] if before < len(layers) else ()
@@ -174,11 +174,13 @@ class Search:
             self.furthest = state
         complete = len(state.starts) == len(self.times)
         parts = (one.part for one in (*state.branches, *state.tail))
-        used = Counter(
-            one.activation.removeprefix("gelu_") for one in parts if isinstance(one, Feed)
-        )
+        feeds = [one for one in parts if isinstance(one, Feed)]
+        used = Counter(one.activation.removeprefix("gelu_") for one in feeds)
         del used["identity"]
+        gates = sum(one.gate is not None for one in feeds)
+        cubes = sum(one.activation == "gelu_tanh" for one in feeds)
         whole = complete and used == self.view.activations
+        whole = whole and self.view.holds_products(gates, cubes)
         found = self._ended(state) if whole else None
         following = () if found is not None else self._next(state, complete)
         return found or next(filter(None, map(self._follow, following)), None)
@@ -275,7 +277,7 @@ class Search:
 
     def _activated(self, z: Tensor) -> Iterator[tuple[ActivationName, Tensor]]:
         for name, written in _WRITTEN.items():
-            if written & self.view.functions.keys():
+            if any(self.view.applies(one, z) for one in written):
                 yield name, ACTIVATIONS[name](z)
 
     def _feed(
@@ -505,6 +507,25 @@ class PartsSearch(Search):
         return Found(network, state.starts, self.function.x, lambda x: self.function(x)[0])
 
 
+def own_parts(model: nn.Module) -> Network | Chain | None:
+    """What a module says itself that it is made of; None if it has no method ``as_network``."""
+    give: Any = getattr(model, "as_network", None)
+    if not callable(give):
+        return None
+    try:
+        found = give()
+    except OF_MODELS as problem:
+        if isinstance(problem, InputError):
+            raise
+        found = f"{type(problem).__name__}: {problem}"
+    if not isinstance(found, Network | Chain):
+        raise InputError(
+            f"`as_network` of `{type(model).__name__}` should give a `Network` or `Chain` "
+            f"(`lipscope.models`). Found `{shown(found)}`."
+        )
+    return found
+
+
 def layer_of(call: AttentionCall) -> DotProduct:
     """An attention layer at its input in float64, which gives what the module gave."""
     layer = _as_layer(call)
@@ -640,6 +661,8 @@ def _epsilon(module: nn.Module, sizes: Tensor, small: Tensor, large: Tensor) -> 
     for name in _EPS:
         if hasattr(module, name):  # of torch's RMSNorm None is that of the dtype
             named = getattr(module, name)
+            if isinstance(named, Tensor):
+                return float(named.detach())
             return torch.finfo(torch.float64).eps if named is None else named
     square = sizes.square() / small.shape[1]
     ratio = small.detach().square().sum(1) / large.detach().square().sum(1)

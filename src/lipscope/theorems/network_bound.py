@@ -31,6 +31,7 @@ from lipscope.models import (
     Norm,
     check_finite,
     checked_data,
+    own_parts,
     read_parts,
 )
 from lipscope.theorems.derived.layer_constants import (
@@ -212,15 +213,16 @@ def _parts(model: Any, data: Any) -> Network | Chain:
         check_finite(model)
     if isinstance(model, Attention):
         return Chain((Branch(model, skip=False),))
-    own: Any = getattr(model, "as_network", None)
-    if callable(own):
-        found: Any = own() if data is None else own(data)
-        return found
     if not isinstance(model, nn.Module):
+        if callable(opened := getattr(model, "as_network", None)):
+            found: Any = opened() if data is None else opened(data)
+            return found
         raise InputError(
             "`model` should be a module, a network of known parts or an open model. Found "
             f"`{shown(model)}`; `lipscope.load_model` opens a model by its name."
         )
+    if (own := own_parts(model)) is not None:
+        return own
     if data is None or isinstance(data, str | Path):
         raise InputError(
             "`data` should be an input of the module, a tensor or tensors by name: it is run to "

@@ -185,7 +185,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     """A model in eval mode, not compiled, its weights without gradients; put back on exit."""
     trained = [m for m in _modules(model) if m.training]
     held = (p for m in _modules(model) for p in m._parameters.values())
-    grads = [p for p in held if p is not None and p.requires_grad]
+    grads = [p for p in held if p is not None and p.requires_grad and not p.is_inference()]
     try:
         if trained:
             model.eval()

@@ -187,7 +187,10 @@ def _hook_blocks(recorder: Recorder, record: Trace, by_block: BlockPass) -> None
 
 _ROOM = __name__.rpartition(".")[0]
 # What the code of models and of torch's own layers raises where an input does not fit.
-OF_MODELS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+OF_MODELS = (
+    *(RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError),
+    *(ArithmeticError, OSError),
+)
 
 
 def _called_once(model: nn.Module, inputs: Inputs) -> Any:
