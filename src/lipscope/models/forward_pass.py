@@ -309,8 +309,9 @@ def _saved_by(node: Node) -> Tensor | None:
 
 def _is_product(node: Node) -> bool:
     """Whether two tensors that depend on the stream multiply: no weight has a gradient here."""
-    factors = _FACTORS.get(_name(node), ())
-    return bool(factors) and all(node.next_functions[k][0] is not None for k in factors)
+    first, second = _FACTORS.get(_name(node), (0, 0))
+    taken = [one for one, _ in node.next_functions]  # a number that multiplies is none of them
+    return first < second < len(taken) and None not in (taken[first], taken[second])
 
 
 def _is_matrix(x: Any) -> bool:
