@@ -419,7 +419,7 @@ def _of_decision(found: Sequence[engine.DecisionCertificate]) -> Iterator[str]:
     if math.isinf(one.radius):
         yield f"{one.ball:<14}certified at any radius: {one.note}"
         return
-    below = pages.number(rounded_down(one.radius))
+    below = pages.number(one.radius, 4, rounded_down)
     yield f"{one.ball:<14}certified radius {below}: the decision stands while {moves} by less"
     attack = "no attack changed it"
     if one.attack is not None:
@@ -458,16 +458,14 @@ def _of_ball(found: engine.CertifiedBall) -> Iterator[str]:
         f"ball          {_MOVES[found.ball]} by at most {found.eps:.4g} "
         f"({found.relative_eps:.2g} of the largest token norm)"
     )
-    value, sigma, upper = (
-        f"{rounded_up(one):.4g}" for one in (found.value, found.sigma_bound, found.upper)
-    )
+    value, sigma = (f"{rounded_up(one):.4g}" for one in (found.value, found.sigma_bound))
     yield (
         f"certificate   ‖f(X') − f(X)‖ ≤ {value} ‖X' − X‖ from the centre X to "
         f"every X' in the ball ({_FORMS.get(found.form, found.form)})"
     )
     yield (
         f"sigma         at most {sigma} anywhere in the ball, hence between any two of its inputs; "
-        f"at X measured in [{rounded_down(found.sigma):.4g}, {upper}]"
+        f"at X measured in {pages.interval(found.sigma, found.upper)}"
     )
     yield (
         f"attack        largest ratio found {found.largest_ratio:.4g}, largest sigma "

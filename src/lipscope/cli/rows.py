@@ -17,7 +17,7 @@ from rich.text import Text
 from lipscope import pages, records
 from lipscope.cli.options import with_options
 from lipscope.cli.terminal import say, say_table
-from lipscope.display import printable
+from lipscope.display import ENDS, printable
 from lipscope.engine import nearest
 from lipscope.errors import InputError
 
@@ -158,14 +158,15 @@ def latex(frame: polars.DataFrame) -> str:
     lines = [f"\\begin{{tabular}}{{{sides}}}", "\\toprule"]
     lines += [" & ".join(map(_escaped, frame.columns)) + r" \\", "\\midrule"]
     lines += [
-        " & ".join(_escaped(_cell_words(v)) for v in row) + r" \\" for row in frame.iter_rows()
+        " & ".join(map(_escaped, map(_cell_words, row, frame.columns))) + r" \\"
+        for row in frame.iter_rows()
     ]
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
 
 
-def _cell_words(value: object) -> str:
+def _cell_words(value: object, column: str) -> str:
     if isinstance(value, float):
-        return pages.number(value)
+        return pages.number(value, 4, ENDS.get(column))
     return "–" if value is None else str(value)
 
 
@@ -199,7 +200,8 @@ def _print(frame: polars.DataFrame) -> None:
     for name, kind in frame.schema.items():
         table.add_column(Text(name), justify="right" if kind.is_numeric() else "left", no_wrap=True)
     for row in frame.iter_rows():
-        table.add_row(*(Text(printable(_cell_words(value))) for value in row))
+        cells = map(_cell_words, row, frame.columns)
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     say_table(table, Console(width=10**6).measure(table).maximum)
     say([f"{len(frame):,} rows"])
 

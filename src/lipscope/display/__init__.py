@@ -48,6 +48,17 @@ def rounded_up(value: float, digits: int = 4) -> float:
     return float(Context(digits, ROUND_CEILING).create_decimal(repr(float(value))))
 
 
+Rounding: TypeAlias = Callable[[float, int], float]
+"""`rounded_down`, `rounded_up`: of a value, to so many digits."""
+
+ENDS: dict[str, Rounding] = {
+    "sigma": rounded_down,
+    "upper": rounded_up,
+    "sigma_bound": rounded_up,
+}
+"""How what has this name is rounded wherever it is said, so that intervals hold as they stand."""
+
+
 @dataclass(frozen=True)
 class Card:
     """A record in few words."""
@@ -67,13 +78,15 @@ class Drawing:
 Piece: TypeAlias = Table | Card | Drawing | str
 
 
-def card(result: Any) -> Iterator[Piece]:
-    """A record as its attributes, then those that show themselves."""
+def card(result: Any, **ends: Rounding) -> Iterator[Piece]:
+    """A record as its attributes, then those that show themselves; ``ends`` are more of `ENDS`."""
+    ends = ENDS | ends
     pairs = [(field.name, getattr(result, field.name)) for field in dataclasses.fields(result)]
     cells = [
         (name, said)
         for name, value in pairs
-        if value is not None and not isinstance(value, Shown) and (said := _value_in_words(value))
+        if value is not None and not isinstance(value, Shown)
+        if (said := _value_in_words(value, ends.get(name)))
     ]
     yield Card(type(result).__name__, tuple(cells))
     for _, value in pairs:
@@ -284,11 +297,11 @@ def _markup(text: str) -> str:
 # --- a value in few words
 
 
-def _value_in_words(value: Any) -> str:
+def _value_in_words(value: Any, rounded: Rounding | None = None) -> str:
     """Numbers in four digits, what is large by its size, what has no words by its class."""
     value = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{rounded(value, 4) if rounded else value:.4g}"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         if value.ndim != 1 or len(value) > _FEW:
             return f"{' × '.join(map(str, value.shape))} numbers, {value.dtype}"
@@ -296,7 +309,7 @@ def _value_in_words(value: Any) -> str:
     if isinstance(value, list | tuple | dict):
         plain = all(isinstance(one, float | int | str) for one in value) and len(value) <= _FEW
         if plain and value:
-            return f"({', '.join(map(_value_in_words, value))})"
+            return f"({', '.join(_value_in_words(one, rounded) for one in value)})"
         counts = Counter(type(one).__name__ for one in value)
         return ", ".join(f"{count} of {kind}" for kind, count in counts.items())
     text = str(value)

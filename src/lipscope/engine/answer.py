@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import joined
+from lipscope.display import rounded_down, rounded_up
 from lipscope.engine.checks import COPIES, OF_TEXT, parse_tokens
 from lipscope.engine.plan import Job, Shape, heads_one_by_one, row_id
 from lipscope.engine.ready_model import ReferenceModel
@@ -417,7 +418,8 @@ class Solve:
 
     def _in_words(self, value: float, top: TopSingular) -> _Remarked:
         low, high = frobenius_interval(value, top.upper, _PROBES, self.spec.delta)
-        words = f"frobenius in [{low:.4g}, {high:.4g}] with probability 1 - 2 delta"
+        ends = f"[{rounded_down(low):.4g}, {rounded_up(high):.4g}]"
+        words = f"frobenius in {ends} with probability 1 - 2 delta"
         if top.sigma > 0:  # the zero map has none
             words += f", stable rank {(value / top.sigma) ** 2:.3g}"
         return finite(value), words

@@ -613,7 +613,7 @@ def _radii(found: TokenRadii) -> Iterator[Piece]:
     )
     for one in found.each:
         cells = (str(one.tokens[0]), one.words[0], one.rival_name)
-        values = (number(rounded_down(one.radius)), number(one.attack), number(one.first_order))
+        values = (number(one.radius, 4, rounded_down), number(one.attack), number(one.first_order))
         within = "–" if one.words_within is None else str(one.words_within)
         made.add_row(*map(Text, cells), *values, within)
     yield made

@@ -29,7 +29,7 @@ from lipscope.engine.verbs.split import Splitting, split
 from lipscope.errors import InputError, shown
 from lipscope.linalg import Operator, Watch
 from lipscope.models import Branch, Chain, ExactNorm, Network, Pooled, read_parts, with_own_head
-from lipscope.pages import Rows
+from lipscope.pages import Rows, interval
 from lipscope.plugins import load_plugins
 from lipscope.records import Measurement
 from lipscope.theorems import Normed
@@ -499,10 +499,12 @@ class LayerAtInput(Shown):
             yield "sample", self._map.item.place
         words = " ".join(tokens[:_WORDS]) + " …" * (len(tokens) > _WORDS)
         yield "tokens", f"{len(tokens)}: {words}"
-        if row.sigma is None or row.upper is None:
+        if row.sigma is None:
             yield "sigma", f"none: {row.error or row.note or row.status}"
             return
-        yield "sigma", f"in [{row.sigma:.4g}, {row.upper:.4g}] with probability {1 - row.delta:g}"
+        ends = interval(row.sigma, row.upper)
+        likely = f"in {ends} with probability {1 - row.delta:g}"
+        yield "sigma", ends if row.upper is None else likely
         if row.relative is not None:
             yield "relative", f"{row.relative:.3g}"
         if row.top_token is not None and row.top_share is not None:

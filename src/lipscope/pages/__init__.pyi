@@ -15,4 +15,4 @@ from .reference import (
     variants_page as variants_page,
 )
 from .rows import Rows as Rows, report as report
-from .table import empty_table as empty_table, number as number
+from .table import empty_table as empty_table, interval as interval, number as number

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from lipscope.charts import kind_of, spaced
+from lipscope.display import ENDS
 from lipscope.errors import InputError
 from lipscope.pages import sections
 from lipscope.pages.contrast import Contrast, contrast_of
@@ -74,7 +75,7 @@ def _cards_of(points: Points, tops: Mapping[str, str]) -> list[dict[str, Any]]:
         card = {"s": item.s, "source": item.source, "layer": label(item.row.layer)}
         card |= {"head": item.row.head, "n": line.num_tokens, "word": line.token}
         if row is not None:
-            numbers = {name: short(getattr(row, of)) for name, of in _NUMBERS.items()}
+            numbers = {k: short(getattr(row, of), ENDS.get(of)) for k, of in _NUMBERS.items()}
             card |= numbers | {"rank": short(stable_rank(row))}
             card |= {"sample": row.sample, "token": row.top_token}
         cards.append(card | {"said": said, "first": first})

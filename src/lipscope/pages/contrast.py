@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lipscope.display import rounded_down, rounded_up
 from lipscope.errors import InputError
 from lipscope.pages.points import (
     REAL,
@@ -39,6 +40,9 @@ from lipscope.records import (
 
 Cell = tuple[int | None, int | None, int]  # layer, head, number of tokens
 PAIRED, APART = "the same windows", "two samples"
+_MEAN = {"": None, "_low": rounded_down, "_high": rounded_up}  # and how each is rounded
+_ENDS = {"low": rounded_down, "high": rounded_up}
+_RATIO, _DIFFERENCE = {"ratio": None} | _ENDS, {"difference": None} | _ENDS
 _DEPENDENT = "windows share text, so they are not independent"
 
 
@@ -146,7 +150,14 @@ def _exponent_row(
     why = next((f"{side.why} in the {name} folder" for name, side in named if side.why), "")
     ends, tested = _tested_shift(slopes[0], slopes[1], why, shared=bool(shared))
     fits = {name: s.fit and short(s.fit.slope) for name, s in zip("ab", sides, strict=True)}
-    return fits | dict(zip(("difference", "low", "high"), map(short, ends), strict=True)) | tested
+    return (
+        fits
+        | {
+            name: short(value, rounded)
+            for (name, rounded), value in zip(_DIFFERENCE.items(), ends, strict=True)
+        }
+        | tested
+    )
 
 
 def _passage_slope(
@@ -411,9 +422,9 @@ def _ratio_row(
     dependent = any(share_text(some, paired=False) for some in (mine, other))
     ends, tested = _tested_shift(a, b, _DEPENDENT * dependent, shared=shared)
     means = {
-        f"{side}{name}": short(math.exp(value))
+        f"{side}{name}": short(math.exp(value), rounded)
         for side, some in (("a", a), ("b", b))
-        for name, value in zip(("", "_low", "_high"), enclosed_mean(some), strict=True)
+        for (name, rounded), value in zip(_MEAN.items(), enclosed_mean(some), strict=True)
     }
     if ends[0] is None:
         before, after = (sum(one for one, _ in some) / len(some) for some in (a, b))
@@ -424,8 +435,8 @@ def _ratio_row(
         "n": cell[2],
         **means,
         **{
-            name: None if value is None else short(math.exp(value))
-            for name, value in zip(("ratio", "low", "high"), ends, strict=True)
+            name: None if value is None else short(math.exp(value), rounded)
+            for (name, rounded), value in zip(_RATIO.items(), ends, strict=True)
         },
         **tested,
     }

@@ -19,11 +19,12 @@ import vl_convert
 
 from lipscope.charts import in_the_page, palette
 from lipscope.display import printable
+from lipscope.linalg import SPECTRAL
 from lipscope.pages.content import SCALE, Content, headlines
 from lipscope.pages.figures import blank_charts
 from lipscope.pages.points import REAL, Item, items_by_setting, text_of
 from lipscope.pages.sentences import intervals_of
-from lipscope.records import Bound, version
+from lipscope.records import Bound, Measurement, version
 
 METRICS = {
     "frobenius": "the Frobenius norm",
@@ -31,6 +32,17 @@ METRICS = {
     "max-token": "the largest token norm",
     "infinity": "the largest absolute entry",
 }
+_OTHER = {
+    "max-token": (
+        "alternating maximisation",
+        "upper ends are those of norms of blocks, and need no probability",
+    ),
+    "infinity": (
+        "a search for the largest absolute row sum",
+        "an interval is of the sums of all rows, and needs no probability",
+    ),
+}
+"""How the norms that are no singular values are found, and what their intervals are."""
 KINDS = {"text": ("window", "text"), "image": ("picture", ""), "batch": ("input", "")}
 _LISTED = 12  # lengths, and settings, that are named one by one
 ALWAYS = "castin2024"  # where the local Lipschitz constant of attention is defined
@@ -213,18 +225,32 @@ def _method(setting: tuple[str, ...], items: Sequence[Item]) -> str:
     single = {row.head is not None for row in rows}
     heads = "" if single == {False} else ", single heads" if single == {True} else ", also by head"
     which = "" if (move, read) == ("all", "all") else f", tokens moved: {move}, read: {read}"
-    deltas = " or ".join(f"{d:g}" for d in sorted({row.delta for row in rows}))
     versions = _enumerated(sorted({row.version for row in rows if row.version})) or "of these rows"
     dtypes = _enumerated(sorted({row.dtype for row in rows if row.dtype}))
     seeds = _enumerated([str(s) for s in sorted({row.seed for row in rows})[:8]])
     how = f" ({dtypes}, seed {seeds})" * bool(dtypes)
+    norm = "top singular value" if metric in SPECTRAL else "norm"
     return (
         f"The local Lipschitz constant of the map “{map_name}” of {model} ({what}{heads}{which}), "
-        f"the top singular value of its Jacobian in {METRICS.get(metric, metric)} "
+        f"the {norm} of its Jacobian in {METRICS.get(metric, metric)} "
         f"[{ALWAYS}], was measured on {samples} {inputs} per length of {tokens}{how} with lipscope "
-        f"{versions} by Golub–Kahan bidiagonalisation; each interval holds with probability at "
-        f"least 1 − δ over its random start, δ = {deltas}."
+        f"{versions} by {_solved(rows)}."
     )
+
+
+def _solved(rows: Sequence[Measurement]) -> str:
+    """How sigma was found, and what holds; where no upper end is known, it is a lower bound."""
+    metric, known = rows[0].metric, [row for row in rows if row.sigma is not None]
+    deltas = {row.delta for row in known if row.upper is not None}
+    if metric in SPECTRAL:
+        said = "Golub–Kahan bidiagonalisation"
+        ends = "each interval holds with probability at least 1 − δ over its random start, δ = "
+        ends += " or ".join(f"{delta:g}" for delta in sorted(deltas))
+    else:
+        said, ends = _OTHER[metric]
+    lower = any(row.upper is None for row in known)
+    left = "a value without an upper end" if deltas else "each value"
+    return said + f"; {ends}" * bool(deltas) + f"; {left} is a lower bound (≥)" * lower
 
 
 def _text_names(items: Sequence[Item]) -> list[str]:

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lipscope.charts import CERTIFIED, PROMISE, readable
-from lipscope.display import Sheet, printable, rounded_up
+from lipscope.display import Rounding, Sheet, printable, rounded_down, rounded_up
 from lipscope.pages.points import folder_names
-from lipscope.pages.table import number, percent
+from lipscope.pages.table import interval, number, percent
 from lipscope.records import (
     DIRECTIONS,
     NEXT,
@@ -62,8 +62,7 @@ def by_rank(parts: Iterable[Direction]) -> dict[str, dict[int, list[Direction]]]
 
 def direction_heading(part: Direction) -> str:
     """What is known of a direction: its interval, and how well its vector is determined."""
-    upper = number(rounded_up(part.upper))
-    said = f"direction {part.rank}: sigma in [{number(part.sigma)}, {upper}]; "
+    said = f"direction {part.rank}: sigma in {interval(part.sigma, part.upper)}; "
     if part.sine is None:
         return said + "its interval meets a neighbour's: the vector is not determined"
     angle = f"sine of the angle to the singular vector at most {rounded_up(part.sine, 2):.2g}"
@@ -314,9 +313,10 @@ class Push:
         said = [*self._promise(), *self._largest(), *self._flips(), *self._decision()]
         return said + ([f"Note: {self.place.note}."] if self.place.note else [])
 
-    def size(self, eps: float) -> str:
+    def size(self, eps: float, rounded: Rounding | None = None) -> str:
         """A size, absolute and by the mean norm of a token."""
-        return f"{number(eps, 3)} ({number(eps / self.place.mean_norm, 3)} mean token norms)"
+        share = number(eps / self.place.mean_norm, 3, rounded)
+        return f"{number(eps, 3, rounded)} ({share} mean token norms)"
 
     def _promise(self) -> Iterator[str]:
         first, tenth = (self._first(name) for name in ("leaves_1", "leaves_10"))
@@ -333,8 +333,8 @@ class Push:
             ends = [(s.certificate or 0.0) / s.promise for s in (sure[0], sure[-1])]
             yield (
                 "Certified for every move: at most "
-                f"{number(ends[0], 3)} times sigma · size at the smallest size, "
-                f"{number(ends[1], 3)} times at the largest."
+                f"{number(ends[0], 3, rounded_up)} times sigma · size at the smallest size, "
+                f"{number(ends[1], 3, rounded_up)} times at the largest."
             )
         if drawn := self.random:
             eps = min(drawn)
@@ -387,7 +387,7 @@ class Push:
         sure = (
             "no radius is proved"
             if place.radius is None
-            else f"certified up to {self.size(place.radius)} for every move"
+            else f"certified up to {self.size(place.radius, rounded_down)} for every move"
         )
         change = (
             f"the first of these directions changes it at {self.size(min(flips))}"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lipscope.charts import layer_labels, tick_values
+from lipscope.display import Rounding, rounded_down, rounded_up
 from lipscope.errors import InputError
 from lipscope.pages import table
 from lipscope.pages.table import Line, middle, stable_rank
@@ -269,13 +270,17 @@ def as_columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: [record[name] for record in records] for name in names}
 
 
-def short(value: float | None) -> float | None:
+def short(value: float | None, rounded: Rounding | None = None) -> float | None:
     """A number with five significant digits, which take less room; null if not finite.
+
+    Ends of intervals are ``rounded`` outwards: `rounded_down` or `rounded_up`.
 
     >>> short(3.14159265), short(float("inf"))
     (3.1416, None)
     """
-    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+    if value is None or not math.isfinite(value):
+        return None
+    return rounded(value, 5) if rounded else float(f"{value:.5g}")
 
 
 def label(layer: int | None) -> str:
@@ -387,8 +392,8 @@ def _point_record(item: Item) -> dict[str, Any]:
         **_curve_fields(item),
         "n": row.num_tokens,
         "sample": row.sample,
-        "sigma": short(row.sigma),
-        "upper": short(row.upper),
+        "sigma": short(row.sigma, rounded_down),
+        "upper": short(row.upper, rounded_up),
         "rest": short(row.sigma_rest),
         "relative": short(row.relative),
         "share": short(row.top_share),
@@ -417,6 +422,7 @@ def _mean_records(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
             **_curve_fields(first),
             "n": n,
             **mean_of(map(log_ends, some)),
+            "open": any(row.upper is None for row in some),  # a value from below only
             # Whether the interval is that of a mean of independent windows
             "apart": len(some) > 2 and not share_text(some, paired=False),
             **{f"rest{end}": rest.get(of) for of, end in _REST_ENDS},
@@ -434,8 +440,9 @@ def mean_of(logs: Iterable[tuple[float, float]]) -> dict[str, Any]:
     One value has the solver's interval alone; several also that of the sampling of text.
     """
     logs = list(logs)
-    values = (short(exponential(value)) for value in enclosed_mean(logs))
-    return dict(zip(("sigma", "low", "high"), values, strict=True)) | {"count": len(logs)}
+    mean, low, high = map(exponential, enclosed_mean(logs))
+    ends = {"low": short(low, rounded_down), "high": short(high, rounded_up)}
+    return {"sigma": short(mean), **ends, "count": len(logs)}
 
 
 def exponential(value: float) -> float:

@@ -17,8 +17,18 @@ from rich.console import Console
 from rich.table import Table
 
 from lipscope import charts
-from lipscope.certificates import BallCertificate
-from lipscope.display import Drawing, Piece, Sheet, Shown, card, pieces, printable
+from lipscope.certificates import BallCertificate, HeadCertificate, NetworkCertificate
+from lipscope.display import (
+    Drawing,
+    Piece,
+    Sheet,
+    Shown,
+    card,
+    pieces,
+    printable,
+    rounded_down,
+    rounded_up,
+)
 from lipscope.errors import InputError
 from lipscope.linalg import TopSingular
 from lipscope.pages.moves import directions_shown, top_direction
@@ -439,8 +449,23 @@ def _top_singular(top: TopSingular) -> Iterator[Piece]:
 
 
 @pieces.register
+def _bound(found: Bound) -> Iterator[Piece]:
+    yield from card(found, value=rounded_down if found.kind == "lower" else rounded_up)
+
+
+@pieces.register
+def _head_pieces(found: HeadCertificate) -> Iterator[Piece]:
+    yield from card(found, value=rounded_up)
+
+
+@pieces.register
+def _radius(found: NetworkCertificate) -> Iterator[Piece]:
+    yield from card(found, radius=rounded_down)
+
+
+@pieces.register
 def _ball_pieces(found: BallCertificate) -> Iterator[Piece]:
-    yield from card(found)
+    yield from card(found, value=rounded_up)
     if len(found.heads) < 2:
         return
     values = [(one.head, one.value) for one in found.heads]

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 from lipscope.charts import MAPS, readable, spread
-from lipscope.display import rounded_down
+from lipscope.display import ENDS, rounded_down, rounded_up
 from lipscope.pages.points import (
     REAL,
     Item,
@@ -204,7 +204,12 @@ def _times_above(
 # --- gains ----------------------------------------------------------------------------------------
 
 MAX_TOKENS = 20_000  # with gains, that a page carries
-_GAINS = ("split", "split_upper", "moved", "moved_upper")
+_GAINS = {
+    "split": rounded_down,
+    "split_upper": rounded_up,
+    "moved": rounded_down,
+    "moved_upper": rounded_up,
+}
 
 
 def gains_of(runs: Sequence[Run], settings: Mapping[str, tuple[int, str]]) -> list[dict[str, Any]]:
@@ -241,7 +246,7 @@ def _gain_record(one: TokenGain) -> dict[str, Any]:
         "index": one.index,
         "text": readable(one.text).strip(" "),
         "better": one.better_split,
-        **{name: short(getattr(one, name)) for name in _GAINS},
+        **{name: short(getattr(one, name), rounded) for name, rounded in _GAINS.items()},
     }
 
 
@@ -389,7 +394,7 @@ def bounds_of(of: Comparison) -> dict[str, Any]:
         "n": last,
         "sample": sample,
         "measured": bool(of.real),
-        "lines": [_short(point) for point in points],
+        "lines": [_rounded_point(point) for point in points],
         "out": left_out,
         "table": [
             *(_sigma_line(row) for row in of.rows if shown(row)),
@@ -420,7 +425,15 @@ def _bounds_axes(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _short(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: short(v) if isinstance(v, float) else v for k, v in record.items()}
+    return {k: short(v, ENDS.get(k)) if isinstance(v, float) else v for k, v in record.items()}
+
+
+def _rounded_point(point: Mapping[str, Any]) -> dict[str, Any]:
+    below, upper = point["group"] in (MEASURED, ADVERSARIAL), point["upper"]
+    value = short(point["value"], rounded_down if below else rounded_up)
+    # one number alone stays one: it is no interval
+    upper = short(upper, rounded_up) if upper > point["value"] else value
+    return {**point, "value": value, "upper": upper}
 
 
 def _sigma_line(row: Measurement) -> dict[str, Any]:
@@ -431,8 +444,8 @@ def _sigma_line(row: Measurement) -> dict[str, Any]:
         "cite": "",
         "kind": MEASURED if real else "lower",
         "scope": "local" if real else "global",
-        "value": short(row.sigma),
-        "upper": short(row.upper),
+        "value": short(row.sigma, rounded_down),
+        "upper": short(row.upper, rounded_up),
         "times": None,
         "sound": True,
         "why": row.note or "",
@@ -446,7 +459,7 @@ def _bound_line(row: Measurement, bound: Bound) -> dict[str, Any]:
             name: getattr(bound, name) for name in ("theorem", "statement", "cite", "kind", "sound")
         },
         "scope": bound.scope + ball,
-        "value": short(bound.value),
+        "value": short(bound.value, rounded_down if bound.kind == "lower" else rounded_up),
         "upper": None,
         "times": short(looseness(bound, row)),
         "why": bound.note if bound.applicable else bound.reason,

@@ -120,7 +120,7 @@ def _meaning(row: records.Measurement, token: str | None) -> str:
         f"{_tokens_named(row.read)} by up to {sigma} ε"
     )
     if row.status == "max_steps":
-        said += f" (the solver ran out of steps, the interval is {interval(row)})"
+        said += f" (the solver ran out of steps, the interval is {interval(row.sigma, row.upper)})"
     if row.top_token is not None and row.top_share is not None:
         share, name = percent(row.top_share), _top_token_named(row, token)
         said += (

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lipscope.charts import readable
-from lipscope.display import Sheet, printable, rounded_up
+from lipscope.display import Rounding, Sheet, printable, rounded_down, rounded_up
 from lipscope.records import (
     ADVERSARIAL,
     EVERYWHERE,
@@ -96,12 +96,16 @@ def _row_setting(of: Measurement | Group) -> tuple[Any, ...]:
     return tuple(getattr(of, name) for name in (*SETTING, *IN_SWEEPS))
 
 
-def number(value: float | None, digits: int = 4) -> str:
+def number(value: float | None, digits: int = 4, rounded: Rounding | None = None) -> str:
     """A number with so many significant digits; whole digits are never cut.
 
-    >>> number(24.1283), number(1096.4, 3), number(float("nan"))
-    ('24.13', '1096', '–')
+    What stands behind ≥ or ≤ is ``rounded`` first: `rounded_down` or `rounded_up`.
+
+    >>> number(24.1283), number(1096.4, 3), number(float("nan")), number(14.951, 4, rounded_up)
+    ('24.13', '1096', '–', '14.96')
     """
+    if value is not None and rounded is not None:
+        value = rounded(value, digits)
     if value is None or not math.isfinite(value):
         return "–"
     if value != 0 and not 1e-4 <= abs(value) < 1e6:
@@ -119,10 +123,16 @@ def without(delta: float) -> str:
     return f"{1 - delta:.10g}" if delta >= 1e-3 else f"1 - {delta:g}"
 
 
-def interval(row: Measurement) -> str:
-    """``[sigma, upper]`` of a row; upper is rounded upwards, so that what is printed holds."""
-    upper = None if row.upper is None else rounded_up(row.upper)
-    return f"[{number(row.sigma)}, {number(upper)}]"
+def interval(sigma: float | None, upper: float | None) -> str:
+    """``[sigma, upper]`` rounded outwards, so that what is printed holds; one end alone as ``≥``.
+
+    >>> interval(13.047189, 13.0588), interval(8.4625, None)
+    ('[13.04, 13.06]', '≥ 8.462')
+    """
+    low = number(sigma, 4, rounded_down)
+    if sigma is not None and upper is None:
+        return f"≥ {low}"
+    return f"[{low}, {number(upper, 4, rounded_up)}]"
 
 
 def percent(share: float | None) -> str:
@@ -177,6 +187,16 @@ def stable_rank(row: Measurement) -> float | None:
     return (row.frobenius / row.sigma) ** 2 if row.frobenius and row.sigma else None
 
 
+def _sigma_cell(line: Line) -> str:
+    return number(line.row.sigma, 4, rounded_down) if line.row else _status(line)
+
+
+def _ends_cell(line: Line, narrow: int) -> str:
+    if line.row is None:
+        return _status(line) if narrow else "–"  # where sigma has a column, the status is there
+    return interval(line.row.sigma, line.row.upper)
+
+
 def _status(line: Line) -> str:
     """Why a line has no sigma."""
     return ", ".join(sorted({row.status for row in line.last})) or "not measured"
@@ -190,11 +210,9 @@ def _table_columns(lines: Sequence[Line], narrow: int) -> list[Column]:
     columns.append(Column("layer", lambda line: _or(line.group.layer, "model")))
     if any(line.group.head is not None for line in lines):
         columns.append(Column("head", lambda line: _or(line.group.head, "all")))
-    ends = Column("[sigma, upper]", lambda x: interval(x.row) if x.row else "–", True)
-    if narrow:
-        columns.append(ends._replace(cell=lambda x: interval(x.row) if x.row else _status(x)))
-    else:
-        columns += [Column("sigma", lambda x: number(x.row.sigma) if x.row else _status(x)), ends]
+    if not narrow:
+        columns.append(Column("sigma", _sigma_cell))
+    columns.append(Column("[sigma, upper]", lambda line: _ends_cell(line, narrow), True))
     columns += [
         Column("relative", _of_row("relative", 3)),
         Column("top token", lambda line: _top_token_cell(line, narrow), True),
@@ -400,7 +418,8 @@ def _theorems(rows: Sequence[Measurement], pairs: _Pairs) -> Table:
     made.columns[0].no_wrap = True
     for row in filter(given, rows):
         scope = _scope_words("local", row.metric)
-        made.add_row(MEASURED, "sigma at this input", "", scope, interval(row), "", style="bold")
+        ends = interval(row.sigma, row.upper)
+        made.add_row(MEASURED, "sigma at this input", "", scope, ends, "", style="bold")
     for kind in ("lower", "upper"):
         some = sorted(_bound_lines(kind, rows, pairs), key=lambda line: line[0])
         for i, (_, cells) in enumerate(some):
@@ -414,19 +433,20 @@ def _bound_lines(
     """Lines of the table with what they are sorted by: scope, metric and value."""
     for row in rows:
         if kind == "lower" and not given(row) and row.sigma is not None:
-            value = f"≥ {number(row.sigma)}"
+            value = interval(row.sigma, None)
             cells = (ADVERSARIAL, row.input, "", _scope_words("global", row.metric), value, "")
             yield (_SCOPES["global"], row.metric, row.sigma), cells
     for row, bound in pairs:
         if bound.kind != kind or bound.value is None:
             continue
+        sign, rounded = ("≥", rounded_down) if kind == "lower" else ("≤", rounded_up)
         times = looseness(bound, row)
         cells = (
             bound.theorem,
             bound.statement + ("" if bound.sound else " (fails)"),
             bound.cite,
             _scope_words(bound.scope, bound.metric, bound.eps),
-            f"{'≥' if kind == 'lower' else '≤'} {number(bound.value)}",
+            f"{sign} {number(bound.value, 4, rounded)}",
             "" if times is None else number(times, 3),
         )
         yield (_SCOPES.get(bound.scope, len(_SCOPES)), bound.metric, bound.value), cells
@@ -498,11 +518,11 @@ def best_table(rows: Sequence[Measurement], bounds: Iterable[Bound]) -> Table:
             cell
             for bound in best
             for cell in (
-                number(bound and bound.value),
+                number(bound and bound.value, 4, rounded_up),
                 number(bound and looseness(bound, row), 3),
             )
         ]
         names = ["–" if bound is None else bound.theorem for bound in best]
         places = [str(getattr(row, name)) for name in named]
-        made.add_row(*places, *names, interval(row), *values)
+        made.add_row(*places, *names, interval(row.sigma, row.upper), *values)
     return made

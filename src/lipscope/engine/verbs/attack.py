@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lipscope import records
 from lipscope.attacks import RECIPES, Draft, EditSearch, Scores, WorstInput
-from lipscope.display import Piece, Shown, pieces
+from lipscope.display import Piece, Shown, pieces, rounded_down, rounded_up
 from lipscope.engine import checks, runs
 from lipscope.engine.checks import argument, no_several, one_of, whole_number, words
 from lipscope.engine.classifier import BY_ANGLE, Classifier, decides_by, nearest_by_angle
@@ -377,6 +377,10 @@ def _edits_in_words(draft: Draft, written: WindowDecoder) -> str:
 # --- shown
 
 
+def _ends(sigma: float | None, upper: float | None) -> tuple[str, str]:
+    return number(sigma, 4, rounded_down), number(upper, 4, rounded_up)
+
+
 @pieces.register
 def _attacked(found: Attacked) -> Iterator[Piece]:
     """Of each construction the best head, next to what was given."""
@@ -388,7 +392,7 @@ def _attacked(found: Attacked) -> Iterator[Piece]:
         ("sigma", "upper", "× text"),
     )
     radius = f"radius {found.given_radius:.4g}"
-    ends = (number(real.sigma), number(real.upper), "1")
+    ends = (*_ends(real.sigma, real.upper), "1")
     made.add_row("real text", radius, "", "", *ends, end_section=True)
     seen: set[str] = set()
     for one in found.found:
@@ -399,7 +403,7 @@ def _attacked(found: Attacked) -> Iterator[Piece]:
         head = "" if one.head is None else str(one.head)
         made.add_row(
             *(Text(cell) for cell in (one.name, one.statement, one.cite, head)),
-            *(number(value) for value in again),
+            *_ends(*again),
             number(one.sigma / real.sigma, 3) if real.sigma else "–",
         )
     yield made

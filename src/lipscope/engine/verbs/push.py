@@ -11,7 +11,7 @@ from typing import Any, Unpack
 from rich.table import Table
 from rich.text import Text
 
-from lipscope.display import Drawing, Piece, Shown, pieces
+from lipscope.display import Drawing, Piece, Shown, pieces, rounded_up
 from lipscope.engine.checks import argument, flag, is_number, items, one_of, whole_number
 from lipscope.engine.classifier import (
     Classifier,
@@ -268,7 +268,7 @@ def _sizes_of(push: Push) -> Table:
         ends = "–" if not chance else f"{number(min(chance), 2)}–{number(max(chance), 2)}"
         cells = [
             *(number(v, 3) for v in (one.eps, one.relative, one.promise)),
-            "–" if one.certificate is None else number(one.certificate * (1 + 1e-3), 3),
+            number(one.certificate, 3, rounded_up),
             *(number(v, 3) for v in (one.layer, other.get(one.eps))),
             ends,
             *(number(v, 3) for v in (one.block, one.model)),

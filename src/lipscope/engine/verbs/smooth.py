@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from lipscope.attacks import ascent_move
 from lipscope.attention import Attention
 from lipscope.control import Restraint, restrain
-from lipscope.display import Piece, Shown, pieces
+from lipscope.display import Piece, Shown, pieces, rounded_down, rounded_up
 from lipscope.engine.checks import argument, flag, is_number, path, whole_number
 from lipscope.engine.ready_model import ReadyModel, loaded_model
 from lipscope.engine.verbs.measure import measure
 from lipscope.errors import InputError, memory_for, shown
 from lipscope.models import LoadedModel, checked_data, fingerprint, inputs_of, quiet
-from lipscope.pages import Rows, empty_table
+from lipscope.pages import Rows, empty_table, number
 
 _RATE = 1e-4  # of the fine-tuning
 _LARGEST = 1e30  # sigma that anybody means
@@ -330,11 +330,11 @@ def _smoothed(found: Smoothed) -> Iterator[Piece]:
             [row for row in rows if row.layer == layer] for rows in (found.before, found.after)
         )
         cells = (
-            max(row.sigma or 0.0 for row in before),
-            max(row.sigma or 0.0 for row in after),
-            max(row.upper or 0.0 for row in after),
+            number(max(row.sigma or 0.0 for row in before), 4, rounded_down),
+            number(max(row.sigma or 0.0 for row in after), 4, rounded_down),
+            number(max(row.upper or 0.0 for row in after), 4, rounded_up),
         )
-        made.add_row(str(layer), *(f"{value:.4g}" for value in cells))
+        made.add_row(str(layer), *cells)
     yield made
     name = "Agreement of embeddings" if found.quality == "agreement" else "Perplexity"
     yield f"{name}: {found.quality_before:.4g} before, {found.quality_after:.4g} after."

@@ -101,7 +101,7 @@ const layersShown = () => distinct([...(seen.before?.layers.keys() ?? []), ...se
 let axis = [1, 10];
 function fitAxis(ends) {
   const low = Math.min(...ends.map(([s]) => s).filter((v) => v > 0));
-  const high = Math.max(...ends.map(([, u]) => Math.min(u, 1e6 * low)));
+  const high = Math.max(...ends.map(([s, u]) => Math.min(u ?? s, 1e6 * low)));
   if (!(low < Infinity)) return;
   const nice = (v, up) => { const p = 10 ** Math.floor(Math.log10(v));
     const steps = [1, 2, 5, 10]; return p * (up ? steps.find((s) => s * p >= v) : steps.findLast((s) => s * p <= v)); };
@@ -147,11 +147,11 @@ function place(line, which, ends) {
 function drawLine(line, one) {
   const row = one.row;
   if (shows(line, row ?? one.rough, one.old, ...axis)) return;
-  const ends = endsOf(one);
+  const of = endsOf(one);
   line.classList.toggle("rough", !row || Boolean(one.old));
-  place(line, "i:not(.beside)", ends);
+  place(line, "i:not(.beside)", of);
   const [, , value, relative, top] = line.children;
-  value.textContent = ends && ends[0] !== null ? `[${number(ends[0])}, ${upward(ends[1])}]` : row?.status ?? "–";
+  value.textContent = of && of[0] !== null ? ends({ sigma: of[0], upper: of[1] }) : row?.status ?? "–";
   if (!row) return;
   relative.textContent = number(row.relative, 3);
   top.replaceChildren(...row.top_token === null ? ["–"] : [make("q", {}, (one.words[row.top_token] ?? "").trim()), ` ${percent(row.top_share)}`]);
@@ -199,7 +199,9 @@ function finished() {
   controls();
   const top = largest();
   const rough = [...seen.layers.values()].some((one) => one.row?.status === "max_steps");
-  $("layers-note").textContent = `Each interval holds with probability ${1 - (top?.[1].row.delta ?? 0.01)}; pale numbers are `
+  const open = top?.[1].row.upper === null;
+  $("layers-note").textContent = `${open ? "Each number behind ≥ is a lower bound"
+    : `Each interval holds with probability ${1 - (top?.[1].row.delta ?? 0.01)}`}; pale numbers are `
     + `still narrowing, and not yet compared with the model itself.${rough ? " Where steps ran out, intervals stay wide." : ""}`;
   $("status").textContent = top ? `${seen.layers.size} layers at ${seen.asked?.length} tokens. The largest sigma is ${ends(top[1].row)} `
     + `at ${layerName(top[0])}, top token ${top[1].words[top[1].row.top_token] ?? "none"}.` : "No sigma.";

@@ -112,19 +112,20 @@ function chooseStep(t) {
   choose({ s, layer: t.layer, front: t.layer });
 }
 
-const between = (m) => `[${number(m.low)}, ${upward(m.high)}]`;
+const between = (m) => ends({ sigma: m.low, upper: m.open ? null : m.high });
 const meanOf = (m) => (m.count > 1
   ? `mean of ${m.count} windows, with 95 % for the sampling of text` : "one window: the solver's interval");
 const explainBound = (b) => [make("b", {}, b.name), line(`${b.n} tokens`),
-  line(b.upper > b.value ? `mean of the windows, in ${ends({ sigma: b.value, upper: b.upper })}`
-    : number(b.value))];
+  line(`${b.upper > b.value ? "mean of the windows, in " : ""}${boundEnds(b)}`)];
+const boundEnds = (b) => (b.upper > b.value ? ends({ sigma: b.value, upper: b.upper })
+  : ["measured", "adversarial"].includes(b.group) ? `≥ ${downward(b.value)}` : `≤ ${upward(b.value)}`);
 
 function explainPoint(p) {
   const excerpt = D.excerpts[D.begins[p.i]];
   const word = D.tops[p.i];
   return [
     make("b", {}, `${layerName(p.layer)}, ${headName(p.head)}, ${p.n} tokens, ${inputName(p)}`),
-    line(`sigma ${number(p.sigma)} in ${ends(p)}${p.status === "max_steps" ? " (steps ran out)" : ""}`),
+    line(`sigma ${enclosed(p)}${p.status === "max_steps" ? " (steps ran out)" : ""}`),
     p.relative === null ? "" : line(`relative ${number(p.relative, 3)}`),
     p.share === null ? "" : line(`${percent(p.share)} on token ${p.token}${word ? ` “${word}”` : ""}`
       + (p.rest === null ? "" : `; without it ${number(p.rest)}`)),
@@ -137,14 +138,14 @@ function explainPoint(p) {
 
 function explainMean(m) {
   return [make("b", {}, `${layerName(m.layer)}, ${headName(m.head)}, ${m.n} tokens`),
-    line(`sigma ${number(m.sigma)} in ${between(m)}`), line(meanOf(m)),
+    line(`sigma ${m.open ? "" : `${number(m.sigma)} in `}${between(m)}`), line(meanOf(m)),
     line(`relative ${number(m.relative, 3)}, share of the top token ${percent(m.share)}`),
     m.top ? line(`top token most often: ${m.top} (${m.often})`) : ""];
 }
 
 function explainStep(t) {
   return [make("b", {}, `step ${t.step}: ${layerName(t.layer)}, ${headName(t.head)}, ${t.n} tokens`),
-    line(`sigma ${number(t.sigma)} in ${between(t)}`), line(meanOf(t))];
+    line(`sigma ${t.open ? "" : `${number(t.sigma)} in `}${between(t)}`), line(meanOf(t))];
 }
 
 const KINDS = { real: "all tokens move", rest: "top token fixed" };
@@ -183,7 +184,7 @@ Object.assign(COLUMNS, {
   span: column("lengths", (r) => r.from, (r) => r.span),
   slope: column("slope", (r) => r.slope, (r) => r.slope.toFixed(2)),
   name: column("line", (r) => r.name, (r) => r.name, "text"),
-  value: column("value", (r) => r.value, (r) => (r.upper > r.value ? ends({ sigma: r.value, upper: r.upper }) : number(r.value))),
+  value: column("value", (r) => r.value, boundEnds),
 });
 Object.assign(TABLES, {
   focus: ["points", "n input ends rest"],

@@ -22,7 +22,7 @@ const headCompared = () => chosenIn("head");
 const layerCompared = () => chosenIn("layer");
 const comparedName = (r) => `${layerName(r.layer)}, ${headName(r.head)}, ${r.n} tokens`;
 const times = (v) => (v === null ? "–" : `× ${number(v, 3)}`);
-const within = (r, digits = 3) => (r.low === null ? "–" : `[${number(r.low, digits)}, ${number(r.high, digits)}]`);
+const within = (r, digits = 3) => (r.low === null ? "–" : `[${downward(r.low, digits)}, ${upward(r.high, digits)}]`);
 
 const shiftsShown = () => rowsCompared().filter((r) => r.exponent && r.head === headCompared());
 MARKS.c = [(c) => choose({ layer: marked[c].layer, front: state.front === null ? null : marked[c].layer,
@@ -36,8 +36,8 @@ function explainCompared(r) {
       line(`difference ${number(r.difference, 2)}${r.low === null ? "" : ` in ${within(r)}`}`), line(verdict(r))];
   }
   return [make("b", {}, comparedName(r)),
-    line(`${a}: ${number(r.a)} in [${number(r.a_low)}, ${upward(r.a_high)}]`),
-    line(`${b}: ${number(r.b)} in [${number(r.b_low)}, ${upward(r.b_high)}]`),
+    line(`${a}: ${number(r.a)} in [${downward(r.a_low)}, ${upward(r.a_high)}]`),
+    line(`${b}: ${number(r.b)} in [${downward(r.b_low)}, ${upward(r.b_high)}]`),
     line(`ratio ${number(r.ratio, 3)}${r.low === null ? "" : ` in ${within(r)}`}`),
     line(verdict(r))];
 }

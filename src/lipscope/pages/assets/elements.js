@@ -7,15 +7,19 @@ const number = (v, digits = 4) => {
   const places = v === 0 ? 0 : digits - 1 - Math.floor(Math.log10(Math.abs(v)));
   return v.toFixed(Math.min(Math.max(places, 0), 12));
 };
-const upward = (v) => {  // an upper end is rounded upwards, so that what is shown still holds
-  if (!v || v < 0) return number(v);
-  const step = 10 ** (Math.floor(Math.log10(v)) - 3);
-  return number(Math.ceil(v / step * (1 - 1e-12)) * step);
-};
+// A lower end is rounded downwards and an upper end upwards, so that what is shown still holds.
+const [downward, upward] = [-1, 1].map((way) => (v, digits = 4) => {
+  if (!v) return number(v, digits);
+  const near = Number(v.toExponential(digits - 1));
+  if (way * (near - v) >= 0) return number(near, digits);
+  const step = Number(`1e${Number(v.toExponential().split("e")[1]) - digits + 1}`);
+  return number(Number((near + way * step).toExponential(digits - 1)), digits);
+});
 const certifiedRadius = (one) => (one.radius === null ? "any" : number(one.radius));
 const percent = (v) => (v === null || v === undefined ? "–"
   : `${(100 * v).toFixed(Math.abs(v) >= 0.0995 ? 0 : Math.abs(v) >= 0.01 ? 1 : 2)} %`);
-const ends = (p) => `[${number(p.sigma)}, ${upward(p.upper)}]`;
+const ends = (p) => (p.upper === null && p.sigma !== null ? `≥ ${downward(p.sigma)}` : `[${downward(p.sigma)}, ${upward(p.upper)}]`);
+const enclosed = (p) => (p.upper === null ? ends(p) : `${number(p.sigma)} in ${ends(p)}`);
 // Elements with text as text: nothing that a row says can become markup.
 function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);

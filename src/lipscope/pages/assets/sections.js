@@ -7,7 +7,7 @@ function drawFigures() {
   if (!c || c.sigma === undefined) return fill("figures");
   const fit = fits.find((f) => real(f) && f.layer === state.layer);
   const parts = [
-    ["sigma", number(c.sigma, 3), `in ${ends(c)}, at ${c.n} tokens`],
+    ["sigma", number(c.sigma, 3), `${c.upper === null ? "" : "in "}${ends(c)}, at ${c.n} tokens`],
     ["relative", number(c.relative, 3), "relative change out for one in, to first order"],
     ["top token", percent(c.share), c.word ? `on “${c.word.trim()}” (${c.token})` : `token ${c.token}`],
     c.rest === null ? null : ["without it", number(c.rest, 3), "sigma with that token fixed"],
@@ -28,7 +28,7 @@ function drawText() {
   const p = points[state.picked];
   for (const about of document.querySelectorAll(".about-window")) {
     about.textContent = p && w ? `${layerName(p.layer)}, ${headName(p.head)}, ${p.n} tokens, window `
-      + `${p.sample}: sigma ${number(p.sigma)} in ${ends(p)}.` : " None.";
+      + `${p.sample}: sigma ${enclosed(p)}.` : " None.";
   }
   for (const box of document.querySelectorAll(".shaded[data-side]")) {
     const side = box.dataset.side;
@@ -195,7 +195,8 @@ function drawBounds() {
   list("bounds-table", b.table, [["theorem", (t) => t.theorem],
     ["statement", (t) => t.statement + (t.sound ? "" : " (as found; fails)")], ["source", (t) => t.cite],
     ["kind", (t) => t.kind], ["scope", (t) => t.scope],
-    ["value", (t) => (t.kind === "measured" ? ends({ sigma: t.value, upper: t.upper }) : number(t.value)), "number"],
+    ["value", (t) => (t.kind === "measured" ? ends({ sigma: t.value, upper: t.upper })
+      : t.value === null ? "–" : t.kind === "lower" ? `≥ ${downward(t.value)}` : `≤ ${upward(t.value)}`), "number"],
     ["× sigma", (t) => number(t.times, 3), "number"], ["note", (t) => t.why, "text"]]);
 }
 
