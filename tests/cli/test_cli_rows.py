@@ -139,6 +139,25 @@ def test_what_is_no_run_folder(called, tmp_path):
     assert status == 2 and "should be a run folder" in err
 
 
+RECORD = ["rows.jsonl", "values.jsonl", "rows.parquet", "new.PARQUET", "manifest.json", ".lock"]
+
+
+@pytest.mark.parametrize("name", RECORD)
+def test_no_export_takes_the_place_of_what_was_measured(folder, called, tmp_path, name):
+    (tmp_path / "link.json").symlink_to(folder / name)
+    other = tmp_path / "other"
+    other.mkdir()
+    before = {file: file.read_bytes() for file in folder.iterdir()}
+    for out in (folder / name, tmp_path / "link.json"):
+        status, said, err = called(folder, "--to", "json", "--out", out)
+        assert (status, said, err.count("\n")) == (2, b"", 1)
+        assert f"`{out}` should be no file of a run's record" in err and str(folder) in err
+    assert {file: file.read_bytes() for file in folder.iterdir()} == before
+    for out in (other / name, other / name, folder / "rows.json"):  # over one's own export, too
+        assert called(folder, "--to", "json", "--out", out)[0] == 0
+        assert len(json.loads(out.read_bytes())) == 4
+
+
 def test_a_condition_reads_no_other_file(folder, called, tmp_path):
     other = tmp_path / "other.csv"
     other.write_text("id\n", encoding="utf-8")

@@ -187,6 +187,7 @@ def _form_of(out: Path | None) -> str:
 
 
 def _write_file(path: Path, content: bytes) -> None:
+    records.refuse_record(path)
     try:
         path.write_bytes(content)
     except OSError as problem:

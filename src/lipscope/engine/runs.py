@@ -38,10 +38,10 @@ from lipscope.records import (
     Place,
     RunFolder,
     provenance,
-    replaced,
     sha256_of,
     stable_id,
     version,
+    write_file,
 )
 from lipscope.sources import default_text, split_revision
 
@@ -281,7 +281,7 @@ class LocalRun:
         arrays: dict[str, Any] = {name: point.cpu().numpy() for name, point in points.items()}
         np.savez(content, **arrays)
         try:
-            replaced(folder / file, content.getvalue())
+            write_file(folder / file, content.getvalue())
         except OSError as problem:
             raise InputError(
                 f"`out = {folder}` cannot be written ({problem.strerror}); choose another folder."

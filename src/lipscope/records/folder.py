@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from lipscope.display import Shown
 from lipscope.errors import InputError, remark, shown
 from lipscope.records.manifest import (
+    LOCK,
     MANIFEST,
     Place,
     check_same,
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SURVEY = "survey"
 """The part of the values that says what models were found to have."""
-LOCK = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
 
