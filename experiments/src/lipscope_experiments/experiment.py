@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lipscope import InputError, LayerAtInput, Measurement, OpenModel, Rows, bounds, charts, measure
 from lipscope.engine import Progress as RowProgress, folder_of, measure_built
+from lipscope.errors import unwritable
 from lipscope.models import LoadedModel, inputs_of, load_model
 from lipscope.records import Place, RunFolder, provenance, stable_id, write_file
 from lipscope_experiments.data import Text, texts_named
@@ -375,9 +376,7 @@ def reproduce(
         try:
             write_file(path, text.encode())
         except OSError as problem:
-            raise InputError(
-                f"`{path}` cannot be written ({problem.strerror}); choose another `out`."
-            ) from problem
+            raise unwritable(path, problem) from problem
     return study.findings
 
 
