@@ -111,6 +111,14 @@ def test_a_table_shows_what_varies(folder, called):
             "Found `sigma >> 4`: the operator BitwiseShiftRight is not known here; compare with "
             "=, <, >, in or like.\n",
         ),
+        (
+            ["--where", "id in (select id from tokens where token = 'x')"],
+            "no column `token`. Known are id, index, text, share_in, share_out, norm.\n",
+        ),
+        (
+            ["--where", "id in (select id from tokens where tokens.txt = 'x')"],
+            "no column `txt`. Did you mean `text`?\n",
+        ),
         (["--where", "sigma"], "must be of type `Boolean`, got `Float64`.\n"),
         (["--part", "directions"], "holds beside its rows: tokens, bounds. Found `directions`.\n"),
         (["--where", "sigma >"], "`--where` should be an SQL condition"),
@@ -177,6 +185,10 @@ def test_no_cell_is_a_formula_and_no_name_an_order_to_the_terminal(tmp_path, cal
     _, out, _ = called(tmp_path / "run", "--to", "csv")
     found = polars.read_csv(io.BytesIO(out))["model"].to_list()
     assert found == ["'=1+2", "'+x", "'-x", "'@x", *names[4:]]
+    _, out, _ = called(tmp_path / "run", "--to", "json")
+    assert [one["model"] for one in json.loads(out)] == names
+    _, out, _ = called("--help")
+    assert "parquet and json hold it unchanged" in " ".join(out.decode().split())
     _, out, _ = called(tmp_path / "run")
     assert "random:llama:" in out.decode() and "␛[31mred" in out.decode()
     assert "\x1b" not in out.decode()

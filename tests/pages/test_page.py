@@ -374,6 +374,15 @@ def test_folders_without_a_sigma_are_refused(tmp_path: Path, rows) -> None:
         report([run])
 
 
+def test_a_folder_of_findings_alone_is_named_as_one(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", [])
+    with pytest.raises(InputError, match=f"Found no rows in {run}.$"):
+        report([run])
+    (run / "findings.md").write_text("# What was found")
+    with pytest.raises(InputError, match=f"Found no rows in {run}; read its `findings.md`.$"):
+        report([run])
+
+
 # --- what stands apart -----------------------------------------------------------------------
 
 
