@@ -7,6 +7,7 @@ command line prints that line and exits with status 2.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import re
@@ -87,8 +88,8 @@ def check_finite_numbers(name: str, values: Tensor) -> None:
 
 def check_tokens(name: str, value: Any, width: int | None = None) -> None:
     """Refuse what is no finite matrix of real numbers, a row for each of some tokens."""
-    is_tensor = type(value).__name__ in ("Tensor", "Parameter")  # without importing torch
-    found = f"{str(value.dtype)[6:]}, {tuple(value.shape)}" if is_tensor else shown(value)[:_SHOWN]
+    is_tensor = _is_tensor(value)
+    found = described(value) if is_tensor else shown(value)[:_SHOWN]
     fits = is_tensor and value.ndim == 2 and value.numel() > 0 and value.is_floating_point()
     if not fits or width not in (None, value.shape[1]):
         wanted = f"(n, {width or 'd'}), at least one"
@@ -114,8 +115,22 @@ def stated(name: str, value: object) -> str:
     return f"`{name} = {value!r}`, a str" if is_text else f"`{name} = {shown(value)}`"
 
 
+def described(value: Any) -> str:
+    """A tensor by its type and shape, anything else by its type.
+
+    >>> described([1])
+    'list'
+    """
+    kind = type(value).__name__
+    return f"{str(value.dtype)[6:]}, {tuple(value.shape)}" if _is_tensor(value) else kind
+
+
+def _is_tensor(value: object) -> bool:
+    return type(value).__name__ in ("Tensor", "Parameter")  # without importing torch
+
+
 def _is_number(value: Any) -> bool:
-    if type(value).__name__ in ("Tensor", "Parameter"):  # without importing torch
+    if _is_tensor(value):
         return value.numel() == 1 and not value.is_complex() and bool(value.isfinite())
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -123,6 +138,19 @@ def _is_number(value: Any) -> bool:
 def remark(text: str) -> None:
     """Say one line on standard error, or wherever the caller's logging sends it."""
     logging.getLogger("lipscope").warning("%s", text)
+
+
+def unwritable(place: object, problem: OSError) -> InputError:
+    """What to do where a run cannot be written; on a full disk, what is kept is not given up.
+
+    >>> print(unwritable("run", OSError(errno.ENOSPC, "No space left on device")))
+    `run` cannot be written (No space left on device); make room, and the same command goes on \
+from what is kept.
+    """
+    full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
+    kept = "make room, and the same command goes on from what is kept"
+    mend = kept if full else "choose another folder"
+    return InputError(f"`{place}` cannot be written ({problem.strerror}); {mend}.")
 
 
 def out_of_memory(problem: BaseException) -> bool:

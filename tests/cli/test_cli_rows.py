@@ -111,6 +111,14 @@ def test_a_table_shows_what_varies(folder, called):
             "Found `sigma >> 4`: the operator BitwiseShiftRight is not known here; compare with "
             "=, <, >, in or like.\n",
         ),
+        (
+            ["--where", "id in (select id from tokens where token = 'x')"],
+            "no column `token`. Known are id, index, text, share_in, share_out, norm.\n",
+        ),
+        (
+            ["--where", "id in (select id from tokens where tokens.txt = 'x')"],
+            "no column `txt`. Did you mean `text`?\n",
+        ),
         (["--where", "sigma"], "must be of type `Boolean`, got `Float64`.\n"),
         (["--part", "directions"], "holds beside its rows: tokens, bounds. Found `directions`.\n"),
         (["--where", "sigma >"], "`--where` should be an SQL condition"),
@@ -139,6 +147,25 @@ def test_what_is_no_run_folder(called, tmp_path):
     assert status == 2 and "should be a run folder" in err
 
 
+RECORD = ["rows.jsonl", "values.jsonl", "rows.parquet", "new.PARQUET", "manifest.json", ".lock"]
+
+
+@pytest.mark.parametrize("name", RECORD)
+def test_no_export_takes_the_place_of_what_was_measured(folder, called, tmp_path, name):
+    (tmp_path / "link.json").symlink_to(folder / name)
+    other = tmp_path / "other"
+    other.mkdir()
+    before = {file: file.read_bytes() for file in folder.iterdir()}
+    for out in (folder / name, tmp_path / "link.json"):
+        status, said, err = called(folder, "--to", "json", "--out", out)
+        assert (status, said, err.count("\n")) == (2, b"", 1)
+        assert f"`{out}` should be no file of a run's record" in err and str(folder) in err
+    assert {file: file.read_bytes() for file in folder.iterdir()} == before
+    for out in (other / name, other / name, folder / "rows.json"):  # over one's own export, too
+        assert called(folder, "--to", "json", "--out", out)[0] == 0
+        assert len(json.loads(out.read_bytes())) == 4
+
+
 def test_a_condition_reads_no_other_file(folder, called, tmp_path):
     other = tmp_path / "other.csv"
     other.write_text("id\n", encoding="utf-8")
@@ -158,6 +185,10 @@ def test_no_cell_is_a_formula_and_no_name_an_order_to_the_terminal(tmp_path, cal
     _, out, _ = called(tmp_path / "run", "--to", "csv")
     found = polars.read_csv(io.BytesIO(out))["model"].to_list()
     assert found == ["'=1+2", "'+x", "'-x", "'@x", *names[4:]]
+    _, out, _ = called(tmp_path / "run", "--to", "json")
+    assert [one["model"] for one in json.loads(out)] == names
+    _, out, _ = called("--help")
+    assert "parquet and json hold it unchanged" in " ".join(out.decode().split())
     _, out, _ = called(tmp_path / "run")
     assert "random:llama:" in out.decode() and "␛[31mred" in out.decode()
     assert "\x1b" not in out.decode()

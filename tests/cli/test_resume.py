@@ -37,7 +37,7 @@ ARGUMENTS += ["--samples", str(SAMPLES), "--out", "run"]
 def start(folder: Path) -> subprocess.Popen[str]:
     (folder / "text.txt").write_text(TEXT)
     return subprocess.Popen(
-        [sys.executable, "-m", "lipscope.cli", *ARGUMENTS],
+        [sys.executable, "-m", "lipscope", *ARGUMENTS],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -379,3 +381,10 @@ def test_a_model_from_a_quantised_file_is_measured_in_both_dtypes():
     assert (single.dtype, double.dtype) == ("float32", "float64")
     assert single.weights == double.weights == "dequantised Q4_1"
     assert math.isclose(single.sigma or 0, double.sigma or 0, rel_tol=1e-3)
+
+
+def test_an_array_of_layers_is_a_list(unchecked):
+    layers: Any = np.array([1, 0])
+    rows = ls.measure(model_of("bert"), IDS, layers=layers)
+    assert [row.layer for row in rows[:2]] == [1, 0]
+    assert json.loads(rows[0].to_json())["layer"] == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -233,7 +234,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "tokens of another width": (lambda: LAYER(X[:, 1:]), r"\(\.\.\., n, 4\). Found shape \(3, 3\)"),
     "weights in whole numbers": (
         lambda: ls.DotProduct(*[EYE.long()] * 3),
-        r"Weights should be matrices of real numbers",
+        r"Weights should be matrices of real numbers, .*\. Found int64, \(4, 4\)",
+    ),
+    "weights of NumPy": (
+        lambda: ls.DotProduct(*[np.eye(4)] * 3),
+        r"floating-point tensors of torch\. Found ndarray",
+    ),
+    "whole numbers as the input of a layer": (
+        lambda: ls.measure(LAYER, torch.ones(5, 8, dtype=torch.long)),
+        r"floating-point numbers of shape \(n, d\) or \(b, n, d\)\. Found int64, \(5, 8\)",
     ),
     "a map at another width": (
         lambda: ls.load_model(ENCODER).at(BATCH)(X),

@@ -394,6 +394,15 @@ def test_what_no_job_could_answer_is_said_before_any_begins(tmp_path, what, chil
     assert "\n" not in str(caught.value) and children == []
 
 
+def test_a_layer_that_no_model_has_is_told_with_its_line(tmp_path):
+    file = tmp_path / "deep.yaml"
+    file.write_text(f"models: '{BERT}'\nlengths: 6\nlayers: [0, 33]\nsamples: 1\n")
+    with pytest.raises(InputError, match=r"deep\.yaml`, line 3: `layers` should be between 0 and"):
+        ls.sweep(file, tmp_path / "run", workers=1)
+    with pytest.raises(InputError, match=r"deep\.yaml`, line 3: `layers` should be between 0 and"):
+        driver.estimate(file, tmp_path / "run", workers=1)
+
+
 def test_rows_of_a_killed_run_can_be_looked_at(tmp_path, uninterrupted):
     """The half that is there, in every reader; nothing of lipscope needs to run."""
     os.makedirs(tmp_path / "run")

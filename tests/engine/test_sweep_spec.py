@@ -43,9 +43,10 @@ def written(tmp_path: Path, text: str) -> Path:
 
 def test_a_file_is_read_as_yaml_1_2(tmp_path):
     """`2:50:16` is a range, not 10,216 in base 60, and `1e-2` is a number."""
-    request = read_spec(written(tmp_path, YAML))
+    path = written(tmp_path, YAML)
+    request = read_spec(path)
     spec = request.spec
-    assert request.name == "growth"
+    assert request.source.name == str(path)
     assert [(m.name, m.step, m.entry) for m in spec.models] == [
         ("minilm", None, 0),
         ("EleutherAI/pythia-70m@step0", 0, 1),

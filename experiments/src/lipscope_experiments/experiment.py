@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lipscope import InputError, LayerAtInput, Measurement, OpenModel, Rows, bounds, charts, measure
 from lipscope.engine import Progress as RowProgress, folder_of, measure_built
+from lipscope.errors import unwritable
 from lipscope.models import LoadedModel, inputs_of, load_model
-from lipscope.records import Place, RunFolder, provenance, replaced, stable_id
+from lipscope.records import Place, RunFolder, provenance, stable_id, write_file
 from lipscope_experiments.data import Text, texts_named
 from lipscope_experiments.findings import (
     Claim,
@@ -373,11 +374,9 @@ def reproduce(
         )
         path = folder.path / "findings.md"
         try:
-            replaced(path, text.encode())
+            write_file(path, text.encode())
         except OSError as problem:
-            raise InputError(
-                f"`{path}` cannot be written ({problem.strerror}); choose another `out`."
-            ) from problem
+            raise unwritable(path, problem) from problem
     return study.findings
 
 

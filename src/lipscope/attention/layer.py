@@ -22,6 +22,7 @@ from lipscope.errors import (
     check_count,
     check_finite_number,
     check_positive,
+    described,
     shown,
 )
 
@@ -191,7 +192,10 @@ def check_shapes(
     check_count("groups", groups)
     for one in (query, key, value):
         if not isinstance(one, Tensor) or one.ndim != 2 or not one.is_floating_point():
-            raise InputError(f"Weights should be matrices of real numbers. Found `{shown(one)}`.")
+            raise InputError(
+                "Weights should be matrices of real numbers, floating-point tensors of torch. "
+                f"Found {described(one)}."
+            )
     if heads % groups:
         raise InputError(
             "`heads` should be a positive multiple of `groups`. "

@@ -22,7 +22,7 @@ import vl_convert
 from lipscope.charts.marks import HINT, INK, palette
 from lipscope.display import picture, printable
 from lipscope.errors import InputError
-from lipscope.records import replaced
+from lipscope.records import write_file
 
 Chart: TypeAlias = alt.LayerChart | alt.HConcatChart | alt.VConcatChart | alt.ConcatChart
 Data = Sequence[Mapping[str, Any]]
@@ -74,11 +74,11 @@ def save_each(chart: Chart, paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if path.suffix == ".html":
             remark = HINT if "params" in spec else ""
-            replaced(path, _page(spec, remark, version).encode())
+            write_file(path, _page(spec, remark, version).encode())
         elif path.suffix == ".svg":
-            replaced(path, _svg(spec, version).encode())
+            write_file(path, _svg(spec, version).encode())
         elif path.suffix == ".png":
-            replaced(path, vl_convert.vegalite_to_png(spec, vl_version=version, scale=2))
+            write_file(path, vl_convert.vegalite_to_png(spec, vl_version=version, scale=2))
         else:
             raise InputError(
                 f"`path` should end in .svg, .png or .html. Found `{path.name}`; choose one."

@@ -14,7 +14,7 @@ import numpy as np
 
 from lipscope.charts import look, marks
 from lipscope.errors import InputError, install
-from lipscope.records import TokenShare, replaced
+from lipscope.records import TokenShare, write_file
 
 SHADES = ("#ffffff", "#fee6ce", "#fdae6b", "#e6550d", "#8c2d04")
 
@@ -162,7 +162,7 @@ def animate(path: str | Path, scenes: Sequence[Scene]) -> Path:
         made, "GIF", save_all=True, append_images=frames[1:], duration=times, loop=0, optimize=True
     )
     path = Path(path)
-    replaced(path, made.getvalue())
+    write_file(path, made.getvalue())
     return path
 
 

@@ -36,6 +36,8 @@ _READS = re.compile(r"\b(?:read|scan)_\w+", re.IGNORECASE)
 # How polars says what is wrong with a condition, and where it begins to say how it read it.
 _PLAN = re.compile(r" (?:Resolved plan until failure|This error occurred)")
 _NO_COLUMN = re.compile(r"(?:unable to find column|no column named) [\"'](\w+)[\"']")
+_VALID = re.compile(r"valid columns: \[([^\]]*)\]")
+_OF_TABLE = re.compile(r"in table '(\w+)'")
 _NO_OPERATOR = re.compile(r"operator (?:PG)?(\w+) is not currently supported")
 _FORMULA = r"^[=+\-@\t\r]"
 Form = Literal["csv", "parquet", "json", "latex"]
@@ -53,6 +55,7 @@ def rows(
     """Print or export the rows of a run folder.
 
     The table and latex have the columns that vary; csv, parquet and json have all.
+    Text like a formula (=, +, -, @) has ' before it in csv; parquet and json hold it unchanged.
     """
     where, part, to, out = (options[name] for name in ("where", "part", "to", "out"))
     if to not in (None, "csv", "parquet", "json", "latex"):
@@ -99,8 +102,12 @@ def _why(problem: Exception, tables: Mapping[str, polars.DataFrame]) -> str:
     """What is wrong with a condition, without the plan that polars made of it."""
     words = _PLAN.split(" ".join(str(problem).split()))[0]
     if column := _NO_COLUMN.search(words):
-        known = [name for table in tables.values() for name in table.columns]
-        return f"there is no column `{column[1]}`.{nearest(column[1], known)}"
+        valid, table = _VALID.search(words), _OF_TABLE.search(words)
+        some = [tables[table[1]]] if table and table[1] in tables else tables.values()
+        known = [name for one in some for name in one.columns]
+        known = re.findall(r"\w+", valid[1]) if valid else known
+        hint = nearest(column[1], known) or f" Known are {', '.join(known)}."
+        return f"there is no column `{column[1]}`.{hint}"
     if operator := _NO_OPERATOR.search(words):
         return f"the operator {operator[1]} is not known here; compare with =, <, >, in or like."
     return f"{words[:200]}."
@@ -188,6 +195,7 @@ def _form_of(out: Path | None) -> str:
 
 
 def _write_file(path: Path, content: bytes) -> None:
+    records.refuse_record(path)
     try:
         path.write_bytes(content)
     except OSError as problem:

@@ -17,6 +17,7 @@ from lipscope.attention import Attention, Clip, MultiheadAttention, arguments, s
 from lipscope.control.restraint import cap_singular_values
 from lipscope.errors import InputError, check_count, check_positive, shown
 from lipscope.models import ActivationName, Branch, Chain, Feed, Network, scaled
+from lipscope.records import refuse_record
 from lipscope.theorems import lipschitz_bound
 
 Capping = Literal["parametrised", "after-step"]
@@ -344,6 +345,7 @@ class SmoothTransformer(nn.Module):
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
+        refuse_record(Path(path))
         weights = {name: one.contiguous() for name, one in self.state_dict().items()}
         try:
             sizes = json.dumps(self.sizes, default=lambda number: number.item())

@@ -156,6 +156,11 @@ class Entries:
         place = ", ".join([f"`{self.name}`"] * bool(self.name) + [f"line {line}"] * bool(line))
         raise InputError(f"{place}: {message}" if place else message)
 
+    def place(self, problem: InputError) -> NoReturn:
+        """Raise what was found later, with the line of the key that it begins with."""
+        key = re.match(r"`(\w+)`", str(problem))
+        self.fail(str(problem), key[1] if key else "")
+
     def refuse(self, should: str, found: Any, key: str, *index: int, hint: str = "") -> NoReturn:
         """Raise an error that says what a value should be, and what was found."""
         text = isinstance(found, str) and re.fullmatch(r"[-+\d.e]+", found) is not None
@@ -193,8 +198,9 @@ def argument(check: Check, name: str, value: Any) -> Any:
 
 
 def items(value: Any) -> list[Any]:
-    """A list as it is, anything else as a list of one."""
-    return list(value) if isinstance(value, list | tuple | range) else [value]
+    """A list, or an array of one axis, as it is; anything else as a list of one."""
+    several = isinstance(value, list | tuple | range) or getattr(value, "ndim", 0) == 1
+    return list(value) if several else [value]
 
 
 def words(choices: Sequence[str]) -> Check:

@@ -26,7 +26,7 @@ from lipscope.engine.plan import InputKey, Job, Shape, Survey, left_over, plan, 
 from lipscope.engine.ready_model import AnyModel, ReadyModel, masked, ready_model
 from lipscope.engine.session import MapAtInput, ModelKey, Session
 from lipscope.engine.spec import AXES, LENGTHS, REAL, SAMPLES, Spec, Verb, options_of, single_spec
-from lipscope.errors import InputError, remark
+from lipscope.errors import InputError, remark, unwritable
 from lipscope.linalg import Watch
 from lipscope.models import Sample, checked_data, device_of, digest, folder_stamp, source_stamp
 from lipscope.pages import Rows
@@ -38,10 +38,10 @@ from lipscope.records import (
     Place,
     RunFolder,
     provenance,
-    replaced,
     sha256_of,
     stable_id,
     version,
+    write_file,
 )
 from lipscope.sources import default_text, split_revision
 
@@ -281,11 +281,9 @@ class LocalRun:
         arrays: dict[str, Any] = {name: point.cpu().numpy() for name, point in points.items()}
         np.savez(content, **arrays)
         try:
-            replaced(folder / file, content.getvalue())
+            write_file(folder / file, content.getvalue())
         except OSError as problem:
-            raise InputError(
-                f"`out = {folder}` cannot be written ({problem.strerror}); choose another folder."
-            ) from None
+            raise unwritable(f"out = {folder}", problem) from None
 
     def keep(self, rows: Rows, row: Measurement, bounds: Sequence[Bound]) -> None:
         """Write one of the rows, with other bounds than those that the run itself asks for."""

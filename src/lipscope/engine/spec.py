@@ -311,7 +311,7 @@ class Request:
 
     spec: Spec  # the specification
     sources: Mapping[str, Any]  # what models read, by name: texts, batches or a folder of pictures
-    name: str = ""  # of its file, without the ending; "" if there is none
+    source: Entries  # the entries as they were given, with their lines
 
 
 def digests(sources: Mapping[str, Any]) -> dict[str, str]:
@@ -489,7 +489,7 @@ def read_spec(spec: str | Path | Mapping[str, Any]) -> Request:
         values = {"lengths": LENGTHS, "samples": SAMPLES} | values
     made = Spec(models=tuple(_models_of(source)), texts=digests(sources), **values)
     check_together(source, made)
-    return Request(made, sources, Path(source.name).stem)
+    return Request(made, sources, source)
 
 
 def _text_contents(source: Entries) -> dict[str, str]:

@@ -123,7 +123,7 @@ class LoadedModel(Shown):
         if self.tokenizer is None:
             takes = inspect.signature(self.model.forward).parameters
             sees = self.pixels is not None or "pixel_values" in takes
-            other = "put its files beside the weights, pass `tokenizer=`, or a batch of token ids"
+            other = "put its files beside the weights; in Python, pass `tokenizer=` or token ids"
             other = "pass `images` instead" if sees else other
             raise InputError(
                 f"`{self.name}` should have a tokenizer to be measured on text. Found none; "

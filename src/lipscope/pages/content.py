@@ -119,10 +119,17 @@ class Content:
             _ = self.contrast
         if not any(item.row.sigma for item in self.items):
             places = ", ".join(str(run.path) for run in self.runs)
+            found = f"{len(self.items)} rows without one in {places}; their `status` says why"
+            if not self.items:
+                other = "; read its `findings.md`" if self._has_findings() else ""
+                found = f"no rows in {places}{other}"
             raise InputError(
-                "`DIR` should hold a row with a finite, positive sigma. Found "
-                f"{len(self.items)} rows without one in {places}; their `status` says why."
+                f"`DIR` should hold a row with a finite, positive sigma. Found {found}."
             )
+
+    def _has_findings(self) -> bool:
+        """Whether an experiment, which may measure other things than rows, said what it found."""
+        return any((run.path / "findings.md").exists() for run in self.runs)
 
     @cached_property
     def items(self) -> list[Item]:

@@ -47,9 +47,9 @@ from lipscope.records import (
     growth,
     provenance,
     read_run,
-    replaced,
     typed_frame,
     usable,
+    write_file,
 )
 
 if TYPE_CHECKING:
@@ -322,17 +322,27 @@ class Page:
         """Write the page, and give its path back.
 
         Raises:
-            InputError: If it cannot be written.
+            InputError: If it cannot be written, or its name does not end in ``.html``.
         """
-        path = Path(path)
+        path = _page_file("path", path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            replaced(path, self.html.encode())
+            write_file(path, self.html.encode())
         except OSError as problem:
             raise InputError(
                 f"`path` should be a file that can be written. Found `{path}`: {problem.strerror}."
             ) from None
         return path
+
+
+def _page_file(name: str, path: str | Path) -> Path:
+    """The file of a page, which a browser takes for one only if its name says so."""
+    path = Path(path)
+    if path.is_dir():
+        raise InputError(f"`{name}` should be the file of the page. Found the folder `{path}`.")
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"`{name}` should end in .html, as a page is HTML. Found `{path}`.")
+    return path
 
 
 @dataclass(frozen=True)
@@ -357,7 +367,7 @@ def report(
 
     Args:
         folders: Run folders, whichever verb wrote them.
-        out: The page; ``report.html`` in the first folder if None.
+        out: The page, a file ``.html``; ``report.html`` in the first folder if None.
         png: Folder for the figures as PNG, two pixels a point.
         svg: Folder for the figures as SVG.
         compare: Whether the second of two folders is also compared with the first: ratios with
@@ -377,12 +387,10 @@ def report(
         raise InputError("`DIR` should name at least one run folder. Found none.")
     runs = {str(run.path): run for run in map(read_run, folders)}
     shown = content.Content([*runs.values()], compare=compare)
-    path = Path(out) if out is not None else Path(folders[0]) / "report.html"
-    if path.is_dir():
-        raise InputError(f"`out` should be the file of the page. Found the folder `{path}`.")
+    path = _page_file("out", Path(folders[0]) / "report.html" if out is None else out)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replaced(path, html_page.page(shown).encode())
+        write_file(path, html_page.page(shown).encode())
         places = {"png": png, "svg": svg}
         asked = {kind: Path(at) for kind, at in places.items() if at is not None}
         written = [path, *(figures.write_figures(shown, asked) if asked else ())]

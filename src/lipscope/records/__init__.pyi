@@ -19,7 +19,14 @@ from .folder import (
     RunFolder as RunFolder,
     read_run as read_run,
 )
-from .manifest import MANIFEST as MANIFEST, Place as Place, check_same as check_same, empty as empty
+from .manifest import (
+    MANIFEST as MANIFEST,
+    Place as Place,
+    check_same as check_same,
+    empty as empty,
+    refuse_record as refuse_record,
+    write_file as write_file,
+)
 from .power_law import (
     LACK_OF_FIT as LACK_OF_FIT,
     NEAR as NEAR,
@@ -90,4 +97,4 @@ from .sampling import (
     share_interval as share_interval,
     welch_shift as welch_shift,
 )
-from .tables import BESIDE as BESIDE, replaced as replaced, sha256_of as sha256_of
+from .tables import BESIDE as BESIDE, sha256_of as sha256_of

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from lipscope.display import Shown
-from lipscope.errors import InputError, remark, shown
+from lipscope.errors import InputError, remark, shown, unwritable
 from lipscope.records.manifest import (
+    LOCK,
     MANIFEST,
     Place,
     check_same,
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SURVEY = "survey"
 """The part of the values that says what models were found to have."""
-LOCK = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -188,10 +188,7 @@ class RunFolder:
         try:
             yield
         except OSError as problem:
-            raise InputError(
-                f"`out = {self.path}` cannot be written ({problem.strerror}); choose another "
-                "folder."
-            ) from problem
+            raise unwritable(f"out = {self.path}", problem) from problem
 
     def _open(self) -> dict[str, Measurement]:
         """The finished rows, after every file was put in order."""
@@ -567,7 +564,9 @@ def read_run(path: str | Path) -> Run:
         InputError: If it is no run folder, cannot be read, or is of another schema.
     """
     if not isinstance(path, str | Path) or not os.path.isdir(path):
-        raise InputError(f"`{shown(path)}` should be a run folder. Found no such folder.")
+        is_file = isinstance(path, str | Path) and os.path.exists(path)
+        found = "a file; name the folder of the run" if is_file else "no such folder"
+        raise InputError(f"`{shown(path)}` should be a run folder. Found {found}.")
     return Run(Path(path), read_manifest(Path(path)))
 
 

@@ -16,10 +16,12 @@ from lipscope.records.rows import SCHEMA
 from lipscope.records.tables import is_intact, opened, replaced, tables
 
 MANIFEST = "manifest.json"
+LOCK = ".lock"
 _VERSIONS = ("lipscope", "torch", "transformers")
 _ENTRIES = ("spec", "provenance", "models", "files")
 # In these a run may ask for more than the folder holds.
 _GROWING = ("layers", "lengths", "samples")
+_KINDS = ("jsonl", "parquet", "damaged", "earlier")  # of a table, which `force` removes
 
 
 def empty(spec: Mapping[str, Any], origin: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,6 +123,24 @@ def holds_rows(folder: Path) -> bool:
         return False
 
 
+def refuse_record(path: Path) -> None:
+    """Refuse to write onto what belongs to a run: only the run itself does, also through a link."""
+    for one in (path, Path(os.path.realpath(path))):
+        name = one.name.lower()  # some file systems do not tell letters apart
+        ours = name in (MANIFEST, LOCK) or name.endswith(tuple(f".{kind}" for kind in _KINDS))
+        if ours and (holds_rows(one.parent) or _spec(one.parent) is not None):
+            raise InputError(
+                f"`{path}` should be no file of a run's record, which the run alone writes. Found "
+                f"the run folder `{one.parent}`; choose another name, or another folder."
+            )
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file that is no part of the record of a run, in one move."""
+    refuse_record(path)
+    replaced(path, content)
+
+
 def joined(held: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """What a folder holds together with what is wanted: more layers, lengths and samples.
 
@@ -160,7 +180,6 @@ def check_same(
 
 _RUNS = Path("runs")
 _DAY = "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]-"
-_KINDS = ("jsonl", "parquet", "damaged", "earlier")  # of a table, which `force` removes
 
 
 class Place:

@@ -182,7 +182,8 @@ def _said(theorem: Theorem, subject: Any, wanted: dict[str, Any]) -> float:
     except (NotApplicableError, MemoryError):
         raise
     except Exception as problem:  # of code that is not ours, whatever it is
-        raise NotApplicableError(f"it raised {type(problem).__name__}: {problem}") from problem
+        words = " ".join(f"it raised {type(problem).__name__}: {problem}".split())
+        raise NotApplicableError(words) from problem
     if math.isnan(value) or value < 0:
         raise NotApplicableError(f"it gave {value}")
     return value

@@ -100,7 +100,7 @@ def place_of(request: Request, out: str | Path | records.Place | None) -> record
     """Where a sweep goes: the same place for the same request, so that it goes on."""
     if out is not None:
         return folder_of(out)
-    name = request.name or f"sweep-{records.stable_id(request.spec.as_dict())}"
+    name = Path(request.source.name).stem or f"sweep-{records.stable_id(request.spec.as_dict())}"
     return records.Place(None, name, dated=False)
 
 
@@ -158,8 +158,11 @@ def surveys_of(
     """
 
     def look(index: int) -> Survey:
-        with Session(request.spec, request.sources) as session:
-            return session.survey(index)
+        try:
+            with Session(request.spec, request.sources) as session:
+                return session.survey(index)
+        except InputError as problem:
+            request.source.place(problem)
 
     found: dict[int, Survey] = {}
     for index, model in enumerate(request.spec.models):
