@@ -91,6 +91,14 @@ def test_latex_escapes_what_it_must(folder, called, tmp_path):
     assert lines[8] == r"other\% & 9 & 16 & 0 & -- & -- & 0.5000 & converged \\"
 
 
+def test_printed_ends_hold(folder, called):
+    with RunFolder(folder, SPEC) as run:
+        run.append(row(layer=9, sigma=13.047189, upper=13.05001, relative=0.123456))
+    for how in ((), ("--to", "latex")):
+        _, out, _ = called(folder, *how)
+        assert [part in out.decode() for part in ("13.04", "13.06", "0.1235")] == [True] * 3
+
+
 def test_a_table_shows_what_varies(folder, called):
     status, out, _ = called(folder)
     text = out.decode()

@@ -150,6 +150,39 @@ def test_the_methods_sentence_says_what_was_measured(tmp_path: Path) -> None:
         assert part in said, part
 
 
+@pytest.mark.parametrize(
+    ("metric", "upper", "held", "lacks"),
+    [
+        ("frobenius", 2.1, ("top singular value", "Golub–Kahan", "δ = 1e-06."), ("lower bound",)),
+        (
+            "max-token",
+            None,
+            ("the norm of its", "alternating maximisation; each value is a lower bound (≥)."),
+            ("Golub", "interval", "δ", "singular"),
+        ),
+        (
+            "max-token",
+            2.1,
+            ("alternating maximisation; upper ends",),
+            ("Golub", "δ", "lower bound"),
+        ),
+        ("infinity", None, ("row sum; each value is a lower bound (≥).",), ("Golub", "δ")),
+        ("infinity", 2.0, ("the sums of all rows",), ("Golub", "δ", "lower bound")),
+    ],
+)
+def test_the_methods_sentence_claims_what_the_metric_has(
+    tmp_path: Path,
+    metric: str,
+    upper: float | None,
+    held: tuple[str, ...],
+    lacks: tuple[str, ...],
+) -> None:
+    run = written(tmp_path / "run", [row(metric=metric, upper=upper)])
+    (said,) = methods(items_of([read_run(run)]))
+    assert all(part in said for part in held), said
+    assert not any(part in said for part in lacks), said
+
+
 def test_the_methods_sentence_names_the_text(tmp_path: Path) -> None:
     rows = [row(text=name, sample=k) for k, name in enumerate(("alice", "default"))]
     rows += [row(layer=1, model="vit", input="image")]
@@ -362,7 +395,9 @@ def test_one_window_has_the_interval_of_the_solver_and_far_steps_a_logarithmic_a
         items = items_of([read_run(written(tmp_path / f"{turn}-{steps[0]}", rows))])
         found = training_of(items, points_of(items).settings)
         assert found.turn == turn
-        assert [(m["low"], m["sigma"], m["high"]) for m in found.means] == [(2.0, 2.0, 3.0)] * 2
+        # exp(log 3) is 3.0000000000000004, and rounded up as an upper end is
+        ends = [(m["low"], m["sigma"], m["high"]) for m in found.means]
+        assert ends == [(2.0, 2.0, 3.0001)] * 2
         low, high = found.groups[0]["axes"]["all"]["16"]["x"]
         assert low < steps[0] and steps[1] < high
 
