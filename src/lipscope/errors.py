@@ -89,7 +89,7 @@ def check_finite_numbers(name: str, values: Tensor) -> None:
 def check_tokens(name: str, value: Any, width: int | None = None) -> None:
     """Refuse what is no finite matrix of real numbers, a row for each of some tokens."""
     is_tensor = _is_tensor(value)
-    found = described(value) if is_tensor else shown(value)[:_SHOWN]
+    found = type_and_shape(value) if is_tensor else shown(value)[:_SHOWN]
     fits = is_tensor and value.ndim == 2 and value.numel() > 0 and value.is_floating_point()
     if not fits or width not in (None, value.shape[1]):
         wanted = f"(n, {width or 'd'}), at least one"
@@ -115,10 +115,10 @@ def stated(name: str, value: object) -> str:
     return f"`{name} = {value!r}`, a str" if is_text else f"`{name} = {shown(value)}`"
 
 
-def described(value: Any) -> str:
+def type_and_shape(value: Any) -> str:
     """A tensor by its type and shape, anything else by its type.
 
-    >>> described([1])
+    >>> type_and_shape([1])
     'list'
     """
     kind = type(value).__name__

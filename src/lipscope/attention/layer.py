@@ -22,8 +22,8 @@ from lipscope.errors import (
     check_count,
     check_finite_number,
     check_positive,
-    described,
     shown,
+    type_and_shape,
 )
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -194,7 +194,7 @@ def check_shapes(
         if not isinstance(one, Tensor) or one.ndim != 2 or not one.is_floating_point():
             raise InputError(
                 "Weights should be matrices of real numbers, floating-point tensors of torch. "
-                f"Found {described(one)}."
+                f"Found {type_and_shape(one)}."
             )
     if heads % groups:
         raise InputError(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lipscope.attention import Attention, MultiheadAttention
-from lipscope.errors import InputError, described, memory_for, remark
+from lipscope.errors import InputError, memory_for, remark, type_and_shape
 from lipscope.linalg import few_threads
 from lipscope.models import (
     OF_FUNCTION,
@@ -604,7 +604,7 @@ def layer_inputs(data: Any) -> list[Sample]:
     if not isinstance(data, Tensor) or data.ndim not in (2, 3) or not data.is_floating_point():
         raise InputError(
             "`data` should be the input of the layer, floating-point numbers of shape (n, d) or "
-            f"(b, n, d). Found {described(data)}."
+            f"(b, n, d). Found {type_and_shape(data)}."
         )
     batch = data if data.ndim == 3 else data[None]
     return [Sample("batch", (x,), i, None, len(x), digest(x), None) for i, x in enumerate(batch)]

@@ -100,7 +100,7 @@ def _check_entrance(function: StreamFunction, part: nn.Module, moved: Streams) -
         own = function(function.x)
         for times, size in _ELSEWHERE:
             other = functools.partial(_other, times=times, size=size)
-            if not same(_given(function, part, moved, other), own):
+            if not same(_output_given(function, part, moved, other), own):
                 raise InputError(
                     "A network should hear of its input by the stream alone that enters its first "
                     f"block. Found another output of `{type(function.record.model).__name__}` for "
@@ -114,7 +114,7 @@ def _other(y: Tensor, *, times: float, size: float) -> Tensor:
     return times * y + size * (float(y.abs().max()) or 1.0) * e
 
 
-def _given(
+def _output_given(
     function: StreamFunction, part: nn.Module, moved: Streams, other: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """What a module makes of its own stream, where other values stand in front of it."""

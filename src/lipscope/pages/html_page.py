@@ -234,11 +234,11 @@ def _method(setting: tuple[str, ...], items: Sequence[Item]) -> str:
         f"The local Lipschitz constant of the map “{map_name}” of {model} ({what}{heads}{which}), "
         f"the {norm} of its Jacobian in {METRICS.get(metric, metric)} "
         f"[{ALWAYS}], was measured on {samples} {inputs} per length of {tokens}{how} with lipscope "
-        f"{versions} by {_solved(rows)}."
+        f"{versions} by {_solver(rows)}."
     )
 
 
-def _solved(rows: Sequence[Measurement]) -> str:
+def _solver(rows: Sequence[Measurement]) -> str:
     """How sigma was found, and what holds; where no upper end is known, it is a lower bound."""
     metric, known = rows[0].metric, [row for row in rows if row.sigma is not None]
     deltas = {row.delta for row in known if row.upper is not None}

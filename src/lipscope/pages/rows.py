@@ -457,7 +457,7 @@ def _top_singular(top: TopSingular) -> Iterator[Piece]:
 
 
 @pieces.register
-def _bound(found: Bound) -> Iterator[Piece]:
+def _layer_bound(found: Bound) -> Iterator[Piece]:
     yield from card(found, value=rounded_down if found.kind == "lower" else rounded_up)
 
 
@@ -467,7 +467,7 @@ def _head_pieces(found: HeadCertificate) -> Iterator[Piece]:
 
 
 @pieces.register
-def _radius(found: NetworkCertificate) -> Iterator[Piece]:
+def _network_certificate(found: NetworkCertificate) -> Iterator[Piece]:
     yield from card(found, radius=rounded_down)
 
 
