@@ -595,6 +595,17 @@ def test_the_status_is_said_aloud(opened: Opened) -> None:
     assert opened.page.get_by_role("region", name="Every layer").get_by_role("row").count() == 4
 
 
+def test_without_an_upper_end_a_number_is_a_lower_bound(opened: Opened) -> None:
+    opened.type("It has no upper end.")
+    note = opened.page.locator("#layers-note")
+    assert note.inner_text().startswith("Each interval holds with probability 0.99; pale")
+    without = "seen.layers.forEach((one) => { one.row = { ...one.row, upper: null }; })"
+    opened.page.evaluate(f"{without}; drawSeen(); finished()")
+    assert note.inner_text().startswith("A number behind ≥ is a lower bound; pale")
+    assert all(one.startswith("≥ ") for one in opened.ends())
+    assert "The largest sigma is ≥ " in opened.page.locator("#status").inner_text()
+
+
 def test_a_mistake_is_one_line_and_the_page_goes_on(opened: Opened) -> None:
     page = opened.page
     page.fill("#text", " ")

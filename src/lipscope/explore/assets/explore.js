@@ -199,9 +199,11 @@ function finished() {
   controls();
   const top = largest();
   const rough = [...seen.layers.values()].some((one) => one.row?.status === "max_steps");
-  const open = top?.[1].row.upper === null;
-  $("layers-note").textContent = `${open ? "Each number behind ≥ is a lower bound"
-    : `Each interval holds with probability ${1 - (top?.[1].row.delta ?? 0.01)}`}; pale numbers are `
+  const solved = [...seen.layers.values()].filter((one) => one.row && one.row.sigma !== null);
+  const open = solved.filter((one) => one.row.upper === null).length;
+  const held = [open < solved.length ? `each interval holds with probability ${1 - (top?.[1].row.delta ?? 0.01)}` : "",
+    open ? "a number behind ≥ is a lower bound" : ""].filter(Boolean).join("; ");
+  $("layers-note").textContent = `${held ? `${held[0].toUpperCase()}${held.slice(1)}; ` : ""}pale numbers are `
     + `still narrowing, and not yet compared with the model itself.${rough ? " Where steps ran out, intervals stay wide." : ""}`;
   $("status").textContent = top ? `${seen.layers.size} layers at ${seen.asked?.length} tokens. The largest sigma is ${ends(top[1].row)} `
     + `at ${layerName(top[0])}, top token ${top[1].words[top[1].row.top_token] ?? "none"}.` : "No sigma.";
