@@ -174,6 +174,11 @@ def lipschitz_bound(
         raise InputError(
             "Weights should be finite. Found some without singular values: training diverged?"
         ) from None
+    if not bool(run.value.isfinite()):
+        raise InputError(
+            "The bound of a network should be a number of float64. Found that the constants of its "
+            f"{len(run.parts)} parts multiply to more; scale weights down, or bound fewer blocks."
+        )
     return LipschitzBound(run.value, norm, float(r.detach()), num_tokens, tuple(run.parts))
 
 
