@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from lipscope.display import rounded_down, rounded_up
 from lipscope.records.rows import GIVEN, Bound, Measurement, grouped
 from lipscope.records.sampling import geometric_mean
 
@@ -143,9 +144,9 @@ def allowed(bounds: Iterable[Bound]) -> str:
     """The tokens of which bounds on all inputs speak, in words."""
     for bound in bounds:
         if bound.radius is not None:
-            return f"tokens of norm up to {bound.radius:.4g}"
+            return f"tokens of norm up to {rounded_down(bound.radius):.4g}"
         if bound.floor is not None:
-            return f"tokens of norm from {bound.floor:.4g} on"
+            return f"tokens of norm from {rounded_up(bound.floor):.4g} on"
     return "all tokens"
 
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lipscope.attention import Attention, Clip, MultiheadAttention, spectral_norm
-from lipscope.display import Piece, Shown, pieces, rounded_up
+from lipscope.display import Piece, Shown, pieces, rounded_down, rounded_up
 from lipscope.errors import InputError, check_count, check_positive, shown
 from lipscope.models import (
     ACTIVATIONS,
@@ -91,7 +91,9 @@ class LipschitzBound(Shown):
 
 @pieces.register
 def _bound(found: LipschitzBound) -> Iterator[Piece]:
-    inputs = "all inputs" if math.isinf(found.radius) else f"tokens of norm ≤ {found.radius:.4g}"
+    # never for more inputs than it is
+    radius = f"{rounded_down(found.radius):.4g}"
+    inputs = "all inputs" if math.isinf(found.radius) else f"tokens of norm ≤ {radius}"
     tokens = "" if found.num_tokens is None else f", {found.num_tokens} of them"
     most = f"{rounded_up(float(found)):.4g}"
     table = Table(title=f"Lipschitz constant ≤ {most} ({found.norm}, {inputs}{tokens})")
