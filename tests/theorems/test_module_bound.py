@@ -153,6 +153,55 @@ def test_what_leads_around_the_blocks_is_refused(around: Any) -> None:
         ls.load_model(model).decision(gaussian(1, 3, 4))
 
 
+def asserted(x: Tensor, y: Tensor) -> Tensor:
+    assert bool((x.abs() < 50).all())
+    return y
+
+
+def of_small_values(x: Tensor, y: Tensor) -> Tensor:
+    return asserted(x, y) * x.square().sum()
+
+
+def test_a_front_may_take_some_values_only() -> None:
+    x = gaussian(1, 3, 4)
+    plain = ls.lipschitz_bound(Scorer(0.0).double(), x, radius=2.0)
+    found = ls.lipschitz_bound(AroundTheBlocks(asserted).double(), x, radius=2.0)
+    assert float(found) == float(plain)
+    with pytest.raises(ls.InputError, match="by the stream alone"):
+        ls.lipschitz_bound(AroundTheBlocks(of_small_values).double(), x, radius=2.0)
+
+
+HALF = 0.70710678
+WRITTEN_BY_HAND: dict[str, Callable[[Tensor], Tensor]] = {
+    "erf": lambda z: 0.5 * z * (1 + torch.erf(z * HALF)),
+    "a cube": lambda z: 0.5 * z * (1 + torch.tanh(0.7978845608028654 * (z + 0.044715 * z**3))),
+    "a square": lambda z: (
+        0.5 * z * (1 + torch.tanh(0.7978845608028654 * z * (1 + 0.044715 * z**2)))
+    ),
+    "products": lambda z: (
+        0.5 * z * (1 + torch.tanh(0.7978845608028654 * z * (1 + 0.044715 * z * z)))
+    ),
+}
+
+
+@pytest.mark.parametrize("how", WRITTEN_BY_HAND)
+def test_gelu_may_be_written_by_hand(how: str) -> None:
+    model = Silent(lambda at, h: h + at.w2(WRITTEN_BY_HAND[how](at.w1(h))), 0.1).double()
+    bound = ls.lipschitz_bound(model, gaussian(1, 5, 4), radius=2.0)
+    assert bound.parts[-1].what.startswith("feed, gelu")
+    assert slope_at(model, gaussian(5, 4)) <= float(bound)
+
+
+def test_what_is_written_over_is_refused() -> None:
+    def part(at: Any, h: Tensor) -> Tensor:
+        z = torch.relu(at.w1(h))
+        z += 0.1
+        return h + at.w2(z)
+
+    with pytest.raises(ls.InputError, match="writes over that of `Relu`"):
+        ls.lipschitz_bound(Silent(part, 0.1).double(), gaussian(1, 5, 4), radius=2.0)
+
+
 class NormWithMore(nn.LayerNorm):
     """A norm by its name, with an activation in it."""
 
@@ -270,10 +319,17 @@ class Sharper(Weighted):
         return self.scale.exp() * self.head(self.blocks[0](x).mean(1))
 
 
-@pytest.mark.parametrize("what", ["equal", "one", "function", "parametrised"])
+class OverItsNorm(Weighted):
+    """The factor of its scores is a function of the matrix of the head."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[0](x).mean(1)) / self.head.weight.norm()
+
+
+@pytest.mark.parametrize("what", ["equal", "one", "function", "parametrised", "norm"])
 def test_gradients_that_are_not_those_of_the_module_are_refused(what: str) -> None:
     """The value holds all the same: of what factor a weight is, only the module knows."""
-    kind = Sharper if what == "function" else Weighted
+    kind = {"function": Sharper, "norm": OverItsNorm}.get(what, Weighted)
     model, x = kind().double().eval(), gaussian(1, 5, 4)
     at: Any = model.blocks[0]
     if what == "equal":  # the first one is used last
@@ -290,9 +346,9 @@ def test_gradients_that_are_not_those_of_the_module_are_refused(what: str) -> No
     with pytest.raises(ls.InputError, match=r"gradients of the module\. Found others for `"):
         bound.value.backward()
     model.requires_grad_(False)
-    model.head.weight.requires_grad_()
+    at.w2.weight.requires_grad_()
     ls.lipschitz_bound(model, x, radius=2.0).value.backward()
-    assert model.head.weight.grad is not None
+    assert at.w2.weight.grad is not None
 
 
 class ScoresFirst(Scorer):

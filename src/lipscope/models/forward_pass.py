@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections import Counter
@@ -32,8 +33,8 @@ from lipscope.models.tracing.recorder import (
     tensors_in,
 )
 from lipscope.models.tracing.sites import AttentionCall, block_of, first_block_of, is_norm
-from lipscope.models.tracing.trace import OF_MODELS
 
+_WRITTEN_AS = 1e-7  # relative: constants of activations are written with some eight digits
 _SAME = 1e-9  # two tensors, relative to the largest entry: float64, after some hundred layers
 # What autograd may have seen between stream and scores, besides attention and norms.
 _LINEAR = (
@@ -66,7 +67,7 @@ WRITTEN: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 """Functions of an activation of ``z``: autograd's name, and what it keeps, one end of it."""
 _CUBE = 3  # products in tanh's form of GELU: z³, and z times the rest; z³ as a power is two
 # Times an input in front of the stream, and the size of what is added to it.
-_ELSEWHERE = ((1.0, 1e0), (1.0, 1e2), (1.0, 1e4), (0.0, 0.0))
+_ELSEWHERE = ((1.0, 1e-3), (1.0, 1e0), (1.0, 1e2), (1.0, 1e4), (0.0, 0.0))
 
 
 def function_of(record: Trace) -> StreamFunction:
@@ -96,22 +97,30 @@ def _from_part(record: Trace, part: nn.Module, stream: Stream) -> StreamFunction
 
 def _check_entrance(function: StreamFunction, part: nn.Module, moved: Streams) -> None:
     """Refuse a module whose output hears of its input in another way than by the stream."""
+    heard = list[Tensor]()
     with torch.no_grad():
         own = function(function.x)
-        for times, size in _ELSEWHERE:
-            other = functools.partial(_other, times=times, size=size)
-            if not same(_output_given(function, part, moved, other), own):
-                raise InputError(
-                    "A network should hear of its input by the stream alone that enters its first "
-                    f"block. Found another output of `{type(function.record.model).__name__}` for "
-                    "another input with the same stream: something in front of it leads around "
-                    "the blocks; certify one layer."
-                )
+        for other in (*(functools.partial(_other, change=one) for one in _ELSEWHERE), _turned):
+            with contextlib.suppress(InputError):  # it may take no such values
+                heard.append(_output_given(function, part, moved, other))
+    if not heard or not all(same(one, own) for one in heard):
+        found = "no other input that it takes" if not heard else "another output for another input"
+        raise InputError(
+            f"`{type(function.record.model).__name__}` should hear of its input by the stream "
+            f"alone that enters its first block. Found {found} with the same stream: what leads "
+            "around the blocks is not read; certify one layer."
+        )
 
 
-def _other(y: Tensor, *, times: float, size: float) -> Tensor:
+def _other(y: Tensor, *, change: tuple[float, float]) -> Tensor:
+    times, size = change
     e = torch.randn(y.shape, generator=start_named("in front of the stream"), dtype=y.dtype)
     return times * y + size * (float(y.abs().max()) or 1.0) * e
+
+
+def _turned(y: Tensor) -> Tensor:
+    """Each token's values at another one: in the range that the module takes."""
+    return y.roll(1, -2)
 
 
 def _output_given(
@@ -138,10 +147,16 @@ def _with_other_values(inputs: Inputs, other: Callable[[Tensor], Tensor]) -> Inp
     if isinstance(inputs, tuple):
         return tuple(other(v) if k == 0 and _is_values(v) else v for k, v in enumerate(inputs))
     kept = ("mask", "bias", "position")
+    if any(_is_ids(v) and not any(word in name for word in kept) for name, v in inputs.items()):
+        return inputs
     return {
         name: other(v) if _is_values(v) and not any(word in name for word in kept) else v
         for name, v in inputs.items()
     }
+
+
+def _is_ids(v: Any) -> bool:
+    return isinstance(v, Tensor) and v.dtype in (torch.int64, torch.int32)
 
 
 def _is_values(v: Any) -> bool:
@@ -171,7 +186,7 @@ class StreamFunction:
             return _rows(self.function(x))
         except InputError:
             raise
-        except OF_MODELS as problem:
+        except Exception as problem:  # a module raises what it likes
             raise InputError(
                 f"`{type(self.record.model).__name__}` should run on any stream, to be compared "
                 f"with what is found. Found that it raised {type(problem).__name__}: "
@@ -228,8 +243,7 @@ class ForwardPass:
         # The functions that lead from the stream to the output, by name, and how often each.
         self.functions = Counter(map(_name, made))
         self._saved = [(_name(n), v) for n in made if (v := _saved_by(n)) is not None]
-        squared = sum(name == "Pow" for name in self.functions.elements())
-        self._products = sum(map(_is_product, made)) + (_CUBE - 1) * squared
+        self._products = sum(map(_products_in, made))
         self.unknown = sorted(f for f in self.functions if not _KNOWN.match(f))
         # An activation may be as good as linear, or zero, at this input, and not at another.
         kinds = (_ACTIVATIONS.get(name) for name in self.functions.elements())
@@ -273,7 +287,7 @@ class ForwardPass:
         """Whether a function of an activation (`WRITTEN`) met ``z`` in this run."""
         kind, kept = WRITTEN[written]
         known = [v for name, v in self._saved if name == kind]
-        return bool(known) and any(same(_rows(v), kept(z)) for v in known)
+        return bool(known) and any(same(_rows(v), kept(z), _WRITTEN_AS) for v in known)
 
     def holds_products(self, gates: int, cubes: int) -> bool:
         """Whether tensors that depend on the stream multiply as gates and activations say.
@@ -304,24 +318,33 @@ def _saved_by(node: Node) -> Tensor | None:
     kept = "_saved_result" if _name(node) in ("Relu", "Sigmoid", "Tanh") else "_saved_self"
     if _name(node) not in _ACTIVATIONS:
         return None
-    return getattr(node, kept).detach().clone()
+    try:
+        return getattr(node, kept).detach().clone()
+    except RuntimeError:
+        raise InputError(
+            "A network should leave alone what its activations take and give. Found that it writes "
+            f"over that of `{_name(node)}` (as autograd calls it); certify one layer."
+        ) from None
 
 
-def _is_product(node: Node) -> bool:
-    """Whether two tensors that depend on the stream multiply: no weight has a gradient here."""
+def _products_in(node: Node) -> float:
+    """How often tensors that depend on the stream multiply: no weight has a gradient here."""
+    if _name(node) == "Pow":
+        power = getattr(node, "_saved_exponent", None)  # none of a tensor to the power of one
+        return power - 1.0 if power in (2, 3) else math.inf
     first, second = _FACTORS.get(_name(node), (0, 0))
     taken = [one for one, _ in node.next_functions]  # a number that multiplies is none of them
-    return first < second < len(taken) and None not in (taken[first], taken[second])
+    return float(first < second < len(taken) and None not in (taken[first], taken[second]))
 
 
 def _is_matrix(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 0 and has_storage(x)
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    """Whether two matrices agree up to the rounding of float64."""
+def same(a: Tensor, b: Tensor, rounding: float = _SAME) -> bool:
+    """Whether two matrices agree up to the rounding of float64, or to another one."""
     if a.shape != b.shape:
         return False
     a, b = a.detach(), b.detach()
-    size = _SAME * float(b.abs().max()) if b.numel() else 0.0
+    size = rounding * float(b.abs().max()) if b.numel() else 0.0
     return bool((a[:1] - b[:1]).abs().max() <= size) and bool((a - b).abs().max() <= size)

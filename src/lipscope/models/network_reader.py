@@ -42,7 +42,6 @@ from lipscope.models.tracing.sites import (
     AttentionCall,
     attention_sites,
     is_attention,
-    is_linear,
 )
 from lipscope.models.tracing.trace import trace
 from lipscope.records import MapName
@@ -181,22 +180,11 @@ def read_parts(model: nn.Module, inputs: Inputs) -> tuple[Network | Chain, Float
             network: Network | Chain = found.network
             if not len(network.bias):
                 network = Chain(network.branches)
-            unsure = _unsure(network, found, {n: trained[n] for n in _loose(record, trained)})
+            unsure = _unsure(network, found, trained)
         _check_outputs(network, found.scores, found.x, "parts")
     if unsure:
         _refuse_gradients(unsure, (weight for *_, weight in linked))
     return network, found.x
-
-
-def _loose(record: Trace, trained: Iterable[str]) -> Iterator[str]:
-    """Weights that are no matrix of a linear map, a table or an attention layer."""
-    inside = tuple(f"{call.name}." for call in record.calls)
-    for path in trained:
-        holder, _, name = path.rpartition(".")
-        module = record.model.get_submodule(holder)
-        plain = name == "weight" and (is_linear(module) or isinstance(module, nn.Embedding))
-        if not plain and not path.startswith(inside):
-            yield path
 
 
 def _refuse_gradients(unsure: Sequence[str], weights: Iterable[Tensor]) -> None:
