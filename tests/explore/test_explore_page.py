@@ -215,6 +215,7 @@ def test_a_second_model_stands_beside_the_first(browser: Browser, pair: Server) 
     page.click("#panels >> text=Push it")
     page.wait_for_selector("#push-now table.reads")
     assert OTHER in page.inner_text("#push-about")
+    assert not page.locator("#push-certified").is_visible()  # nothing is certified here
     window.close()
 
 

@@ -376,6 +376,7 @@ def test_a_push_is_read_size_by_size_with_the_keyboard(opened: Opened) -> None:
     assert "No flip up to 10.0 (2.00 mean token norms): along −v, along random 1." in said
     key = page.locator("#push-key span").all_inner_texts()
     assert key[:3] == ["sigma · size", "certificate, any move", "map, along +v"]
+    assert page.locator("#push-certified").is_visible()
     assert "map, along +top token" not in key  # which was not pushed
     slider = page.locator("#push-at")
     assert slider.get_attribute("aria-valuetext") == "0.100, 0.0200 mean token norms"

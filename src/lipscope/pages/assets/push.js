@@ -28,6 +28,7 @@ function drawPush() {
     select("Pushed along", p.directions.indexOf(course()), p.directions.map((d, k) => [k, d.name]),
       (along) => { state.along = along; drawPushed(); }));
   $("push-about").textContent = p.name;
+  $("push-certified").hidden = !p.curves.some((c) => c.curve === "certificate, any move");
   const drawn = distinct(p.curves.map((c) => c.curve));
   fill("push-key", ...Object.keys(KEY).filter((name) => drawn.includes(name))
     .map((name) => make("span", {}, make("i", { class: KEY[name] }), name)));
