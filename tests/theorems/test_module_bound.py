@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import lipscope as ls
 from agreement import gaussian
+from lipscope.models import Branch, Chain, Feed
 
 DOUBLE = torch.float64
 
@@ -384,3 +385,12 @@ def test_no_radius_is_too_large() -> None:
 def test_a_pool_is_of_as_many_tokens_as_there_were() -> None:
     with pytest.raises(ls.InputError, match="`num_tokens` should be 3, as many as are pooled"):
         ls.lipschitz_bound(Scorer(0.0).double(), gaussian(1, 3, 4), num_tokens=1)
+
+
+def test_a_product_that_leaves_float64_is_no_bound() -> None:
+    map_ = 1e90 * torch.eye(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    steep = Feed(*map_, *map_, "relu")
+    branch = Branch(steep, skip=False)
+    assert float(ls.lipschitz_bound(Chain((branch,)))) == pytest.approx(1e180)
+    with pytest.raises(ls.InputError, match="constants of its 2 parts multiply to more"):
+        ls.lipschitz_bound(Chain((branch, branch)))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lipscope.errors import InputError
 from lipscope.linalg import start_named
+from lipscope.models.network import ActivationName
 from lipscope.models.tracing.calls import Stream, Streams, Trace
 from lipscope.models.tracing.map_endpoints import rerun
 from lipscope.models.tracing.maps import WHOLE, build_map, norm_before
@@ -34,7 +35,7 @@ from lipscope.models.tracing.recorder import (
 )
 from lipscope.models.tracing.sites import AttentionCall, block_of, first_block_of, is_norm
 
-_WRITTEN_AS = 1e-7  # relative: constants of activations are written with some eight digits
+_CONSTANTS = 1e-7  # relative: constants of activations are written with some eight digits
 _SAME = 1e-9  # two tensors, relative to the largest entry: float64, after some hundred layers
 # What autograd may have seen between stream and scores, besides attention and norms.
 _LINEAR = (
@@ -51,20 +52,17 @@ _KNOWN = regex.compile(f"(?:{_LINEAR}|{'|'.join(_ACTIVATIONS)}|Pow)(?:Backward)?
 _FACTORS: dict[str, tuple[int, int]] = {}
 _FACTORS |= dict.fromkeys(("Mul", "Div", "Mm", "Bmm", "Mv", "Dot", "Linear"), (0, 1))
 _FACTORS |= dict.fromkeys(("Addmm", "Addmv", "Baddbmm"), (1, 2))
-WRITTEN: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
-    "relu": ("Relu", torch.relu),
-    "erf": ("Erf", lambda z: z / math.sqrt(2)),
-    "gelu": ("Gelu", lambda z: z),
-    "gelu tanh": ("GeluTanh", lambda z: z),
-    "sigmoid": ("Sigmoid", torch.sigmoid),
-    "silu": ("Silu", lambda z: z),
-    "tanh": ("Tanh", torch.tanh),
-    "tanh of a cube": (
-        "Tanh",
-        lambda z: torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)),
+# How an activation of z may be written: autograd's name, and what it keeps, one of its ends.
+_WRITTEN: dict[ActivationName, tuple[tuple[str, Callable[[Tensor], Tensor]], ...]] = {
+    "relu": (("Relu", torch.relu),),
+    "gelu": (("Gelu", lambda z: z), ("Erf", lambda z: z / math.sqrt(2))),
+    "gelu_tanh": (
+        ("GeluTanh", lambda z: z),
+        ("Tanh", lambda z: torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
     ),
+    "silu": (("Silu", lambda z: z), ("Sigmoid", torch.sigmoid)),
+    "tanh": (("Tanh", torch.tanh),),
 }
-"""Functions of an activation of ``z``: autograd's name, and what it keeps, one end of it."""
 _CUBE = 3  # products in tanh's form of GELU: z³, and z times the rest; z³ as a power is two
 # Times an input in front of the stream, and the size of what is added to it.
 _ELSEWHERE = ((1.0, 1e-3), (1.0, 1e0), (1.0, 1e2), (1.0, 1e4), (0.0, 0.0))
@@ -283,11 +281,13 @@ class ForwardPass:
         """All matrices of a shape."""
         return self._tensors.get(x.shape, [])
 
-    def applies(self, written: str, z: Tensor) -> bool:
-        """Whether a function of an activation (`WRITTEN`) met ``z`` in this run."""
-        kind, kept = WRITTEN[written]
-        known = [v for name, v in self._saved if name == kind]
-        return bool(known) and any(same(_rows(v), kept(z), _WRITTEN_AS) for v in known)
+    def applies(self, activation: ActivationName, z: Tensor) -> bool:
+        """Whether an activation met ``z`` in this run."""
+        return any(
+            name == written and same(_rows(v), kept(z), _CONSTANTS)
+            for written, kept in _WRITTEN[activation]
+            for name, v in self._saved
+        )
 
     def holds_products(self, gates: int, cubes: int) -> bool:
         """Whether tensors that depend on the stream multiply as gates and activations say.

@@ -48,14 +48,6 @@ Pooled = Literal["mean", "first", "last"] | int
 Scores = Callable[[Tensor], Tensor]
 _Kind = TypeVar("_Kind", bound=Attention)
 
-# Of which functions an activation may be written.
-_WRITTEN: dict[ActivationName, tuple[str, ...]] = {
-    "relu": ("relu",),
-    "gelu": ("gelu", "erf"),
-    "gelu_tanh": ("gelu tanh", "tanh of a cube"),
-    "silu": ("silu", "sigmoid"),
-    "tanh": ("tanh",),
-}
 _EPS = ("eps", "variance_epsilon", "epsilon", "norm_eps")
 _SMALL, _LARGE = 1e-3, 1e3  # sizes of tokens that feel ε, and that do not
 _NO_EPS = 1e-19  # beside the square of a small token, what float64 rounds away
@@ -276,9 +268,9 @@ class Search:
                     yield _Inner(part, z, call.time)
 
     def _activated(self, z: Tensor) -> Iterator[tuple[ActivationName, Tensor]]:
-        for name, written in _WRITTEN.items():
-            if any(self.view.applies(one, z) for one in written):
-                yield name, ACTIVATIONS[name](z)
+        for name, function in ACTIVATIONS.items():
+            if name != "identity" and self.view.applies(name, z):
+                yield name, function(z)
 
     def _feed(
         self, name: ActivationName, one: _Inner, two: _Inner | None, last: ModuleCall
