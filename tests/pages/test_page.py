@@ -311,6 +311,18 @@ def test_figures_are_those_of_the_page(tmp_path: Path, monkeypatch) -> None:
     assert (tmp_path / "p" / "sigma.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_legends_and_guides_are_of_what_is_drawn(tmp_path: Path) -> None:
+    one = [r for r in grown(lengths=(16, 32)) if r.layer or r.num_tokens == 16]
+    rows = [replace(r, sigma_rest=None) for r in (*one, *grown(1, lengths=(16,), map="block"))]
+    report([written(tmp_path / "run", rows)], tmp_path / "page.html", svg=tmp_path / "s")
+    said = {path.stem: words(path) for path in (tmp_path / "s").iterdir()}
+    block = next(name for name in said if name.startswith("growth") and "block" in name)
+    grows = next(name for name in said if name.startswith("growth") and "block" not in name)
+    assert "~ n^(1/2)" in said[grows] and "~ n^" not in said[block]  # one length has no growth
+    assert not any("top token fixed" in text for text in said.values())
+    assert "attention" in said["depth"] and "residual" not in said["depth"]
+
+
 def test_a_disk_that_fills_while_figures_are_drawn_is_an_error_of_one_line(tmp_path, monkeypatch):
     run = written(tmp_path / "run", grown(1))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -124,7 +124,8 @@ def focus_chart(
     )
     mine = mean.transform_filter(here)
     inks = {ALL: BLUE, REST: ORANGE}
-    colour = frame.colours("series:N", inks, orient="top", symbolType="circle")
+    drawn = [ALL, *([REST] if any(point.get("rest") for point in points or ()) else [])]
+    colour = frame.colours("series:N", inks, drawn, orient="top", symbolType="circle")
     lines = _folded(mine).mark_line(strokeWidth=2.4).encode(x=x, y=y, color=colour)
     # Windows side by side around their length: sigma with its bar, and without the token.
     windows = _folded(
@@ -307,8 +308,10 @@ def push_chart(
     x = alt.X("eps:Q", title="size of the move, ‖E‖", **axis)
     y = alt.Y("value:Q", title="change of the output / (sigma · size)", **axis)
     names = list(_CURVES)
+    known = {curve["curve"] for curve in curves or ()}
     key = alt.Legend(
         title=None,
+        values=[name for name in names if not known or name in known],
         orient="bottom",
         columns=3,
         symbolType="stroke",

@@ -49,7 +49,7 @@ def depth_chart(
     frame: Frame, lines: Data | None = None, whole: Data | None = None
 ) -> alt.LayerChart:
     """Sigma of every map, layer by layer, and that of the model's map as a line across."""
-    return _through_depth(frame, base("lines", lines), whole, "sigma", "map", MAPS)
+    return _through_depth(frame, "lines", lines, whole, "sigma", "map", MAPS)
 
 
 def product_chart(
@@ -57,28 +57,35 @@ def product_chart(
 ) -> alt.LayerChart:
     """The product of the blocks up to each layer, sigma of them together, and the model's map."""
     title, key = "sigma, product of sigmas", "blocks 0 to"
-    return _through_depth(frame, base("products", products), whole, title, key, _TOGETHER)
+    return _through_depth(frame, "products", products, whole, title, key, _TOGETHER)
 
 
 def _through_depth(
-    frame: Frame, lines: alt.Chart, whole: Data | None, title: str, key: str, inks: dict[str, str]
+    frame: Frame,
+    name: str,
+    values: Data | None,
+    whole: Data | None,
+    title: str,
+    key: str,
+    inks: dict[str, str],
 ) -> alt.LayerChart:
     """Bars, a line and points in each ink; the model's map as a band and a dashed line across."""
-    colour = frame.colours("map:N", inks, title=key, symbolType="circle")
+    drawn = {str(line["map"]) for line in values or ()}
+    colour = frame.colours("map:N", inks, drawn, title=key, symbolType="circle")
     axis = alt.Axis(format="d", tickMinStep=1, grid=False)
     x = alt.X("layer:Q", title="layer", axis=axis, scale=alt.Scale(nice=False, padding=14))
     y, low = up("sigma:Q", title), up("low:Q", title)
-    model = base("whole", whole)
+    lines, model = base(name, values), base("whole", whole)
     band = model.mark_rect(opacity=0.12, color=INK)
     dashes = model.mark_rule(strokeDash=DASHES, strokeWidth=1.6, color=INK)
     word = model.mark_text(align="right", baseline="bottom", dy=-3, color=INK, fontSize=11)
-    name = word.encode(y=y, x=alt.value("width"), text=alt.value("the model's map"))
+    said = word.encode(y=y, x=alt.value("width"), text=alt.value("the model's map"))
     bars = lines.mark_rule(strokeWidth=1.6, opacity=0.55)
     dots = lines.mark_circle(size=44, opacity=1, cursor="pointer")
     parts = [
         band.encode(y=low, y2="high:Q"),
         dashes.encode(y=y, tooltip="z:Q"),
-        *([name] if frame.legend else []),  # a page names it in the key above
+        *([said] if frame.legend else []),  # a page names it in the key above
         bars.encode(x=x, y=low, y2="high:Q", color=colour),
         lines.mark_line(strokeWidth=2).encode(x=x, y=y, color=colour),
         dots.encode(x=x, y=y, tooltip="z:Q", color=colour),
@@ -113,7 +120,9 @@ def exponents_chart(
     title = "exponent s of sigma ~ nˢ"
     ticks, scale = alt.Axis(tickCount=6, format=".2~f"), alt.Scale(zero=True, nice=True)
     x = alt.X("slope:Q", title=title, scale=scale, axis=ticks)
-    colour = frame.colours("series:N", inks, orient="top")
+    series = {"real": ALL, "rest": REST}
+    drawn = {series.get(fit["kind"], built) for fit in fits or ()}
+    colour = frame.colours("series:N", inks, drawn, orient="top")
     place: dict[str, Any] = {"y": y, "yOffset": offset, "color": colour}
     bars = some.mark_rule(strokeWidth=2.4, opacity=0.5)
     filled = alt.Fill(

@@ -11,7 +11,7 @@ import importlib.resources
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -248,10 +248,15 @@ class Frame:
         chart = alt.LayerChart(layer=list(parts)).add_params(*params)
         return dressed(chart.properties(width=self.width, height=self.height or height))
 
-    def colours(self, field: str, inks: Mapping[str, str], **legend: Any) -> alt.Color:
-        """One colour for each name, with a legend where the chart has one."""
+    def colours(
+        self, field: str, inks: Mapping[str, str], drawn: Collection[str] = (), **legend: Any
+    ) -> alt.Color:
+        """One colour for each name; a legend, where the chart has one, of those that are drawn."""
         scale = alt.Scale(domain=[*inks], range=[*inks.values()])
-        key = alt.Legend(**{"title": None, "symbolOpacity": 1} | legend)
+        key = alt.Legend(
+            **{"title": None, "symbolOpacity": 1} | legend,
+            values=[name for name in inks if not drawn or name in drawn],
+        )
         return alt.Color(field, scale=scale, legend=key if self.legend else None)
 
     def by_layer(self, symbol: str = "stroke") -> alt.Color:
@@ -259,7 +264,7 @@ class Frame:
         inks = dict(zip(self.layers, palette(len(self.layers)), strict=True))
         stroke = {"symbolType": symbol, "symbolStrokeWidth": 3 * (symbol == "stroke")}
         # The offset is room for the names of the guides, or of lines.
-        key = {"title": "layer", "symbolLimit": 0, "offset": 40, "columns": 1 + len(inks) // 17}
+        key = {"title": "layer", "symbolLimit": 0, "offset": 60, "columns": 1 + len(inks) // 17}
         colour = self.colours("layer:N", inks, **key, **stroke)
         return colour.sort(list(self.layers))
 
@@ -342,8 +347,11 @@ def guides(means: alt.Chart, x: alt.X, y: alt.Y, *, named: bool = True) -> list[
     lines = (
         means.transform_filter("isValid(datum.sigma)")
         .transform_calculate(log="log(datum.sigma)")
-        .transform_joinaggregate(first="min(n)", last="max(n)")
-        .transform_filter("datum.n === datum.first && datum.last > datum.first")
+        # Points alone have no growth to compare.
+        .transform_joinaggregate(lengths="distinct(n)", groupby=["layer", "kind", "head"])
+        .transform_filter("datum.lengths > 1")
+        .transform_joinaggregate(first="min(n)")
+        .transform_filter("datum.n === datum.first")
         .transform_aggregate(middle="mean(log)", first="min(n)")
         # Lower where the steeper one would leave the chart otherwise.
         .transform_calculate(
