@@ -177,9 +177,6 @@ def linearise(f: Callable[[Tensor], Tensor], x: Tensor, **options: object) -> Op
         tape = Tape(f, x)
     y = tape.y
     _check_deterministic(f, tape.point, y)
-    if tape.constant:
-        _check_uncut(f, tape)
-        return _zero_operator(x, y)
     op = Operator(
         over_leading(tape.matvec, x.ndim),
         over_leading(tape.rmatvec, y.ndim),
@@ -254,7 +251,10 @@ def derivatives() -> contextlib.AbstractContextManager[None]:
 
 
 class Tape:
-    """``y = f(x)`` and its pullback, recorded once: products with the Jacobian by reverse mode."""
+    """``y = f(x)`` and its pullback, recorded once: products with the Jacobian by reverse mode.
+
+    Where the graph says that ``y`` is constant, they are zero.
+    """
 
     def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor) -> None:
         self.point = x.detach().clone().requires_grad_(True)
@@ -266,21 +266,21 @@ class Tape:
                     f"`f(x)` should be one tensor of real numbers. Found `{found}`; "
                     "wrap `f` so that it returns the output to be measured."
                 )
-            self.constant = not self.y.requires_grad
-            if self.constant:
-                return
             self.weight = torch.zeros_like(self.y, requires_grad=True)
-            with derivatives():
-                self.pulled = _pulled(self.y, self.point, self.weight, graph=True)
-        self.constant = not self.pulled.requires_grad
+            self.pulled = torch.zeros_like(self.point)
+            if self.y.requires_grad:
+                with derivatives():
+                    self.pulled = _pulled(self.y, self.point, self.weight, graph=True)
 
     def matvec(self, e: Tensor) -> Tensor:
         """``J e``: the pullback is linear in its weight, so its own pullback is J."""
-        return _pulled(self.pulled, self.weight, e)
+        constant = not self.pulled.requires_grad
+        return torch.zeros_like(self.y) if constant else _pulled(self.pulled, self.weight, e)
 
     def rmatvec(self, g: Tensor) -> Tensor:
         """``J^T g``."""
-        return _pulled(self.y, self.point, g)
+        constant = not self.pulled.requires_grad
+        return torch.zeros_like(self.point) if constant else _pulled(self.y, self.point, g)
 
 
 def stretch(y: Tensor, x: Tensor, g: Tensor, e: Tensor) -> Tensor:
@@ -293,18 +293,6 @@ def _pulled(y: Tensor, x: Tensor, g: Tensor, *, graph: bool = False) -> Tensor:
         y, x, g, retain_graph=True, create_graph=graph, materialize_grads=True
     )
     return out
-
-
-def _zero_operator(x: Tensor, y: Tensor) -> Operator:
-    """The Jacobian of a constant function."""
-    return Operator(
-        lambda e: e.new_zeros(*e.shape[: e.ndim - x.ndim], *y.shape),
-        lambda g: g.new_zeros(*g.shape[: g.ndim - y.ndim], *x.shape),
-        tuple(x.shape),
-        tuple(y.shape),
-        x.dtype,
-        x.device,
-    )
 
 
 def _check_deterministic(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> None:

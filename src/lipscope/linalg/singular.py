@@ -644,8 +644,8 @@ def leading(
     >>> [round(each.sigma, 6) for each in leading(one, top, seeded, count=2)]
     [3.0, 2.0]
     """
-    found = [_measured_direction(op, first.v, first.sigma, first.upper)]
-    images, uppers = [_image(op, first.v)], [first.upper]
+    images, uppers = [op.matvec(first.v[None])], [first.upper]
+    found = [_measured_direction(op, first.v, images[0], first.sigma, first.upper)]
     while len(found) <= count and len(found) < op.in_size:  # one more says what comes after
         basis = torch.stack([one.v for one in found]).flatten(1)
         top = top_singular_batch(_deflated(op, basis), [start(len(found) + 1)], **solver)[0]
@@ -655,12 +655,12 @@ def leading(
             break
         v = _away(top.v.flatten(), basis)
         v = (v / v.norm()).reshape(op.in_shape)
-        images.append(_image(op, v))
-        least = float(torch.linalg.svdvals(torch.stack(images))[-1])
-        found.append(_measured_direction(op, v, min(least, uppers[-1]), uppers[-1]))
+        images.append(op.matvec(v[None]))
+        least = float(torch.linalg.svdvals(torch.cat(images).double().flatten(1))[-1])
+        found.append(_measured_direction(op, v, images[-1], min(least, uppers[-1]), uppers[-1]))
     above = [math.inf, *(one.sigma for one in found)]
     below = [*uppers[1:], 0.0]  # where the space is exhausted, nothing comes after
-    thetas = [float(image.norm()) for image in images]
+    thetas = [float(image.double().norm()) for image in images]
     return [
         replace(one, sine=_sine(one.residual, thetas[j], above[j], below[j]))
         for j, one in enumerate(found[:count])
@@ -682,12 +682,9 @@ def _away(e: Tensor, basis: Tensor) -> Tensor:
     return e
 
 
-def _image(op: Operator, v: Tensor) -> Tensor:
-    return op.matvec(v[None])[0].double().flatten()
-
-
-def _measured_direction(op: Operator, v: Tensor, sigma: float, upper: float) -> Leading:
-    image = op.matvec(v[None])
+def _measured_direction(
+    op: Operator, v: Tensor, image: Tensor, sigma: float, upper: float
+) -> Leading:
     theta = image.double().norm()
     off = op.rmatvec(image)[0].double() - theta**2 * v.double()
     residual = float(off.norm() / (math.sqrt(2) * theta**2))
