@@ -66,29 +66,8 @@ def from_pretrained(
 
 
 def check_checkpoint(source: str, model: nn.Module, found: Mapping[str, Any]) -> None:
-    """Refuse weights of another family, or that leave a layer without, as loading ``found``."""
+    """Refuse weights of another family, and what loading ``found`` too few, or more than fit."""
     _check_class(source, model)
-    _check_keys(source, model, found)
-
-
-def _check_class(source: str, model: nn.Module) -> None:
-    """Refuse weights of another family: BERT's fit into RoBERTa, whose positions are others."""
-    import transformers
-
-    config: Any = model.config
-    for name in getattr(config, "architectures", None) or ():
-        kind = getattr(getattr(transformers, name, None), "config_class", None)
-        parts = getattr(kind, "sub_configs", {}).values()
-        if kind is not None and type(config) not in (kind, *parts):
-            raise InputError(
-                f"The configuration of `{source}` should be that of its weights. Found "
-                f"`model_type: {config.model_type}` beside weights of `{name}`, which is of type "
-                f"`{kind.model_type}`."
-            )
-
-
-def _check_keys(source: str, model: nn.Module, found: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that leaves a layer without its weights, or has more of them."""
     parts = {name for name, _ in model.named_children()}
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
 
@@ -112,6 +91,22 @@ def _check_keys(source: str, model: nn.Module, found: Mapping[str, Any]) -> None
             raise InputError(
                 f"The weights of `{source}` should be those of a `{type(model).__name__}`, as its "
                 f"configuration says. Found that {shown}{rest} {what}."
+            )
+
+
+def _check_class(source: str, model: nn.Module) -> None:
+    """Refuse weights of another family: BERT's fit into RoBERTa, whose positions are others."""
+    import transformers
+
+    config: Any = model.config
+    for name in getattr(config, "architectures", None) or ():
+        kind = getattr(getattr(transformers, name, None), "config_class", None)
+        parts = getattr(kind, "sub_configs", {}).values()
+        if kind is not None and type(config) not in (kind, *parts):
+            raise InputError(
+                f"The configuration of `{source}` should be that of its weights. Found "
+                f"`model_type: {config.model_type}` beside weights of `{name}`, which is of type "
+                f"`{kind.model_type}`."
             )
 
 
