@@ -1,10 +1,4 @@
-"""Attention calculus: forward, JVP and VJP of a layer in closed form.
-
-A variant supplies a score and its two derivatives (`Layer.score`, `score_jvp`, `score_vjp`)
-and, where it is not softmax, a weighting with its own (`Layer.weighting`); heads, grouped keys
-and values, biases, masks, rotary embedding, token weights, chunking and the output projection
-are here, once; so are the scores that variants share.
-"""
+"""Attention as a layer, its Jacobian in closed form; scores and bounds that variants share."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Sigma as a differentiable function of a layer's input and weights.
 
-For a simple top singular value, ``d sigma = <u, (dJ) v>`` with ``u, v`` its singular vectors:
-the gradient of sigma is that of ``<u, J v>`` at fixed ``u, v``, which is built anew in the
-backward pass and never holds more than a chunk of attention.
+Its gradient is that of ``<u, J v>`` at fixed ``u, v``, which is built anew in the backward pass and
+never holds more than a chunk of attention.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Norms of matrices; of a Jacobian in other metrics: largest entry, largest token norm.
-
-Both of these are maxima over outputs, and each maximum over inputs is attained at an extreme point.
-The first has a closed form, the second none: there, a lower value by a power-type iteration
-and an upper value by weighted Cauchy–Schwarz stand on its two sides.
-"""
+"""Norms of matrices; of a Jacobian in other metrics: largest entry, largest token norm."""
 
 from __future__ import annotations
 

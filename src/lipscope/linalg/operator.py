@@ -1,8 +1,6 @@
 """Linear operators: the Jacobian of a map at a point, as two products, checked by differences.
 
-An `Operator` is all that the solver ever sees of a model: ``matvec`` multiplies by the
-Jacobian (a JVP), ``rmatvec`` by its transpose (a VJP). Both accept any number of leading
-batch axes in front of their shape.
+An `Operator` is all that the solver ever sees of a model.
 """
 
 from __future__ import annotations
@@ -45,8 +43,8 @@ class Operator(Shown):
     """A linear operator ``J: R^in_shape -> R^out_shape`` given by its two products.
 
     Args:
-        matvec: ``(..., *in_shape) -> (..., *out_shape)``, the product ``J e``.
-        rmatvec: ``(..., *out_shape) -> (..., *in_shape)``, the product ``J^T g``.
+        matvec: ``(..., *in_shape) -> (..., *out_shape)``, the product ``J e`` (a JVP).
+        rmatvec: ``(..., *out_shape) -> (..., *in_shape)``, the product ``J^T g`` (a VJP).
 
     >>> import torch
     >>> matrix = torch.tensor([[2.0, 0.0, 0.0], [0.0, 3.0, 0.0]])

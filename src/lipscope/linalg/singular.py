@@ -1,8 +1,4 @@
-"""Leading singular values of an operator, each with a two-sided interval, by Golub–Kahan.
-
-The lower end is a Ritz value, hence never above the truth; the upper end holds with
-probability ``1 - delta`` over the random start. Statements and proofs: ``docs/theory/interval.md``.
-"""
+"""Leading singular values of an operator, each with a two-sided interval, by Golub–Kahan."""
 
 from __future__ import annotations
 

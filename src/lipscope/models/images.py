@@ -220,8 +220,7 @@ def patches_of(model: nn.Module, inputs: Inputs) -> Patches | None:
         for one in model.modules():
             if isinstance(one, nn.Conv2d):
                 recorder.after(one, look)
-        copies = each_tensor(inputs, torch.clone)
-        recorder.run(model, copies, picture.dtype, differentiable=False)
+        recorder.run(model, inputs, picture.dtype, differentiable=False)
     return found[0] if found else None
 
 
