@@ -169,21 +169,14 @@ class Attention(Layer):
             )
         at = Linearised(self, x, memory, **others, **options)
         at.shares = _known_scores(type(self))
-        doubt = at.doubt
-        op = Operator(
-            at.matvec,
-            at.rmatvec,
-            tuple(at.moved.shape),
-            (x.shape[0], at.frame.width_out),
-            x.dtype,
-            x.device,
-        )
-        if doubt > SURE and x.dtype == torch.float64:
+        shapes = tuple(at.moved.shape), (x.shape[0], at.frame.width_out)
+        op = Operator(at.matvec, at.rmatvec, *shapes, x.dtype, x.device)
+        if at.doubt > SURE and x.dtype == torch.float64:
             raise InputError(
-                f"{_SMALL.format('float64')} Found some that rounding shifts by {doubt:.1g}; "
+                f"{_SMALL.format('float64')} Found some that rounding shifts by {at.doubt:.1g}; "
                 "scale queries, keys or tokens down."
             )
-        if doubt > SURE:
+        if at.doubt > SURE:
             double = {"device": "cpu", "dtype": torch.float64}
             options |= {name: None if t is None else t.to(**double) for name, t in others.items()}
             alone = x.detach().to(**double)

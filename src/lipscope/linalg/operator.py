@@ -175,14 +175,8 @@ def linearise(f: Callable[[Tensor], Tensor], x: Tensor, **options: object) -> Op
         tape = Tape(f, x)
     y = tape.y
     _check_deterministic(f, tape.point, y)
-    op = Operator(
-        over_leading(tape.matvec, x.ndim),
-        over_leading(tape.rmatvec, y.ndim),
-        tuple(x.shape),
-        tuple(y.shape),
-        y.dtype,
-        y.device,
-    )
+    products = over_leading(tape.matvec, x.ndim), over_leading(tape.rmatvec, y.ndim)
+    op = Operator(*products, tuple(x.shape), tuple(y.shape), y.dtype, y.device)
     size = y.detach().norm() / tape.point.detach().norm()
     with derivatives():
         check_adjoint(op, 1e3 * torch.finfo(y.dtype).eps * float(size) if size.isfinite() else 0.0)

@@ -519,15 +519,13 @@ class _Stop:
         if small and within:
             return "converged", None
         if exhausted:
-            return (
-                "max_steps",
+            return "max_steps", (
                 "the Krylov space is exhausted to rounding, so more steps cannot exclude a larger "
-                "value: the interval is valid but wide; use float64 or a larger `delta`",
+                "value: the interval is valid but wide; use float64 or a larger `delta`"
             )
-        return (
-            "max_steps",
+        return "max_steps", (
             "steps ran out before the tolerance was met; the interval is valid but wide: "
-            "raise `max_steps` or `tol`, or use float64",
+            "raise `max_steps` or `tol`, or use float64"
         )
 
     def _excludes(self, run: _Restarts, i: int, theta: float) -> bool:
@@ -572,17 +570,8 @@ class _Stop:
     def _non_finite(self, run: _Restarts) -> TopSingular:
         nan, kind = math.nan, {"dtype": self.op.dtype, "device": self.op.device}
         u, v = (torch.full(shape, nan, **kind) for shape in (self.op.out_shape, self.op.in_shape))
-        return TopSingular(
-            nan,
-            nan,
-            self.delta,
-            u,
-            v,
-            nan,
-            run.products,
-            "non_finite",
-            "a product with the Jacobian is not finite: the map overflows at this input",
-        )
+        note = "a product with the Jacobian is not finite: the map overflows at this input"
+        return TopSingular(nan, nan, self.delta, u, v, nan, run.products, "non_finite", note)
 
 
 def unit_vector(vector: Tensor) -> Tensor:

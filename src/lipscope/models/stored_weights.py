@@ -21,12 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
-from lipscope.models.pretrained import (
-    WRAPPER_PREFIXES,
-    check_checkpoint,
-    explained_loading,
-    quiet,
-)
+from lipscope.models.pretrained import WRAPPER_PREFIXES, check_checkpoint, explained_loading, quiet
 from lipscope.sources import entries_of
 
 # Checkpoints up to so many bytes are told apart by all that is in them, larger ones by the names,

@@ -45,11 +45,7 @@ class Sample:
 
 
 def whole_text(
-    text: str,
-    tokenizer: Any,
-    *,
-    special_tokens: bool = True,
-    longest: int | None = None,
+    text: str, tokenizer: Any, *, special_tokens: bool = True, longest: int | None = None
 ) -> Tensor:
     """The ids ``(1, n)`` of a whole text, cut where it is longer than ``longest`` tokens."""
     before, ids, after = _token_ids(text, tokenizer, special_tokens)

@@ -222,11 +222,7 @@ def _in_parts(name: str, module: nn.Module, arguments: dict[str, Any], x: Tensor
 
 
 def set_call_inputs(
-    call: AttentionCall,
-    arguments: dict[str, Any],
-    x: Tensor,
-    source: Tensor | None,
-    record: Trace,
+    call: AttentionCall, arguments: dict[str, Any], x: Tensor, source: Tensor | None, record: Trace
 ) -> None:
     """Set what moves in a call and what stays: tokens ``x`` of queries, those of other keys."""
     keys = x if source is None else source

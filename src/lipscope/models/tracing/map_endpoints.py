@@ -560,12 +560,7 @@ def rerun(
 
 
 def _hand_over(
-    recorder: Recorder,
-    module: nn.Module,
-    given: Mapping[str, Tensor],
-    record: Trace,
-    *,
-    once: bool,
+    recorder: Recorder, module: nn.Module, given: Mapping[str, Tensor], record: Trace, *, once: bool
 ) -> None:
     """Give a module other values instead of some of its arguments, while the recorder is open.
 
