@@ -291,15 +291,12 @@ def trained_length(config: Any, tokenizer: Any) -> int | None:
     source = getattr(config, "_name_or_path", None)
     if not source:
         return None
-    folder = Path(str(source))
     cut = getattr(getattr(tokenizer, "backend_tokenizer", None), "truncation", None)
-    if cut is None:  # older transformers takes it off
-        cut = entries_of(folder / "tokenizer.json").get("truncation")
     said = [
         getattr(config, "max_position_embeddings", None),
         getattr(config, "n_positions", None),
         cut.get("max_length") if isinstance(cut, dict) else None,
-        entries_of(folder / "sentence_bert_config.json").get("max_seq_length"),
+        entries_of(Path(str(source)) / "sentence_bert_config.json").get("max_seq_length"),
     ]
     return min((n for n in said if isinstance(n, int) and n > 0), default=None)
 
