@@ -1,10 +1,4 @@
-"""Attention calculus: forward, JVP and VJP of a layer in closed form.
-
-A variant supplies a score and its two derivatives (`Layer.score`, `score_jvp`, `score_vjp`)
-and, where it is not softmax, a weighting with its own (`Layer.weighting`); heads, grouped keys
-and values, biases, masks, rotary embedding, token weights, chunking and the output projection
-are here, once; so are the scores that variants share.
-"""
+"""Attention as a layer, its Jacobian in closed form; scores and bounds that variants share."""
 
 from __future__ import annotations
 
@@ -175,21 +169,14 @@ class Attention(Layer):
             )
         at = Linearised(self, x, memory, **others, **options)
         at.shares = _known_scores(type(self))
-        doubt = at.doubt
-        op = Operator(
-            at.matvec,
-            at.rmatvec,
-            tuple(at.moved.shape),
-            (x.shape[0], at.frame.width_out),
-            x.dtype,
-            x.device,
-        )
-        if doubt > SURE and x.dtype == torch.float64:
+        shapes = tuple(at.moved.shape), (x.shape[0], at.frame.width_out)
+        op = Operator(at.matvec, at.rmatvec, *shapes, x.dtype, x.device)
+        if at.doubt > SURE and x.dtype == torch.float64:
             raise InputError(
-                f"{_SMALL.format('float64')} Found some that rounding shifts by {doubt:.1g}; "
+                f"{_SMALL.format('float64')} Found some that rounding shifts by {at.doubt:.1g}; "
                 "scale queries, keys or tokens down."
             )
-        if doubt > SURE:
+        if at.doubt > SURE:
             double = {"device": "cpu", "dtype": torch.float64}
             options |= {name: None if t is None else t.to(**double) for name, t in others.items()}
             alone = x.detach().to(**double)

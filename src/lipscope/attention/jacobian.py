@@ -18,15 +18,7 @@ from torch import Tensor
 from torch.func import jvp
 from torch.utils.checkpoint import checkpoint
 
-from lipscope.attention.layer import (
-    Layer,
-    Map,
-    MovingSide,
-    NormAt,
-    Rotary,
-    exact,
-    select_heads,
-)
+from lipscope.attention.layer import Layer, Map, MovingSide, NormAt, Rotary, exact, select_heads
 from lipscope.attention.weighting import At
 
 _FEWEST_ROWS = 128  # of a chunk where heads can be score_blocks instead: shorter products are slow

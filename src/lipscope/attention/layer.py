@@ -492,12 +492,10 @@ class Layer(nn.Module, ABC):
 
     def divisor(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """What the queries of a head are divided by, ``(..., h, 1, 1)``, once for all tokens."""
-        del q, k, v
         return None
 
     def shift(self, num_keys: int, added: Tensor | None = None) -> float | Tensor | None:
         """What is added to all scores of so many keys; a call's ``added`` may hide some."""
-        del num_keys, added
 
     # --- from tokens to weights
 

@@ -340,9 +340,8 @@ def _parted(state: Any, prefix: str = "") -> dict[str, Tensor]:
     return found
 
 
-def _from_torch(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+def _from_torch(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
     """Rename the weights of an ``nn.MultiheadAttention`` on their way in."""
-    del module, others
     for name, tensor in _parted(state, prefix).items():
         state[f"{prefix}attention.{name}"] = tensor
     for name in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"):

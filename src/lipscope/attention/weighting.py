@@ -52,27 +52,22 @@ class Weighting(ABC):
 
     def statistic(self, s: Tensor) -> Tensor | None:
         """One number a row, ``(..., rows, 1)``, that makes `again` cheaper than `at`."""
-        del s
         return None
 
     def again(self, s: Tensor, statistic: Tensor | None) -> At:
         """As `at`, for scores seen before; may overwrite ``s``."""
-        del statistic
         return self.at(s)
 
     def open(self, s: Tensor, shift: Tensor) -> Tensor:
         """Rows ``(..., rows)`` in which shifts of scores by ``shift`` may change some weight."""
-        del shift
         return torch.ones_like(s[..., 0], dtype=torch.bool)
 
     def push(self, at: At, ds: Tensor, v: Tensor, dv: Tensor, o: Tensor) -> Tensor:
         """``do = dP v + P dv`` of a block, ``o = P v``."""
-        del o
         return torch.bmm(self.jvp(at, ds), v).baddbmm_(at[0], dv)
 
     def pull(self, at: At, gp: Tensor, mean: Tensor) -> Tensor:
         """As `vjp`, given ``mean``, the row sums of ``P gp``."""
-        del mean
         return self.vjp(at, gp)
 
 

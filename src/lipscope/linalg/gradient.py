@@ -1,15 +1,14 @@
 """Sigma as a differentiable function of a layer's input and weights.
 
-For a simple top singular value, ``d sigma = <u, (dJ) v>`` with ``u, v`` its singular vectors:
-the gradient of sigma is that of ``<u, J v>`` at fixed ``u, v``, which is built anew in the
-backward pass and never holds more than a chunk of attention.
+Its gradient is that of ``<u, J v>`` at fixed ``u, v``, which is built anew in the backward pass and
+never holds more than a chunk of attention.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -85,21 +84,11 @@ def sigma(
     return _Sigma.apply(whole, top, x, *whole.weights)  # pyright: ignore[reportReturnType]
 
 
-@runtime_checkable
-class Stretchable(Protocol):
-    """A map with products of its own, in chunks that fit some memory (an attention layer)."""
-
-    def linearise(self, x: Tensor, *, memory: int) -> Operator:
-        """The Jacobian at ``x``."""
-        ...
-
-    def stretch(self, x: Tensor, g: Tensor, e: Tensor, *, memory: int) -> Tensor:
-        """``<g, J(x) e>``, differentiable in everything."""
-        ...
-
-
 class _Stretch(nn.Module):
-    """``<g, J(x) e>`` with the layer as a part, so that its weights can be replaced."""
+    """``<g, J(x) e>`` with the layer as a part, so that its weights can be replaced.
+
+    A layer that has a method ``stretch`` answers itself, in chunks that fit some memory.
+    """
 
     def __init__(self, layer: nn.Module | Callable[[Tensor], Tensor], memory: int) -> None:
         super().__init__()
@@ -110,8 +99,8 @@ class _Stretch(nn.Module):
         self.weights = [t for _, t in named if t.requires_grad]
 
     def forward(self, x: Tensor, g: Tensor, e: Tensor) -> Tensor:
-        if isinstance(self.layer, Stretchable):
-            return self.layer.stretch(x, g, e, memory=self.memory)
+        if (own := getattr(self.layer, "stretch", None)) is not None:
+            return own(x, g, e, memory=self.memory)
         with sdpa_kernel(SDPBackend.MATH), _still(self.layer):
             return stretch(_output(self.layer, x), x, g, e)
 
@@ -188,18 +177,13 @@ class _Vectors(_OfTop):
         top, tensors = ctx.top, ctx.saved_tensors
         op = _operator(ctx.whole.layer, tensors[0].detach(), ctx.whole.memory)
         gu, gv = (_orthogonal_to(g, w) for g, w in zip(grad_outputs, (top.u, top.v), strict=True))
-        q = _solve(op.matvec, op.rmatvec, top, top.sigma * gv + op.rmatvec(gu))
+        q = _solve(op, top, top.sigma * gv + op.rmatvec(gu))
         p = (gu + op.matvec(q)) / top.sigma
         found = ctx.whole.gradients(tensors, [(_orthogonal_to(p, top.u), top.v), (top.u, q)])
         return None, None, *found
 
 
-def _solve(
-    matvec: Callable[[Tensor], Tensor],
-    rmatvec: Callable[[Tensor], Tensor],
-    top: TopSingular,
-    target: Tensor,
-) -> Tensor:
+def _solve(op: Operator, top: TopSingular, target: Tensor) -> Tensor:
     """``(sigma^2 - J^T J)^{-1}`` of a vector, orthogonal to ``v``, by conjugate gradients."""
     target = _orthogonal_to(target, top.v)
     q, left, way = torch.zeros_like(target), target, target
@@ -207,7 +191,7 @@ def _solve(
     for _ in range(_SOLVE_STEPS):
         if size <= _SOLVE_TOL.get(target.dtype, 1e-2) ** 2 * start:
             return q
-        image = _orthogonal_to(top.sigma**2 * way - rmatvec(matvec(way)), top.v)
+        image = _orthogonal_to(top.sigma**2 * way - op.rmatvec(op.matvec(way)), top.v)
         bent = float((way * image).sum())
         if not bent > 0:  # a second singular value as large as the first, to rounding
             break
@@ -227,9 +211,8 @@ def _orthogonal_to(vector: Tensor, unit: Tensor) -> Tensor:
 
 def _operator(layer: nn.Module | Callable[[Tensor], Tensor], x: Tensor, memory: int) -> Operator:
     x = x.detach()
-    if isinstance(layer, Stretchable):
-        own: Any = layer
-        return linearise(own, x, memory=memory)
+    if hasattr(layer, "stretch"):
+        return linearise(layer, x, memory=memory)
     with _still(layer):
         return linearise(lambda z: _output(layer, z), x)
 

@@ -1,9 +1,4 @@
-"""Norms of matrices; of a Jacobian in other metrics: largest entry, largest token norm.
-
-Both of these are maxima over outputs, and each maximum over inputs is attained at an extreme point.
-The first has a closed form, the second none: there, a lower value by a power-type iteration
-and an upper value by weighted Cauchy–Schwarz stand on its two sides.
-"""
+"""Norms of matrices; of a Jacobian in other metrics: largest entry, largest token norm."""
 
 from __future__ import annotations
 
@@ -40,7 +35,6 @@ class NormInterval:
 
     lower: float  # attained by some input: never above the norm
     upper: float | None  # never below it; None where only the lower value was computed
-    exact: bool  # whether both are the norm, up to rounding
 
 
 def bracketed(op: Operator, metric: str, *, tol: float, delta: float, seed: int) -> TopSingular:
@@ -82,7 +76,7 @@ def infinity_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormIn
     """
     if op.in_size * op.T.in_size <= dense:
         value = float(to_dense(op).abs().sum(1).max())
-        return NormInterval(value, value, exact=True)
+        return NormInterval(value, value)
     best = 0.0
     for start in _random_batch(op.out_shape, op, seed):
         g = start.abs() / start.abs().sum()
@@ -97,7 +91,7 @@ def infinity_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormIn
             seen = where
             g = torch.zeros_like(out)
             g.view(-1)[where] = out.reshape(-1)[where].sign()
-    return NormInterval(best, None, exact=False)
+    return NormInterval(best, None)
 
 
 def max_token_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormInterval:
@@ -116,18 +110,17 @@ def max_token_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormI
     >>> weight = torch.tensor([[0.75, 0.25], [0.5, 0.5]])
     >>> op = Operator(lambda e: weight @ e, lambda g: weight.T @ g, (2, 1), (2, 1))
     >>> max_token_norm(op)
-    NormInterval(lower=1.0, upper=1.0, exact=True)
+    NormInterval(lower=1.0, upper=1.0)
     """
     best = 0.0
     for start in _random_batch(op.in_shape, op, seed):
         best = max(best, _alternate(op, _unit_tokens(start)))
     if op.in_size * op.T.in_size > dense:
-        return NormInterval(best, None, exact=False)
+        return NormInterval(best, None)
     blocks = to_dense(op).reshape(*op.out_shape, *op.in_shape).permute(0, 2, 1, 3)
     best = max([best, *[float(_ascend(row).sum()) for row in blocks]])
     upper = max(_row_upper(row) for row in blocks)
-    exact = upper <= best * (1 + 1e-10)
-    return NormInterval(best, max(best, upper), exact=exact)
+    return NormInterval(best, max(best, upper))
 
 
 def _alternate(op: Operator, e: Tensor) -> float:

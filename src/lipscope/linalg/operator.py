@@ -1,8 +1,6 @@
 """Linear operators: the Jacobian of a map at a point, as two products, checked by differences.
 
-An `Operator` is all that the solver ever sees of a model: ``matvec`` multiplies by the
-Jacobian (a JVP), ``rmatvec`` by its transpose (a VJP). Both accept any number of leading
-batch axes in front of their shape.
+An `Operator` is all that the solver ever sees of a model.
 """
 
 from __future__ import annotations
@@ -45,8 +43,8 @@ class Operator(Shown):
     """A linear operator ``J: R^in_shape -> R^out_shape`` given by its two products.
 
     Args:
-        matvec: ``(..., *in_shape) -> (..., *out_shape)``, the product ``J e``.
-        rmatvec: ``(..., *out_shape) -> (..., *in_shape)``, the product ``J^T g``.
+        matvec: ``(..., *in_shape) -> (..., *out_shape)``, the product ``J e`` (a JVP).
+        rmatvec: ``(..., *out_shape) -> (..., *in_shape)``, the product ``J^T g`` (a VJP).
 
     >>> import torch
     >>> matrix = torch.tensor([[2.0, 0.0, 0.0], [0.0, 3.0, 0.0]])
@@ -177,17 +175,8 @@ def linearise(f: Callable[[Tensor], Tensor], x: Tensor, **options: object) -> Op
         tape = Tape(f, x)
     y = tape.y
     _check_deterministic(f, tape.point, y)
-    if tape.constant:
-        _check_uncut(f, tape)
-        return _zero_operator(x, y)
-    op = Operator(
-        over_leading(tape.matvec, x.ndim),
-        over_leading(tape.rmatvec, y.ndim),
-        tuple(x.shape),
-        tuple(y.shape),
-        y.dtype,
-        y.device,
-    )
+    products = over_leading(tape.matvec, x.ndim), over_leading(tape.rmatvec, y.ndim)
+    op = Operator(*products, tuple(x.shape), tuple(y.shape), y.dtype, y.device)
     size = y.detach().norm() / tape.point.detach().norm()
     with derivatives():
         check_adjoint(op, 1e3 * torch.finfo(y.dtype).eps * float(size) if size.isfinite() else 0.0)
@@ -254,7 +243,10 @@ def derivatives() -> contextlib.AbstractContextManager[None]:
 
 
 class Tape:
-    """``y = f(x)`` and its pullback, recorded once: products with the Jacobian by reverse mode."""
+    """``y = f(x)`` and its pullback, recorded once: products with the Jacobian by reverse mode.
+
+    Where the graph says that ``y`` is constant, they are zero.
+    """
 
     def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor) -> None:
         self.point = x.detach().clone().requires_grad_(True)
@@ -266,21 +258,21 @@ class Tape:
                     f"`f(x)` should be one tensor of real numbers. Found `{found}`; "
                     "wrap `f` so that it returns the output to be measured."
                 )
-            self.constant = not self.y.requires_grad
-            if self.constant:
-                return
             self.weight = torch.zeros_like(self.y, requires_grad=True)
-            with derivatives():
-                self.pulled = _pulled(self.y, self.point, self.weight, graph=True)
-        self.constant = not self.pulled.requires_grad
+            self.pulled = torch.zeros_like(self.point)
+            if self.y.requires_grad:
+                with derivatives():
+                    self.pulled = _pulled(self.y, self.point, self.weight, graph=True)
 
     def matvec(self, e: Tensor) -> Tensor:
         """``J e``: the pullback is linear in its weight, so its own pullback is J."""
-        return _pulled(self.pulled, self.weight, e)
+        constant = not self.pulled.requires_grad
+        return torch.zeros_like(self.y) if constant else _pulled(self.pulled, self.weight, e)
 
     def rmatvec(self, g: Tensor) -> Tensor:
         """``J^T g``."""
-        return _pulled(self.y, self.point, g)
+        constant = not self.pulled.requires_grad
+        return torch.zeros_like(self.point) if constant else _pulled(self.y, self.point, g)
 
 
 def stretch(y: Tensor, x: Tensor, g: Tensor, e: Tensor) -> Tensor:
@@ -293,18 +285,6 @@ def _pulled(y: Tensor, x: Tensor, g: Tensor, *, graph: bool = False) -> Tensor:
         y, x, g, retain_graph=True, create_graph=graph, materialize_grads=True
     )
     return out
-
-
-def _zero_operator(x: Tensor, y: Tensor) -> Operator:
-    """The Jacobian of a constant function."""
-    return Operator(
-        lambda e: e.new_zeros(*e.shape[: e.ndim - x.ndim], *y.shape),
-        lambda g: g.new_zeros(*g.shape[: g.ndim - y.ndim], *x.shape),
-        tuple(x.shape),
-        tuple(y.shape),
-        x.dtype,
-        x.device,
-    )
 
 
 def _check_deterministic(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> None:

@@ -1,8 +1,4 @@
-"""Leading singular values of an operator, each with a two-sided interval, by Golub–Kahan.
-
-The lower end is a Ritz value, hence never above the truth; the upper end holds with
-probability ``1 - delta`` over the random start. Statements and proofs: ``docs/theory/interval.md``.
-"""
+"""Leading singular values of an operator, each with a two-sided interval, by Golub–Kahan."""
 
 from __future__ import annotations
 
@@ -523,15 +519,13 @@ class _Stop:
         if small and within:
             return "converged", None
         if exhausted:
-            return (
-                "max_steps",
+            return "max_steps", (
                 "the Krylov space is exhausted to rounding, so more steps cannot exclude a larger "
-                "value: the interval is valid but wide; use float64 or a larger `delta`",
+                "value: the interval is valid but wide; use float64 or a larger `delta`"
             )
-        return (
-            "max_steps",
+        return "max_steps", (
             "steps ran out before the tolerance was met; the interval is valid but wide: "
-            "raise `max_steps` or `tol`, or use float64",
+            "raise `max_steps` or `tol`, or use float64"
         )
 
     def _excludes(self, run: _Restarts, i: int, theta: float) -> bool:
@@ -576,17 +570,8 @@ class _Stop:
     def _non_finite(self, run: _Restarts) -> TopSingular:
         nan, kind = math.nan, {"dtype": self.op.dtype, "device": self.op.device}
         u, v = (torch.full(shape, nan, **kind) for shape in (self.op.out_shape, self.op.in_shape))
-        return TopSingular(
-            nan,
-            nan,
-            self.delta,
-            u,
-            v,
-            nan,
-            run.products,
-            "non_finite",
-            "a product with the Jacobian is not finite: the map overflows at this input",
-        )
+        note = "a product with the Jacobian is not finite: the map overflows at this input"
+        return TopSingular(nan, nan, self.delta, u, v, nan, run.products, "non_finite", note)
 
 
 def unit_vector(vector: Tensor) -> Tensor:
@@ -644,8 +629,8 @@ def leading(
     >>> [round(each.sigma, 6) for each in leading(one, top, seeded, count=2)]
     [3.0, 2.0]
     """
-    found = [_measured_direction(op, first.v, first.sigma, first.upper)]
-    images, uppers = [_image(op, first.v)], [first.upper]
+    images, uppers = [op.matvec(first.v[None])], [first.upper]
+    found = [_measured_direction(op, first.v, images[0], first.sigma, first.upper)]
     while len(found) <= count and len(found) < op.in_size:  # one more says what comes after
         basis = torch.stack([one.v for one in found]).flatten(1)
         top = top_singular_batch(_deflated(op, basis), [start(len(found) + 1)], **solver)[0]
@@ -655,12 +640,12 @@ def leading(
             break
         v = _away(top.v.flatten(), basis)
         v = (v / v.norm()).reshape(op.in_shape)
-        images.append(_image(op, v))
-        least = float(torch.linalg.svdvals(torch.stack(images))[-1])
-        found.append(_measured_direction(op, v, min(least, uppers[-1]), uppers[-1]))
+        images.append(op.matvec(v[None]))
+        least = float(torch.linalg.svdvals(torch.cat(images).double().flatten(1))[-1])
+        found.append(_measured_direction(op, v, images[-1], min(least, uppers[-1]), uppers[-1]))
     above = [math.inf, *(one.sigma for one in found)]
     below = [*uppers[1:], 0.0]  # where the space is exhausted, nothing comes after
-    thetas = [float(image.norm()) for image in images]
+    thetas = [float(image.double().norm()) for image in images]
     return [
         replace(one, sine=_sine(one.residual, thetas[j], above[j], below[j]))
         for j, one in enumerate(found[:count])
@@ -682,12 +667,9 @@ def _away(e: Tensor, basis: Tensor) -> Tensor:
     return e
 
 
-def _image(op: Operator, v: Tensor) -> Tensor:
-    return op.matvec(v[None])[0].double().flatten()
-
-
-def _measured_direction(op: Operator, v: Tensor, sigma: float, upper: float) -> Leading:
-    image = op.matvec(v[None])
+def _measured_direction(
+    op: Operator, v: Tensor, image: Tensor, sigma: float, upper: float
+) -> Leading:
     theta = image.double().norm()
     off = op.rmatvec(image)[0].double() - theta**2 * v.double()
     residual = float(off.norm() / (math.sqrt(2) * theta**2))

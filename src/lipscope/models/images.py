@@ -100,11 +100,19 @@ def _pictures(
             f"Found {samples}."
         )
     mean, deviation = normalisation(loaded)
-    read = None if loaded.pixels is None else loaded.pixels.read
-    chosen = files[: samples or _DEFAULT_SAMPLES]
-    if read is not None:
-        return [_opened(file, lambda p, read=read: read(p, side))[None] for file in chosen]
-    return [(_pixels_of(file, side) - mean) / deviation for file in chosen]
+
+    def square(picture: Any) -> Tensor:
+        """The middle square, normalised."""
+        import numpy as np
+        from PIL import Image, ImageOps
+
+        fitted = ImageOps.fit(picture, (side, side), Image.Resampling.BICUBIC)
+        pixels = torch.from_numpy(np.array(fitted)).permute(2, 0, 1)[None].float() / 255
+        return (pixels - mean) / deviation
+
+    own = None if loaded.pixels is None else loaded.pixels.read
+    read = square if own is None else lambda picture: own(picture, side)[None]
+    return [_opened(file, read) for file in files[: samples or _DEFAULT_SAMPLES]]
 
 
 def _picture_files(folder: Path) -> list[Path]:
@@ -116,19 +124,6 @@ def _picture_files(folder: Path) -> list[Path]:
             f"`{folder}` should hold pictures ({', '.join(s[1:] for s in _SUFFIXES)}). Found none."
         )
     return files
-
-
-def _pixels_of(file: Path, side: int) -> Tensor:
-    """The middle square of a picture as ``(1, 3, side, side)`` values between 0 and 1."""
-
-    def square(picture: Any) -> Tensor:
-        import numpy as np
-        from PIL import Image, ImageOps
-
-        fitted = ImageOps.fit(picture, (side, side), Image.Resampling.BICUBIC)
-        return torch.from_numpy(np.array(fitted)).permute(2, 0, 1)[None].float() / 255
-
-    return _opened(file, square)
 
 
 def _opened(file: Path, read: Callable[[Any], Tensor]) -> Tensor:
@@ -225,8 +220,7 @@ def patches_of(model: nn.Module, inputs: Inputs) -> Patches | None:
         for one in model.modules():
             if isinstance(one, nn.Conv2d):
                 recorder.after(one, look)
-        copies = each_tensor(inputs, torch.clone)
-        recorder.run(model, copies, picture.dtype, differentiable=False)
+        recorder.run(model, inputs, picture.dtype, differentiable=False)
     return found[0] if found else None
 
 

@@ -216,9 +216,7 @@ def adopt_model(model: nn.Module) -> LoadedModel:
     dtypes = {str(p.dtype)[6:] for p in model.parameters()}
     weights = ", ".join(sorted(dtypes)) or "none"
     revision = f"sha256:{fingerprint(model)}"  # two models of one class are not one model
-    trained = trained_length(config, tokenizer)
-    name = type(model).__name__
-    return LoadedModel(name, model, tokenizer, revision, weights, trained_length=trained)
+    return _loaded(type(model).__name__, model, tokenizer, revision, weights)
 
 
 def digest(tensor: Tensor) -> str:
@@ -296,28 +294,25 @@ def _package_model(name: str, package: _Package) -> LoadedModel:
         with read_once() if package.file else contextlib.nullcontext():
             model, tokenizer = from_pretrained(str(folder), gguf_file=package.file)
     version = importlib.metadata.version(distribution)
-    trained = trained_length(model.config, tokenizer)
-    return LoadedModel(
-        name, model, tokenizer, version, package.weights, package.pixels, trained_length=trained
-    )
+    return _loaded(name, model, tokenizer, version, package.weights, pixels=package.pixels)
 
 
 def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
     folder = check_folder(name, allow_pickle=allow_pickle)
     stored = _mapped(str(folder), allow_pickle)
-    if stored is not None:
-        revision = f"sha256:{stored.fingerprint()}"
-        tokenizer = tokenizer_at(str(folder))
-        return replace(_stored(name, stored.skeleton, tokenizer, revision), stored=stored)
     size = sum(file.stat().st_size for end in _WEIGHTS for file in folder.glob(f"*{end}"))
-    if size > usable_memory():
+    if stored is None and size > usable_memory():
         raise InputError(
             f"`{name}` holds {size / 1e9:.3g} GB of weights that are read as a whole. Found "
             f"{free_memory() / 1e9:.3g} GB free; plain safetensors are read block by block."
         )
-    model, tokenizer = from_pretrained(str(folder), allow_pickle=allow_pickle)
-    revision = f"sha256:{fingerprint(model)}"  # the folder may be written again
-    return _stored(name, model, tokenizer, revision)
+    if stored is not None:
+        model, tokenizer = stored.skeleton, tokenizer_at(str(folder))
+    else:
+        model, tokenizer = from_pretrained(str(folder), allow_pickle=allow_pickle)
+    # The folder may be written again.
+    revision = f"sha256:{fingerprint(model) if stored is None else stored.fingerprint()}"
+    return _loaded(name, model, tokenizer, revision, stored=stored)
 
 
 def _mapped(source: str, allow_pickle: bool, **options: Any) -> StoredWeights | None:
@@ -331,16 +326,15 @@ def _mapped(source: str, allow_pickle: bool, **options: Any) -> StoredWeights | 
 
 def _hub_model(name: str, revision: str | None, allow_pickle: bool) -> LoadedModel:
     options = {} if revision is None else {"revision": revision}
+    stored = None
     with contextlib.suppress(InputError):  # whatever it is, its loader says it below
         stored = _mapped(name, allow_pickle, **options)
-        if stored is not None:
-            commit = _commit_of(name, stored.skeleton.config, **options)
-            tokenizer = tokenizer_at(name, **options)
-            loaded = _stored(name, stored.skeleton, tokenizer, commit or revision)
-            return replace(loaded, stored=stored)
-    model, tokenizer = from_pretrained(name, revision=revision, allow_pickle=allow_pickle)
+    if stored is not None:
+        model, tokenizer = stored.skeleton, tokenizer_at(name, **options)
+    else:
+        model, tokenizer = from_pretrained(name, revision=revision, allow_pickle=allow_pickle)
     commit = _commit_of(name, model.config, **options)
-    return _stored(name, model, tokenizer, commit or revision)
+    return _loaded(name, model, tokenizer, commit or revision, stored=stored)
 
 
 def _commit_of(name: str, config: Any, **options: Any) -> str | None:
@@ -354,13 +348,21 @@ def _commit_of(name: str, config: Any, **options: Any) -> str | None:
     return None if file is None else extract_commit_hash(file, None)
 
 
-def _stored(name: str, model: nn.Module, tokenizer: Any, revision: str | None) -> LoadedModel:
+def _loaded(
+    name: str,
+    model: nn.Module,
+    tokenizer: Any,
+    revision: str | None,
+    weights: str | None = None,
+    **more: Any,
+) -> LoadedModel:
+    """A model with what its files say about it, where nobody else does."""
     config, first = getattr(model, "config", None), next(model.parameters(), None)
-    stored = getattr(config, "dtype", None)
-    dtype = stored if isinstance(stored, torch.dtype) else getattr(first, "dtype", None)
-    weights = str(dtype)[6:] if dtype is not None else "none"
-    trained = trained_length(config, tokenizer)
-    return LoadedModel(name, model, tokenizer, revision, weights, trained_length=trained)
+    said = getattr(config, "dtype", None)
+    dtype = said if isinstance(said, torch.dtype) else getattr(first, "dtype", None)
+    weights = weights or ("none" if dtype is None else str(dtype)[6:])
+    more["trained_length"] = trained_length(config, tokenizer)
+    return LoadedModel(name, model, tokenizer, revision, weights, **more)
 
 
 def _timm_model(name: str, seed: int) -> LoadedModel:
@@ -392,12 +394,12 @@ def _timm_model(name: str, seed: int) -> LoadedModel:
 
 
 @contextlib.contextmanager
-def _building(name: str) -> Iterator[None]:
+def _building(name: str, done: str = "built") -> Iterator[None]:
     """Every library has errors of its own; the user gets one line."""
     try:
         yield
     except Exception as problem:
-        raise InputError(f"`{name}` could not be built: {str(problem)[:300]}") from problem
+        raise InputError(f"`{name}` could not be {done}: {str(problem)[:300]}") from problem
 
 
 def _without_head(model: Any) -> None:
@@ -440,12 +442,8 @@ def _random_config(family: str, text: str) -> Any:
             others = _nearest(key, known)
             raise InputError(f"`{key}` is not an entry of the {family} configuration{others}")
     check_counts(f"random:{family}", entries)
-    try:
+    with _building(f"random:{family}", "configured"):
         return kind(**entries)
-    except Exception as problem:
-        raise InputError(
-            f"`random:{family}` could not be configured: {str(problem)[:300]}"
-        ) from problem
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

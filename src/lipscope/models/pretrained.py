@@ -66,29 +66,8 @@ def from_pretrained(
 
 
 def check_checkpoint(source: str, model: nn.Module, found: Mapping[str, Any]) -> None:
-    """Refuse weights of another family, or that leave a layer without, as loading ``found``."""
+    """Refuse weights of another family, and what loading ``found`` too few, or more than fit."""
     _check_class(source, model)
-    _check_keys(source, model, found)
-
-
-def _check_class(source: str, model: nn.Module) -> None:
-    """Refuse weights of another family: BERT's fit into RoBERTa, whose positions are others."""
-    import transformers
-
-    config: Any = model.config
-    for name in getattr(config, "architectures", None) or ():
-        kind = getattr(getattr(transformers, name, None), "config_class", None)
-        parts = getattr(kind, "sub_configs", {}).values()
-        if kind is not None and type(config) not in (kind, *parts):
-            raise InputError(
-                f"The configuration of `{source}` should be that of its weights. Found "
-                f"`model_type: {config.model_type}` beside weights of `{name}`, which is of type "
-                f"`{kind.model_type}`."
-            )
-
-
-def _check_keys(source: str, model: nn.Module, found: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that leaves a layer without its weights, or has more of them."""
     parts = {name for name, _ in model.named_children()}
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
 
@@ -112,6 +91,22 @@ def _check_keys(source: str, model: nn.Module, found: Mapping[str, Any]) -> None
             raise InputError(
                 f"The weights of `{source}` should be those of a `{type(model).__name__}`, as its "
                 f"configuration says. Found that {shown}{rest} {what}."
+            )
+
+
+def _check_class(source: str, model: nn.Module) -> None:
+    """Refuse weights of another family: BERT's fit into RoBERTa, whose positions are others."""
+    import transformers
+
+    config: Any = model.config
+    for name in getattr(config, "architectures", None) or ():
+        kind = getattr(getattr(transformers, name, None), "config_class", None)
+        parts = getattr(kind, "sub_configs", {}).values()
+        if kind is not None and type(config) not in (kind, *parts):
+            raise InputError(
+                f"The configuration of `{source}` should be that of its weights. Found "
+                f"`model_type: {config.model_type}` beside weights of `{name}`, which is of type "
+                f"`{kind.model_type}`."
             )
 
 
@@ -296,15 +291,12 @@ def trained_length(config: Any, tokenizer: Any) -> int | None:
     source = getattr(config, "_name_or_path", None)
     if not source:
         return None
-    folder = Path(str(source))
     cut = getattr(getattr(tokenizer, "backend_tokenizer", None), "truncation", None)
-    if cut is None:  # older transformers takes it off
-        cut = entries_of(folder / "tokenizer.json").get("truncation")
     said = [
         getattr(config, "max_position_embeddings", None),
         getattr(config, "n_positions", None),
         cut.get("max_length") if isinstance(cut, dict) else None,
-        entries_of(folder / "sentence_bert_config.json").get("max_seq_length"),
+        entries_of(Path(str(source)) / "sentence_bert_config.json").get("max_seq_length"),
     ]
     return min((n for n in said if isinstance(n, int) and n > 0), default=None)
 

@@ -277,7 +277,7 @@ def lens_of(record: Trace, whole: nn.Module | None = None) -> Lens | None:
         return bool(first) and norm.name.startswith(blocks)
 
     ends, weight = as_tokens(output, call.token_axis), table.weight.detach()
-    taking = [n for n in record.norms if record.seen.of(n.x_address) is not None]  # a sum
+    taking = [n for n in record.norms if n.x_address in record.seen.latest]  # a sum
     final = [n for n in taking if not inside(n)]
     ending = [n for n in taking if inside(n)]
     for norm in (*reversed(final), *ending[-1:]):

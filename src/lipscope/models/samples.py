@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import inspect
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,15 @@ from lipscope.models.images import image_samples
 from lipscope.models.loading import LoadedModel, digest
 from lipscope.models.pretrained import Bytes
 from lipscope.models.tracing.prepare import eval_mode
-from lipscope.models.tracing.recorder import Recorder, is_tokens, to_device, token_arguments
+from lipscope.models.tracing.recorder import (
+    Recorder,
+    as_called,
+    is_tokens,
+    named_arguments,
+    signature_of,
+    to_device,
+    token_arguments,
+)
 from lipscope.models.windows import Sample, WindowKind, windows_of_text
 from lipscope.sources import default_text, read_texts
 
@@ -99,7 +106,7 @@ def _text_samples(
         kind=windows,
         special_tokens=special_tokens,
     )
-    takes = inspect.signature(loaded.model.forward).parameters
+    takes = signature_of(loaded.model).parameters
     return [_window_input(w, takes, loaded.config) for w in cut]
 
 
@@ -122,8 +129,7 @@ def _batch_samples(loaded: LoadedModel, data: Any) -> list[Sample]:
     if isinstance(data, Mapping):
         arguments: dict[str, Any] = dict(data)
     else:
-        takes = inspect.signature(loaded.model.forward).parameters
-        arguments = {_argument_name(data, takes): data}
+        arguments = {_argument_name(data, signature_of(loaded.model).parameters): data}
     tensors = [v for v in arguments.values() if isinstance(v, Tensor) and v.ndim > 1]
     if not tensors or not tensors[0].numel():
         raise InputError("`data` should hold at least one tensor with a batch axis. Found none.")
@@ -279,17 +285,20 @@ def _offset_positions(loaded: LoadedModel, items: Sequence[Sample], offset: int)
     """
     if offset == 0:
         return list(items)
-    if _takes_ids(loaded.model):
-        return [_moved_on(loaded, item, offset) for item in items]
-    if not _position_tables(loaded.model):
+    if not _takes_ids(loaded.model) and not _position_tables(loaded.model):
         raise InputError(
             "`position_offset` needs a model that takes `position_ids` (learnt or rotary "
             "positions), or tables of positions whose start can be moved. Found "
             f"`{type(loaded.model).__name__}`, which has neither; leave it out."
         )
-    for item in items:
-        _checked_tokens(loaded, item, offset)
-    return list(items)
+    given = [(item, *_checked_tokens(loaded, item, offset)) for item in items]
+    if not _takes_ids(loaded.model):
+        return list(items)
+    first = loaded.first_position + offset
+    return [
+        replace(item, arguments={**own, "position_ids": torch.arange(first, first + n)[None]})
+        for item, own, n in given
+    ]
 
 
 @contextlib.contextmanager
@@ -309,7 +318,7 @@ _BEFORE = ("cache_length", "past_key_values_length")
 
 
 def _takes_ids(model: nn.Module) -> bool:
-    return "position_ids" in inspect.signature(model.forward).parameters
+    return "position_ids" in signature_of(model).parameters
 
 
 def _position_tables(model: nn.Module) -> list[nn.Module]:
@@ -317,44 +326,29 @@ def _position_tables(model: nn.Module) -> list[nn.Module]:
         module
         for module in model.modules()
         if "PositionalEmbedding" in type(module).__name__
-        and not inspect.signature(module.forward).parameters.keys().isdisjoint(_BEFORE)
+        and not signature_of(module).parameters.keys().isdisjoint(_BEFORE)
     ]
 
 
 def _later(offset: int, table: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The arguments of a table for tokens that stand later."""
-    signature = inspect.signature(table.forward)
-    bound = signature.bind(*args, **kwargs)
-    given = bound.arguments
-    name = next(one for one in _BEFORE if one in signature.parameters)
-    if given.get("position_ids") is not None:  # a table that is told the positions does not count
-        name = "position_ids"
+    given, name = named_arguments(table, args, kwargs), "position_ids"
+    if given.get(name) is None:  # a table that is told the positions does not count
+        name = next(one for one in _BEFORE if one in signature_of(table).parameters)
     given[name] = given.get(name, 0) + offset
-    return bound.args, bound.kwargs
-
-
-def _moved_on(loaded: LoadedModel, item: Sample, offset: int) -> Sample:
-    given, n = _checked_tokens(loaded, item, offset)
-    first = loaded.first_position + offset
-    positions = torch.arange(first, first + n)[None]
-    return replace(item, arguments={**given, "position_ids": positions})
+    return as_called(table, given, len(args))
 
 
 def _checked_tokens(
     loaded: LoadedModel, item: Sample, offset: int
 ) -> tuple[Mapping[str, Any], int]:
     """The arguments and the number of tokens of a sample whose positions may be moved so far."""
-    given = item.arguments
-    tokens = next(
-        (given[k] for k in ("input_ids", "inputs_embeds") if k in given)
-        if isinstance(given, Mapping)
-        else iter(()),
-        None,
-    )
+    given = item.arguments if isinstance(item.arguments, Mapping) else {}
+    tokens = next((given[k] for k in ("input_ids", "inputs_embeds") if k in given), None)
     if not isinstance(tokens, Tensor) or "position_ids" in given:
         raise InputError(
             "`position_offset` needs input ids or embeddings without position ids of their own. "
-            f"Found {', '.join(given) if isinstance(given, Mapping) else 'a plain tensor'}."
+            f"Found {', '.join(given) or 'a plain tensor'}."
         )
     n, limit = tokens.shape[1], loaded.max_tokens
     if limit is not None and offset + n > limit:
@@ -362,7 +356,6 @@ def _checked_tokens(
             f"`position_offset` should be at most {limit - n} for {n} tokens, as "
             f"`{loaded.name}` has {limit} positions. Found `position_offset = {offset}`."
         )
-    assert isinstance(given, Mapping)
     return given, n
 
 

@@ -21,12 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
-from lipscope.models.pretrained import (
-    WRAPPER_PREFIXES,
-    check_checkpoint,
-    explained_loading,
-    quiet,
-)
+from lipscope.models.pretrained import WRAPPER_PREFIXES, check_checkpoint, explained_loading, quiet
 from lipscope.sources import entries_of
 
 # Checkpoints up to so many bytes are told apart by all that is in them, larger ones by the names,
@@ -234,6 +229,8 @@ class _Shape:
 
 
 def _shapes(files: list[Path]) -> dict[str, _Shape]:
+    from transformers.modeling_utils import str_to_torch_dtype
+
     found: dict[str, _Shape] = {}
     for file in files:
         if file.suffix == ".bin":
@@ -245,7 +242,7 @@ def _shapes(files: list[Path]) -> dict[str, _Shape]:
             header = json.loads(stream.read(size))
         header.pop("__metadata__", None)
         for key, one in header.items():
-            kind = _KINDS.get(one["dtype"])
+            kind = str_to_torch_dtype.get(one["dtype"])
             if kind is None:
                 raise InputError(
                     f"`{file}` should hold numbers. Found `{key}` of type `{one['dtype']}`."
@@ -258,22 +255,6 @@ def _shapes(files: list[Path]) -> dict[str, _Shape]:
 def _pickled(file: Path) -> dict[str, Tensor]:
     """The tensors of a pickle, mapped and not read; nothing but weights is unpickled."""
     return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-
-
-_KINDS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 def _dtype(config: Any, shapes: dict[str, _Shape]) -> torch.dtype:

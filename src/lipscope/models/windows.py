@@ -45,11 +45,7 @@ class Sample:
 
 
 def whole_text(
-    text: str,
-    tokenizer: Any,
-    *,
-    special_tokens: bool = True,
-    longest: int | None = None,
+    text: str, tokenizer: Any, *, special_tokens: bool = True, longest: int | None = None
 ) -> Tensor:
     """The ids ``(1, n)`` of a whole text, cut where it is longer than ``longest`` tokens."""
     before, ids, after = _token_ids(text, tokenizer, special_tokens)
@@ -206,18 +202,26 @@ def random_tokens(loaded: LoadedModel, num_tokens: int, samples: int, seed: int 
     """Ids drawn from the vocabulary; a shorter sample is the beginning of a longer one."""
     ids = _ordinary(loaded)
     draws = (torch.Generator().manual_seed(seed * 1009 + s) for s in range(samples))
-    rows = [ids[torch.randint(len(ids), (num_tokens,), generator=draw)] for draw in draws]
-    return _with_special_tokens(loaded, torch.stack(rows))
+    drawn = [ids[torch.randint(len(ids), (num_tokens,), generator=draw)] for draw in draws]
+    rows = torch.stack(drawn)
+    if loaded.tokenizer is None:
+        return rows
+    before, after = special_tokens_of(loaded.tokenizer)
+    if num_tokens <= (fewest := len(before) + len(after)):
+        raise InputError(
+            f"`num_tokens` should be above {fewest}, the number of special tokens. "
+            f"Found `num_tokens = {num_tokens}`."
+        )
+    rows[:, : len(before)] = torch.tensor(before, dtype=rows.dtype)
+    rows[:, num_tokens - len(after) :] = torch.tensor(after, dtype=rows.dtype)
+    return rows
 
 
-def repeated_token(
-    loaded: LoadedModel, num_tokens: int, samples: int, *, special: bool = True
-) -> Tensor:
+def repeated_token(loaded: LoadedModel, num_tokens: int, samples: int) -> Tensor:
     """One token id again and again; each sample has another one."""
     ids = _ordinary(loaded)
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
-    rows = ids[order[:samples], None].repeat(1, num_tokens)
-    return _with_special_tokens(loaded, rows) if special else rows
+    return ids[order[:samples], None].repeat(1, num_tokens)
 
 
 def _ordinary(loaded: LoadedModel) -> Tensor:
@@ -226,18 +230,3 @@ def _ordinary(loaded: LoadedModel) -> Tensor:
         raise InputError(f"`{loaded.name}` should read token ids. Found no vocabulary.")
     special = set() if loaded.tokenizer is None else set(loaded.tokenizer.all_special_ids)
     return torch.tensor([i for i in range(size) if i not in special])
-
-
-def _with_special_tokens(loaded: LoadedModel, ids: Tensor) -> Tensor:
-    if loaded.tokenizer is None:
-        return ids
-    before, after = special_tokens_of(loaded.tokenizer)
-    _, n = ids.shape
-    if n <= len(before) + len(after):
-        raise InputError(
-            f"`num_tokens` should be above {len(before) + len(after)}, the number of special "
-            f"tokens. Found `num_tokens = {n}`."
-        )
-    ids[:, : len(before)] = torch.tensor(before, dtype=ids.dtype)
-    ids[:, n - len(after) :] = torch.tensor(after, dtype=ids.dtype)
-    return ids

@@ -442,6 +442,6 @@ class _Ask:
     def repeated(self, *, same_place: bool) -> Iterator[Record]:
         """One token again and again; at one position all its copies are equal vectors."""
         for n in self.lengths:
-            ids = repeated_token(self.source.model, n, self.samples, special=False)
+            ids = repeated_token(self.source.model, n, self.samples)
             where = {"position_ids": torch.zeros_like(ids)} if same_place else {}
             yield {"input_ids": ids, **where}

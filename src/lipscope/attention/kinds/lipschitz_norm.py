@@ -54,7 +54,6 @@ class LipschitzNormAttention(InnerProduct):
 
     def constant(self, num_tokens: int) -> Float[Tensor, ""]:
         """``√(5 + (e+1)²) √(Σ_h ‖[W_Q; W_K; W_V]_h‖²) ‖W_O‖``."""
-        del num_tokens
         weights = (self.query, self.key, self.value)
         heads = torch.cat([w.unflatten(0, (self.num_heads, -1)) for w in weights], 1)
         return CONSTANT * of_heads(spectral_norm(heads), self.output)

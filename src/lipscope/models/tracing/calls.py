@@ -149,9 +149,10 @@ def hook_site(recorder: Recorder, record: Trace, name: str, module: nn.Module) -
             call.behind.append(Applied(leaf, args[0].detach(), record.kept.keep(first)))
 
     recorder.around(module, start, finish)
-    inside = with_weights([leaf for leaf in module.modules() if leaf is not module])
-    beside = _modules_beside(record.model, name, module)
-    recorder.after_each(dict.fromkeys(inside, remember) | dict.fromkeys(beside, behind))
+    for leaf in with_weights(one for one in module.modules() if one is not module):
+        recorder.after(leaf, remember)
+    for leaf in _modules_beside(record.model, name, module):
+        recorder.after(leaf, behind)
 
 
 def _modules_beside(model: nn.Module, name: str, module: nn.Module) -> list[nn.Module]:
@@ -174,10 +175,9 @@ def _begin(
     """Read a call's input before the module runs, which may write into it."""
     arguments = bound_arguments(module, args, kwargs)
     tokens = token_arguments(arguments)
-    first = next((k for k in _QUERIES if k in arguments), None)
-    first = first or next((k for k, v in tokens.items() if v.requires_grad), None)
-    first = first or next(iter(arguments), None)
-    x = arguments[first] if first is not None else None
+    moving = (k for k, v in tokens.items() if v.requires_grad)
+    names = (*(k for k in _QUERIES if k in arguments), *moving, *arguments)
+    x = next((arguments[name] for name in names), None)
     given = unmarked(arguments)
     if not isinstance(x, Tensor) or x.ndim < 2:
         found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -222,11 +222,7 @@ def _in_parts(name: str, module: nn.Module, arguments: dict[str, Any], x: Tensor
 
 
 def set_call_inputs(
-    call: AttentionCall,
-    arguments: dict[str, Any],
-    x: Tensor,
-    source: Tensor | None,
-    record: Trace,
+    call: AttentionCall, arguments: dict[str, Any], x: Tensor, source: Tensor | None, record: Trace
 ) -> None:
     """Set what moves in a call and what stays: tokens ``x`` of queries, those of other keys."""
     keys = x if source is None else source
@@ -300,7 +296,7 @@ def hook_norm(recorder: Recorder, record: Trace, name: str, module: nn.Module) -
         x, before = started[0]
         call = NormCall(name, norm, x, record.kept.keep(out), before, data_address(out))
         record.norms.append(call)
-        total = record.seen.of(before)
+        total = record.seen.latest.get(before)
         if total is not None and total.norm is None:
             total.norm = call
 
@@ -444,9 +440,8 @@ def called_again(
 ) -> Tensor:
     """The output of an attention module, as tokens, with some arguments and weights changed."""
     # One copy of each tensor: a module may write into its input, and may ask whether two are one.
-    copies = {id(value): value.clone() for value in changed.values()}
-    arguments = {**call.arguments, **{name: copies[id(v)] for name, v in changed.items()}}
-    args, kwargs = as_called(call.module, arguments)
+    copies = each_tensor(changed, torch.clone)
+    args, kwargs = as_called(call.module, {**call.arguments, **copies})
     call.have()
     with exact_maths(call.x.dtype), undisturbed(call.module):
         out = functional_call(call.module, dict(weights or {}), args, kwargs)

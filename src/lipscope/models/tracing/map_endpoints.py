@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +38,6 @@ from lipscope.models.tracing.recorder import (
     close,
     data_address,
     depends,
-    each_tensor,
     first_tensor,
     named_arguments,
     names_of,
@@ -111,7 +111,7 @@ class MapEndpoints:
         dtype = next(model.parameters()).dtype
         with Recorder() as recorder, torch.no_grad():
             seen = recorder.arguments(model.get_submodule(self.enters), self._joined)
-            recorder.run(model, each_tensor(inputs, torch.clone), dtype, differentiable=False)
+            recorder.run(model, inputs, dtype, differentiable=False)
         return self._moving(seen[self.turn])
 
     def _joined(self, given: Mapping[str, Any]) -> Tensor:
@@ -133,7 +133,7 @@ class MapEndpoints:
             entered = recorder.arguments(model.get_submodule(self.enters), held)
             seen = recorder.outputs(model.get_submodule(path))
             dtype = next(model.parameters()).dtype
-            recorder.run(model, each_tensor(inputs, torch.clone), dtype)
+            recorder.run(model, inputs, dtype)
             with exact_maths(dtype):
                 found = scores(as_tokens(first_tensor(seen[-1]), self.token_axis))
         if not found.requires_grad:
@@ -145,11 +145,7 @@ class MapEndpoints:
         for one in found:
             with derivatives():
                 parts = torch.autograd.grad(
-                    one,
-                    entered[self.turn],
-                    retain_graph=True,
-                    allow_unused=True,
-                    materialize_grads=True,
+                    one, entered[self.turn], retain_graph=True, materialize_grads=True
                 )
             whole = torch.cat([as_tokens(part, self.token_axis) for part in parts])
             some.append(self._moving(whole))
@@ -188,7 +184,7 @@ class MapEndpoints:
             if len(settled) == len(ends):
                 raise Reached
 
-        def last(k: int, out: Any) -> None:
+        def summed(k: int, out: Any) -> None:
             leave(k, out)
             end(k)
 
@@ -196,19 +192,14 @@ class MapEndpoints:
             recorder.before(model.get_submodule(self.enters), enter)
             for k, one in enumerate(ends):
                 if one.total is not None:
-                    recorder.enter_context(AtSum(one.total, functools.partial(last, k)))
+                    recorder.enter_context(AtSum(one.total, functools.partial(summed, k)))
                     continue
                 leaves, until = map(model.get_submodule, (one.leaves, one.until))
-                if leaves is until:
-                    recorder.after(leaves, lambda _, __, out, k=k: last(k, out))
-                    continue
                 recorder.after(leaves, lambda _, __, out, k=k: leave(k, out))
                 recorder.after(until, lambda *_, k=k: end(k))
             try:
-                copies = each_tensor(inputs, torch.clone)
-                recorder.run(model, copies, x.dtype, differentiable=False)
-            except Reached:
-                pass
+                with contextlib.suppress(Reached):
+                    recorder.run(model, inputs, x.dtype, differentiable=False)
             finally:
                 for held, before in written:
                     held.copy_(before)
@@ -562,19 +553,14 @@ def rerun(
             found = recorder.outputs(end)
             for module, moved in places.items():
                 _hand_over(recorder, module, moved.arguments(x), record, once=once)
-            recorder.run(record.model, each_tensor(record.inputs, torch.clone), x.dtype)
+            recorder.run(record.model, record.inputs, x.dtype)
         return as_tokens(first_tensor(found[-1]), axis)
 
     return function
 
 
 def _hand_over(
-    recorder: Recorder,
-    module: nn.Module,
-    given: Mapping[str, Tensor],
-    record: Trace,
-    *,
-    once: bool,
+    recorder: Recorder, module: nn.Module, given: Mapping[str, Tensor], record: Trace, *, once: bool
 ) -> None:
     """Give a module other values instead of some of its arguments, while the recorder is open.
 

@@ -50,12 +50,7 @@ _GENERIC_COPIES = 7
 
 
 def build_map(
-    record: Trace,
-    layer: int | None,
-    name: str,
-    *,
-    memory: int = 2**30,
-    per_head: bool = False,
+    record: Trace, layer: int | None, name: str, *, memory: int = 2**30, per_head: bool = False
 ) -> LayerMap:
     """The map ``name`` of a layer of a trace (None: of the model), checked against the model's own.
 

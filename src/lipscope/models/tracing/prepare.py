@@ -67,22 +67,6 @@ def exact_maths(dtype: torch.dtype, *, differentiable: bool = True) -> Iterator[
         yield
 
 
-def _modules(model: nn.Module) -> list[nn.Module]:
-    """Every module once, in the order of `nn.Module.modules`.
-
-    That one makes their names too, which takes most of its time; a question about a model of 30
-    blocks walks a hundred times.
-    """
-    found, seen, waiting = list[nn.Module](), set[int](), [model]
-    while waiting:
-        here = waiting.pop()
-        if id(here) not in seen:
-            seen.add(id(here))
-            found.append(here)
-            waiting += [child for child in reversed(here._modules.values()) if child is not None]
-    return found
-
-
 @contextlib.contextmanager
 def swapped(entries: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
     """Other entries in dictionaries, as those of a module's parts or weights, put back on exit."""
@@ -99,7 +83,7 @@ def swapped(entries: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None
 
 def undisturbed(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Run a module on copies of its buffers, so that caches in it stay as they were."""
-    own = ((m._buffers, name, b) for m in _modules(module) for name, b in m._buffers.items())
+    own = ((m._buffers, name, b) for m in module.modules() for name, b in m._buffers.items())
     return swapped((held, name, None if b is None else b.clone()) for held, name, b in own)
 
 
@@ -158,7 +142,7 @@ def prepared(
         kinds = " and ".join(narrow)
         notes.append(f"the weights are {kinds}: every layer was computed in {str(dtype)[6:]}")
     model = converted(model, dtype, device) if own is None else own
-    if any(m.training and _drops(m) for m in _modules(model)):
+    if any(m.training and _drops(m) for m in model.modules()):
         notes.append("dropout was live and has been switched off for the measurement")
     with eval_mode(model), _implementations(model, implementation):
         yield model, notes
@@ -166,7 +150,7 @@ def prepared(
 
 def floating(model: nn.Module) -> list[Tensor]:
     """A model's weights and buffers of a floating type; one that modules share, once for each."""
-    held = ((*m._parameters.values(), *m._buffers.values()) for m in _modules(model))
+    held = ((*m._parameters.values(), *m._buffers.values()) for m in model.modules())
     return [t for some in held for t in some if t is not None and t.is_floating_point()]
 
 
@@ -183,8 +167,8 @@ def _check_hooks(model: nn.Module) -> None:
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """A model in eval mode, not compiled, its weights without gradients; put back on exit."""
-    trained = [m for m in _modules(model) if m.training]
-    held = (p for m in _modules(model) for p in m._parameters.values())
+    trained = [m for m in model.modules() if m.training]
+    held = (p for m in model.modules() for p in m._parameters.values())
     grads = [p for p in held if p is not None and p.requires_grad and not p.is_inference()]
     try:
         if trained:
@@ -248,7 +232,7 @@ def copied(model: nn.Module, instead: Mapping[int, Any] | None = None) -> nn.Mod
 def _uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Every module as it was written: no hook sees into a compiled one."""
     found: list[tuple[dict[str, Any], str, Any]] = []
-    for module in _modules(model):
+    for module in model.modules():
         for name, child in module._modules.items():
             if child is not None and "_orig_mod" in child._modules:
                 found.append((module._modules, name, child._orig_mod))
@@ -323,11 +307,11 @@ def implementation_for(model: nn.Module, *, closed: bool) -> str:
     # have no attention (tokenizers of sound that are convolutions).
     lacking = any(
         part in outer or getattr(part, "_can_set_attn_implementation", lambda: False)()
-        for part in _modules(model)
+        for part in model.modules()
         if hasattr(type(part), "_supports_sdpa") and not part._supports_sdpa
     )
     # Fused attention leaves a soft cap out, where transformers (5.18) does not rule it out.
-    capped = any(getattr(part, "attn_logit_softcapping", None) for part in _modules(model))
+    capped = any(getattr(part, "attn_logit_softcapping", None) for part in model.modules())
     return "sdpa" if closed and not (lacking or capped) else "eager"
 
 
@@ -346,17 +330,17 @@ def _outermost(model: nn.Module, setter: str) -> list[nn.Module]:
     """The modules with a setter that are inside of no other one; a setter reaches its parts."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
-    for module in _modules(model):
+    for module in model.modules():
         if module not in inside and callable(getattr(type(module), setter, None)):
             found.append(module)
-            inside.update(_modules(module))
+            inside.update(module.modules())
     return found
 
 
 def _configs(model: nn.Module) -> list[Any]:
     """The configurations of all modules, sub-configurations included, each once."""
     found: dict[int, Any] = {}
-    waiting = [getattr(module, "config", None) for module in _modules(model)]
+    waiting = [getattr(module, "config", None) for module in model.modules()]
     while waiting:
         config = waiting.pop()
         if config is None or id(config) in found:

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -69,11 +70,6 @@ class Recorder(contextlib.ExitStack):
         self.before(module, start)
         self.after(module, end)
 
-    def after_each(self, hooks: Mapping[nn.Module, Callable[..., Any]]) -> None:
-        """As `after`, of several modules."""
-        for module, hook in hooks.items():
-            self.after(module, hook)
-
     def arguments(self, module: nn.Module, note: Callable[[dict[str, Any]], Any]) -> list[Any]:
         """What is noted of the arguments by name of every call, before it."""
         found: list[Any] = []
@@ -95,10 +91,15 @@ class Recorder(contextlib.ExitStack):
         differentiable: bool = True,
         call: Callable[[nn.Module, Inputs], Any] | None = None,
     ) -> Any:
-        """Run a model in exact maths; its buffers stay as they are, and its draws are fixed."""
+        """Run a model in exact maths; its buffers stay as they are, and its draws are fixed.
+
+        ``call``: instead of a call on copies of the inputs.
+        """
         exact = exact_maths(dtype, differentiable=differentiable)
         with _same_draws(model), exact, undisturbed(model):
-            return (call or called)(model, inputs)
+            if call is not None:
+                return call(model, inputs)
+            return called(model, each_tensor(inputs, torch.clone))
 
 
 @contextlib.contextmanager
@@ -449,7 +450,7 @@ class SumRecorder(TorchFunctionMode):
         self.kept = kept
         self.sums: list[Sum] = []
         self.multiples: list[Multiple] = []
-        self.latest: dict[int, Sum] = {}
+        self.latest: dict[int, Sum] = {}  # by where they lie in memory
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -470,10 +471,6 @@ class SumRecorder(TorchFunctionMode):
             address, value, count = out.data_ptr(), self.kept.keep(out), len(self.sums)
             self.multiples += [Multiple(f, of, address, value, count) for of, f in factors]
         return out
-
-    def of(self, address: int) -> Sum | None:
-        """The sum that lies at a place in memory."""
-        return self.latest.get(address)
 
     def factors(self, address: int, sums_before: int) -> Iterator[Tensor]:
         """By what the model multiplied the matrix at a place, after so many sums: step by step."""
@@ -567,7 +564,7 @@ def run_of_blocks(
         if until is not None:
             recorder.before(model.get_submodule(until), end)
         with contextlib.suppress(Reached):
-            recorder.run(model, each_tensor(inputs, torch.clone), dtype, differentiable=False)
+            recorder.run(model, inputs, dtype, differentiable=False)
     return found()
 
 
@@ -580,11 +577,11 @@ def watched_blocks(model: nn.Module) -> Iterator[Callable[[], BlockRun]]:
     """
     outputs, began, calls = dict[str, Any](), dict[str, int](), Counter[str]()
 
-    def start(path: str) -> None:
+    def start(path: str, *_: Any) -> None:
         calls[path] += 1
         began.setdefault(path, len(outputs))
 
-    def finish(path: str, out: Any) -> None:
+    def finish(path: str, _: Any, __: Any, out: Any) -> None:
         outputs[path] = out
 
     def found() -> BlockRun:
@@ -595,8 +592,7 @@ def watched_blocks(model: nn.Module) -> Iterator[Callable[[], BlockRun]]:
 
     with Recorder() as recorder:
         for path, block in outer_blocks(model).items():
-            recorder.before(block, lambda *_, path=path: start(path))
-            recorder.after(block, lambda _, __, out, path=path: finish(path, out))
+            recorder.around(block, partial(start, path), partial(finish, path))
         yield found
 
 

@@ -1,8 +1,6 @@
 """Which weights of a model are in memory: those of the block that runs, and of few others.
 
-A layer needs the blocks below it once, and its own: each is read when the forward pass comes to it,
-cast to the type of the run, and let go when the next one comes. Passes of one model take turns, so
-that a block that is read serves all of them.
+Passes of one model take turns, so that a block that is read serves all of them.
 """
 
 from __future__ import annotations
@@ -87,10 +85,10 @@ class _Weight:
 class ResidentWeights:
     """A model without weights, and those that are in it at the moment.
 
-    ``model`` gets its weights from ``source``: those of a block when it is called, or asked for by
-    `fill`. A block is let go when another one comes, unless it is one of the ``kept`` ones and
-    they have room in ``room`` bytes. What lies beside the blocks is read at once and stays, but
-    for large tables of embeddings, whose rows are read for each pass.
+    ``model`` gets its weights from ``source``, cast to the type of the run: those of a block when
+    it is called, or asked for by `fill`. A block is let go when another one comes, unless it is one
+    of the ``kept`` ones and they have room in ``room`` bytes. What lies beside the blocks is read
+    at once and stays, but for large tables of embeddings, whose rows are read for each pass.
     """
 
     def __init__(
@@ -341,13 +339,13 @@ def _chosen_by(one: _Weight) -> str | None:
 
 def without_weights(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """A copy whose parameters have a shape and a type, and no values; its buffers have theirs."""
-    empty = {id(p): nn.Parameter(_empty(p, dtype), requires_grad=False) for p in model.parameters()}
-    made = copied(model, empty)
+
+    def empty(p: Tensor) -> nn.Parameter:
+        kind = dtype if p.is_floating_point() else p.dtype
+        return nn.Parameter(torch.empty_like(p, dtype=kind, device="meta"), requires_grad=False)
+
+    made = copied(model, {id(p): empty(p) for p in model.parameters()})
     return made._apply(lambda t: t if t.is_meta else cast_to(t, device, dtype))
-
-
-def _empty(p: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(p, dtype=dtype if p.is_floating_point() else p.dtype, device="meta")
 
 
 # --- passes that take turns

@@ -346,11 +346,7 @@ def attention_sites(
                 f"`modules` should match at least one module. Found none for `{modules}` among "
                 f"{_some(named)}."
             )
-        outer = {
-            name: m
-            for name, m in found.items()
-            if not any(name.startswith(other + ".") for other in found)
-        }
+        outer = {n: m for n, m in found.items() if not any(n.startswith(f"{o}.") for o in found)}
         for name, module in outer.items():
             held = next((n for n, m in module.named_modules() if n and is_attention(m)), None)
             if held is not None and not is_attention(module):
@@ -362,41 +358,27 @@ def attention_sites(
     # A variant inside other attention is no layer of the model.
     whole = tuple(f"{n}." for n, m in named.items() if _is_whole(m))
     found = {n: m for n, m in named.items() if is_attention(m) and not n.startswith(whole)}
-    inner = {
-        name: m
-        for name, m in found.items()
-        if not any(other.startswith(name + ".") for other in found)
-    }
+    inner = {n: m for n, m in found.items() if not any(o.startswith(f"{n}.") for o in found)}
     # What is not named so may be called either way: the calls decide.
-    chosen = {name: m for name, m in inner.items() if side != "self" or not _is_cross(name, m)}
+    chosen = {n: m for n, m in inner.items() if side != "self" or not _is_cross(n, m)}
     if not chosen and is_attention(model):
         raise InputError(
             "The model should hold attention in a module of its own. Found "
             f"`{type(model).__name__}` by itself; give the model that it is part of."
         )
     if not chosen:
+        by_name = f"name the modules with `modules=` (a regular expression over {_some(named)}), or"
         raise InputError(
             "The model should contain a module whose class name ends in `Attention` or `Attn`. "
-            f"Found none in `{type(model).__name__}`; {_naming(named)}measure any "
+            f"Found none in `{type(model).__name__}`; {by_name if named else ''} measure any "
             f"function by `{OF_FUNCTION}`."
         )
     return chosen
 
 
-def _naming(named: Collection[str]) -> str:
-    if not named:
-        return ""
-    return f"name the modules with `modules=` (a regular expression over {_some(named)}), or "
-
-
 def is_attention(module: nn.Module) -> bool:
     """Whether a module is attention by the name of its class."""
-    return _is_named(type_before_parametrizations(module).__name__)
-
-
-@functools.cache
-def _is_named(kind: str) -> bool:
-    return _NAMED.search(kind) is not None
+    return _NAMED.search(type_before_parametrizations(module).__name__) is not None
 
 
 def _is_whole(module: nn.Module) -> bool:

@@ -1,7 +1,4 @@
-"""Run a model once with hooks and keep what its attention layers saw.
-
-Nothing is patched: hooks live in context managers and are undone on exit.
-"""
+"""Run a model once with hooks and keep what its attention layers saw."""
 
 from __future__ import annotations
 
@@ -176,9 +173,12 @@ def _hook_blocks(recorder: Recorder, record: Trace, by_block: BlockPass) -> None
         return upto is not None and sum(not one.unsure for one in record.calls) > upto
 
     def inside() -> bool:
-        """Whether the last one asked is over, its output projection included."""
+        """Whether the last one asked is over, and what ends it is inside of it."""
         last = record.calls[-1] if enough() else None
-        return briefly and last is not None and len(last.kept) > 1 and _has_projection(last)
+        if last is None or not briefly or len(last.kept) < 2:
+            return False
+        torchs = isinstance(last.module, nn.MultiheadAttention)
+        return torchs or any(same_place(one.y, last.kept[1]) for one in last.inside)
 
     for block in resident.kept:
         hook_start(recorder, record, block, record.model.get_submodule(block))
@@ -241,14 +241,16 @@ def resolve_calls(record: Trace, asked: str | None = None) -> None:
         for one in (*calls, *record.blocks):
             one.have = functools.partial(resident.fill, resident.block_of(one.name))
     for call in calls:
-        if call.in_parts:
-            record.calls.append(call)
-            continue
-        if not _belongs(record, call):
+        if not call.in_parts and not _belongs(record, call):
             record.others.append(call.name)
             continue
-        if not is_attention(call.module) and call.name != asked and call.num_tokens > 1:
-            _check_mixes(call)
+        known = call.in_parts or is_attention(call.module) or call.name == asked
+        if not known and call.num_tokens > 1 and not _mixes(call, call.hidden):
+            raise InputError(
+                f"`modules` should match attention. Found `{call.name}`, a "
+                f"`{type(call.module).__name__}` in which no token reads another; give its whole "
+                "path to have it measured all the same."
+            )
         record.calls.append(call)
 
 
@@ -280,21 +282,6 @@ def _mixes(call: AttentionCall, names: Sequence[str]) -> bool:
     count = call.arguments[names[0]].shape[call.token_axis]
     each = torch.arange(count, device=call.x.device)
     return any(reaches_others(call, names, each == t) for t in {0, count // 2, count - 1})
-
-
-def _check_mixes(call: AttentionCall) -> None:
-    if not _mixes(call, call.hidden):
-        raise InputError(
-            f"`modules` should match attention. Found `{call.name}`, a "
-            f"`{type(call.module).__name__}` in which no token reads another; give its whole path "
-            "to have it measured all the same."
-        )
-
-
-def _has_projection(call: AttentionCall) -> bool:
-    """Whether what ends a finished call is inside of it."""
-    torchs = isinstance(call.module, nn.MultiheadAttention)
-    return torchs or any(same_place(one.y, call.kept[1]) for one in call.inside)
 
 
 # --- overflow in half precision
