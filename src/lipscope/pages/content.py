@@ -14,7 +14,7 @@ from lipscope.display import ENDS
 from lipscope.errors import InputError
 from lipscope.pages import sections
 from lipscope.pages.contrast import Contrast, contrast_of
-from lipscope.pages.moves import Push, as_plain, by_rank, pushes_of
+from lipscope.pages.moves import Push, directions_in_words, pushes_of
 from lipscope.pages.points import (
     REAL,
     Item,
@@ -196,10 +196,10 @@ class Content:
     def directions(self) -> dict[int, list[dict[str, Any]]]:
         """The leading directions of the measurements that are carried one by one, by place."""
         ids = [item.row.id for item in self.points.items]
-        parts: dict[str, dict[int, list[Direction]]] = {}
+        parts: dict[str, list[Direction]] = {}
         for run in self.runs:
-            parts = by_rank(run.direction_parts(ids)) | parts
-        return {k: as_plain(parts[id]) for k, id in enumerate(ids) if id in parts}
+            parts = grouped(run.direction_parts(ids), lambda one: one.id) | parts
+        return {k: directions_in_words(parts[id]) for k, id in enumerate(ids) if id in parts}
 
     @cached_property
     def cards(self) -> list[dict[str, Any]]:

@@ -40,9 +40,6 @@ from lipscope.records import (
 
 Cell = tuple[int | None, int | None, int]  # layer, head, number of tokens
 PAIRED, APART = "the same windows", "two samples"
-_MEAN = {"": None, "_low": rounded_down, "_high": rounded_up}  # and how each is rounded
-_ENDS = {"low": rounded_down, "high": rounded_up}
-_RATIO, _DIFFERENCE = {"ratio": None} | _ENDS, {"difference": None} | _ENDS
 _DEPENDENT = "windows share text, so they are not independent"
 
 
@@ -112,6 +109,13 @@ def _tested_shift(
     }
 
 
+def _enclosed(value: str, low: str, high: str, ends: Iterable[float | None]) -> dict[str, Any]:
+    """A value and its ends, rounded outwards, under these names."""
+    rounded = {value: None, low: rounded_down, high: rounded_up}
+    pairs = zip(rounded.items(), ends, strict=True)
+    return {name: short(end, way) for (name, way), end in pairs}
+
+
 def _folder_of(
     rows: Sequence[Measurement], lengths: Sequence[int], quantity: str, spread: bool
 ) -> _Folder:
@@ -150,14 +154,7 @@ def _exponent_row(
     why = next((f"{side.why} in the {name} folder" for name, side in named if side.why), "")
     ends, tested = _tested_shift(slopes[0], slopes[1], why, shared=bool(shared))
     fits = {name: s.fit and short(s.fit.slope) for name, s in zip("ab", sides, strict=True)}
-    return (
-        fits
-        | {
-            name: short(value, rounded)
-            for (name, rounded), value in zip(_DIFFERENCE.items(), ends, strict=True)
-        }
-        | tested
-    )
+    return fits | _enclosed("difference", "low", "high", ends) | tested
 
 
 def _passage_slope(
@@ -421,25 +418,16 @@ def _ratio_row(
         return None
     dependent = any(share_text(some, paired=False) for some in (mine, other))
     ends, tested = _tested_shift(a, b, _DEPENDENT * dependent, shared=shared)
-    means = {
-        f"{side}{name}": short(math.exp(value), rounded)
+    means = [
+        _enclosed(side, f"{side}_low", f"{side}_high", map(math.exp, enclosed_mean(some)))
         for side, some in (("a", a), ("b", b))
-        for (name, rounded), value in zip(_MEAN.items(), enclosed_mean(some), strict=True)
-    }
+    ]
     if ends[0] is None:
         before, after = (sum(one for one, _ in some) / len(some) for some in (a, b))
         ends = (after - before, None, None)
-    return {
-        "layer": label(cell[0]),
-        "head": cell[1],
-        "n": cell[2],
-        **means,
-        **{
-            name: None if value is None else short(math.exp(value), rounded)
-            for (name, rounded), value in zip(_RATIO.items(), ends, strict=True)
-        },
-        **tested,
-    }
+    ratio = (None if end is None else math.exp(end) for end in ends)
+    place = {"layer": label(cell[0]), "head": cell[1], "n": cell[2]}
+    return place | means[0] | means[1] | _enclosed("ratio", "low", "high", ratio) | tested
 
 
 def _matched(

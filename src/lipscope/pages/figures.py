@@ -411,15 +411,9 @@ def depth_charts(content: Content) -> Drawn:
 def _of_gains(content: Content) -> Drawn:
     for one in content.gains:
         model = content.points.settings[one["s"]]["model"]
-        tokens = [
-            token
-            | {"way": way, "gain": token[way], "upper": token[f"{way}_upper"]}
-            | {"better": token["better"] and way == "split"}
-            for token in one["tokens"]
-            for way in charts.WAYS
-        ]
         name = _file_name(f"{model}-{one['layer']}-{one['sample']}")
-        yield f"gains-{name}", charts.gains_chart(charts.Frame(one["axes"], legend=True), tokens)
+        frame = charts.Frame(one["axes"], legend=True)
+        yield f"gains-{name}", charts.gains_chart(frame, one["tokens"])
 
 
 def push_charts(pushes: Sequence[Push]) -> Drawn:

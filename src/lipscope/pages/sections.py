@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
-from lipscope.charts import MAPS, readable, spread
+from lipscope.charts import MAPS, WAYS, readable, spread
 from lipscope.display import ENDS, rounded_down, rounded_up
 from lipscope.pages.points import (
     REAL,
@@ -78,22 +78,21 @@ def _depth_record(
     for item in items:
         maps.setdefault(item.row.map, {}).setdefault(item.row.layer, []).append(item.row)
     whole = maps.pop("model", {}).get(None, [])
-    lines = [
-        {"map": name, "layer": layer} | mean_of(map(log_ends, rows))
-        for name in MAPS
-        for layer, rows in sorted(maps.get(name, {}).items(), key=lambda one: one[0] or 0)
-    ]
+
+    def means_of(name: str) -> list[dict[str, Any]]:
+        return [
+            {"map": name, "layer": layer, "n": n} | mean_of(map(log_ends, rows))
+            for layer, rows in sorted(maps.get(name, {}).items(), key=lambda one: one[0] or 0)
+        ]
+
+    lines = [mean for name in MAPS for mean in means_of(name)]
     windows, why = _products(maps.get("block", {}), setting[1:4])
-    stack = maps.get("stack", {})
     products = [
-        {"map": "product", "layer": k} | mean_of(chain[k] for chain in windows.values())
+        {"map": "product", "layer": k, "n": n} | mean_of(chain[k] for chain in windows.values())
         for k in range(_depth(windows))
     ]
-    products += [
-        {"map": "stack", "layer": layer} | mean_of(map(log_ends, rows))
-        for layer, rows in sorted(stack.items(), key=lambda one: one[0] or 0)
-    ]
-    means = [mean_of(map(log_ends, whole))] if whole else []
+    products += means_of("stack")
+    means = [{"map": "model", "n": n} | mean_of(map(log_ends, whole))] if whole else []
     return {
         **dict(zip(("model", "metric", "move", "read", "text"), setting, strict=True)),
         "source": source,
@@ -204,12 +203,6 @@ def _times_above(
 # --- gains ----------------------------------------------------------------------------------------
 
 MAX_TOKENS = 20_000  # with gains, that a page carries
-_GAINS = {
-    "split": rounded_down,
-    "split_upper": rounded_up,
-    "moved": rounded_down,
-    "moved_upper": rounded_up,
-}
 
 
 def gains_of(runs: Sequence[Run], settings: Mapping[str, tuple[int, str]]) -> list[dict[str, Any]]:
@@ -224,8 +217,8 @@ def gains_of(runs: Sequence[Run], settings: Mapping[str, tuple[int, str]]) -> li
             s, layer = settings[row_id]
             some = [tokens[index] for index in sorted(tokens)]
             about = {"s": s, "layer": layer, "sample": some[0].sample, "n": len(some)}
-            gains = [_gain_record(one) for one in some]
-            ends = (getattr(one, name) for one in some for name in _GAINS)
+            gains = [gain for one in some for gain in _gain_records(one)]
+            ends = (end for one in some for way in WAYS for end in _gain(one, way))
             records.append(about | {"tokens": gains, "axes": axis_around(ends, 1.1)})
     return records
 
@@ -241,13 +234,21 @@ def _value_records(
                 yield key, kind(**content)
 
 
-def _gain_record(one: TokenGain) -> dict[str, Any]:
-    return {
-        "index": one.index,
-        "text": readable(one.text).strip(" "),
-        "better": one.better_split,
-        **{name: short(getattr(one, name), rounded) for name, rounded in _GAINS.items()},
-    }
+def _gain_records(one: TokenGain) -> Iterator[dict[str, Any]]:
+    for way in WAYS:
+        gain, upper = _gain(one, way)
+        yield {
+            "index": one.index,
+            "text": readable(one.text).strip(" "),
+            "way": way,
+            "gain": short(gain, rounded_down),
+            "upper": short(upper, rounded_up),
+            "better": way == "split" and one.better_split,
+        }
+
+
+def _gain(one: TokenGain, way: str) -> tuple[float | None, float | None]:
+    return getattr(one, way), getattr(one, f"{way}_upper")
 
 
 # --- decisions ------------------------------------------------------------------------------------

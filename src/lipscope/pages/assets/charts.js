@@ -100,13 +100,10 @@ function sandwich() {
     ?? some.find((b) => b.layer === state.layer && b.head === state.head) ?? some[0];
 }
 
-// What a mark stands for, by the name of its index: what it chooses, and what it tells.
-Object.assign(MARKS, {
-  i: [pick, (i) => explainPoint(points[i])],
-  m: [(m) => choose({ layer: means[m].layer, head: means[m].head }), (m) => explainMean(means[m])],
-  t: [(t) => chooseStep(steps[t]), (t) => explainStep(steps[t])],
-  f: [(f) => choose({ layer: fits[f].layer, front: fits[f].layer }), (f) => explainFit(fits[f])],
-});
+registerMarks("i", points, (p) => pick(p.i), explainPoint);
+registerMarks("m", means, (m) => choose({ layer: m.layer, head: m.head }), explainMean);
+registerMarks("t", steps, chooseStep, explainStep);
+registerMarks("f", fits, (f) => choose({ layer: f.layer, front: f.layer }), explainFit);
 function chooseStep(t) {
   const s = group().settings.find((k) => D.settings[k].step === t.step);
   choose({ s, layer: t.layer, front: t.layer });

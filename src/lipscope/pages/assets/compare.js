@@ -1,8 +1,8 @@
 // Two folders side by side: one table of rows is what the charts, the words and the tables show.
 $("compare").hidden = !D.contrast;
-const contrasts = (D.contrast?.tables ?? []).map((t, k) => ({ ...t, rows: records(t.rows), k }));
-const marked = numbered([...contrasts.flatMap((t) => t.rows.map((r) => ({ ...r, k: t.k }))),
-  ...contrasts.flatMap((t) => records(t.exponents).map((r) => ({ ...r, k: t.k, exponent: true })))], "c");
+const contrasts = (D.contrast?.tables ?? []).map((t, k) => ({ ...t, k }));
+const marked = contrasts.flatMap((t) => [...records(t.rows).map((r) => ({ ...r, k: t.k })),
+  ...records(t.exponents).map((r) => ({ ...r, k: t.k, exponent: true }))]);
 
 // The table of the chosen map, metric and quantity, or the nearest one.
 function contrast() {
@@ -25,8 +25,8 @@ const times = (v) => (v === null ? "–" : `× ${number(v, 3)}`);
 const within = (r, digits = 3) => (r.low === null ? "–" : `[${downward(r.low, digits)}, ${upward(r.high, digits)}]`);
 
 const shiftsShown = () => rowsCompared().filter((r) => r.exponent && r.head === headCompared());
-MARKS.c = [(c) => choose({ layer: marked[c].layer, front: state.front === null ? null : marked[c].layer,
-  head: marked[c].head, ...marked[c].exponent ? {} : { at: marked[c].n } }), (c) => explainCompared(marked[c])];
+registerMarks("c", marked, (r) => choose({ layer: r.layer, front: state.front === null ? null : r.layer,
+  head: r.head, ...r.exponent ? {} : { at: r.n } }), explainCompared);
 const verdict = (r) => r.why || `${r.how}: ${r.count}; p = ${number(r.p, 2)}, by Holm ${number(r.holm, 2)}: `
   + (r.changed ? "changed" : "not beyond the sampling");
 function explainCompared(r) {
@@ -75,7 +75,7 @@ DRAWERS.push(() => {
     .every((name) => o[name] === t[name])).map((o) => [o.quantity, o.quantity]);
   fill("compare-controls",
     select("Compared", t.quantity, quantities, (ratio) => choose({ ratio })),
-    select("Length compared", lengthCompared(), lengthsCompared().map((n) => [n, `${n} tokens`]), (at) => choose({ at })),
+    chooseLength("Length compared", lengthCompared(), lengthsCompared(), "at"),
     select("Rows", state.every, [[null, "changed"], ["yes", "all"]], (every) => choose({ every })));
   $("compare-said").textContent = t.said;
   $("sides-title").textContent = `${t.quantity} against the number of tokens`;
