@@ -197,13 +197,7 @@ def training_chart(
     return frame.around(layers, frame.ends, *frame.chosen)
 
 
-def signals_chart(
-    frame: Frame,
-    rows: Data | None = None,
-    alerts: Data | None = None,
-    *,
-    scale: Literal["log", "linear"] = "linear",
-) -> alt.LayerChart:
+def signals_chart(frame: Frame, *, scale: Literal["log", "linear"] = "linear") -> alt.LayerChart:
     """One signal of every layer over the steps of training; triangles and rules are alerts.
 
     The layer of what the whole model has, such as its loss, is "all"; an alert without a value is
@@ -224,7 +218,7 @@ def signals_chart(
     whole = alt.when("datum.layer === 'all'").then(alt.value(INK))
     colour = whole.otherwise(frame.by_layer())
     front = in_front(0.95, 0.12, f"{FRONT} || datum.layer === 'all'")
-    read, told = base("rows", rows), base("alerts", alerts)
+    read, told = base("rows", None), base("alerts", None)
     place: dict[str, Any] = {"x": x, "color": colour, "opacity": front}
     rule = told.transform_filter("datum.value === null").mark_rule(
         color=ORANGE, strokeWidth=1.6, strokeDash=[4, 3]

@@ -222,7 +222,7 @@ def sides_chart(
     title: str = QUANTITY,
 ) -> alt.LayerChart:
     """Geometric means of both runs against the number of tokens, with their 95 % intervals."""
-    label = f"datum.label === 'a' ? {_quoted(names[0])} : {_quoted(names[1])}"
+    label = f"datum.label === 'a' ? {json.dumps(names[0])} : {json.dumps(names[1])}"
     key: dict[str, Any] = {"symbolType": "circle", "orient": "top", "labelLimit": 0}
     inks = {"a": BLUE, "b": ORANGE}
     colour = frame.colours("side:N", inks, labelExpr=label, **key)
@@ -283,8 +283,3 @@ def _differences_by_layer(
         bars.encode(x=x, y=low, y2="high:Q"),
         dots.encode(x=x, y=value, fill=fill, stroke=alt.value(ORANGE), tooltip="c:Q"),
     ]
-
-
-def _quoted(text: str) -> str:
-    """Text inside an expression of Vega."""
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", " ") + "'"

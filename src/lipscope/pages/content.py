@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 from lipscope.charts import kind_of, spaced
-from lipscope.display import ENDS
 from lipscope.errors import InputError
 from lipscope.pages import sections
 from lipscope.pages.contrast import Contrast, contrast_of
@@ -26,12 +25,12 @@ from lipscope.pages.points import (
     items_of,
     label,
     points_of,
+    row_record,
     short,
     training_of,
     windows_of,
 )
 from lipscope.pages.sentences import remarkable, sentences
-from lipscope.pages.table import stable_rank
 from lipscope.records import (
     Bound,
     Direction,
@@ -44,13 +43,6 @@ from lipscope.records import (
 )
 
 _SAID = 300  # curves whose sentences a page carries: they are long
-_NUMBERS = {
-    "sigma": "sigma",
-    "upper": "upper",
-    "relative": "relative",
-    "share": "top_share",
-    "rest": "sigma_rest",
-}
 
 
 def _cards_of(points: Points, tops: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -74,10 +66,7 @@ def _cards_of(points: Points, tops: Mapping[str, str]) -> list[dict[str, Any]]:
             said = _curve_prefix(points.settings, item) + sentences(lines[key], line)
         card = {"s": item.s, "source": item.source, "layer": label(item.row.layer)}
         card |= {"head": item.row.head, "n": line.num_tokens, "word": line.token}
-        if row is not None:
-            numbers = {k: short(getattr(row, of), ENDS.get(of)) for k, of in _NUMBERS.items()}
-            card |= numbers | {"rank": short(stable_rank(row))}
-            card |= {"sample": row.sample, "token": row.top_token}
+        card |= {} if row is None else row_record(row)
         cards.append(card | {"said": said, "first": first})
     return cards
 

@@ -480,8 +480,8 @@ def _contrast_said(
         most = max(changed, key=lambda row: abs(math.log(row["ratio"])))
         head = "" if most["head"] is None else f", head {most['head']}"
         said += (
-            f" Most at layer {most['layer']}{head}, {most['n']} tokens: {_as_factor(most)} "
-            f"({_as_factor(most, 'low')} to {_as_factor(most, 'high')})."
+            f" Most at layer {most['layer']}{head}, {most['n']} tokens: × {most['ratio']:.3g} "
+            f"(× {most['low']:.3g} to × {most['high']:.3g})."
         )
     hows = {row["how"] for row in rows}
     if PAIRED in hows:
@@ -500,7 +500,3 @@ def _contrast_said(
             "probability at least 95 % it names no row that did not change."
         )
     return said + " What the solver leaves open is part of every interval."
-
-
-def _as_factor(row: Mapping[str, Any], name: str = "ratio") -> str:
-    return f"× {row[name]:.3g}"

@@ -286,11 +286,7 @@ def _decision_record(s: int, some: Sequence[Mapping[str, Any]]) -> dict[str, Any
             for one in alone
         ],
         "balls": [
-            {
-                "ball": one["ball"],
-                "count": len(one["tokens"]),
-                **_ball_record(one),
-            }
+            {"ball": one["ball"], "count": len(one["tokens"]), **_ball_record(one)}
             for one in some
             if one["ball"] != "token"
         ],
