@@ -24,6 +24,7 @@ from lipscope.charts.look import (
     base,
     guides,
     in_front,
+    scale_of,
     tooltip,
     trained_length_line,
     up,
@@ -265,14 +266,13 @@ def bounds_chart(
 
     Lines, bars up to `upper`, points; bounds on all inputs are dashed.
     """
-    drawn, domain = base("lines", lines), [*COLOURS]
-    inks = alt.Scale(domain=domain, range=[*COLOURS.values()])
+    drawn = base("lines", lines)
     place: dict[str, Any] = {
         "x": across(),
         "y": up("value:Q", "sigma and its bounds"),
-        "color": alt.Color("group:N", legend=None, scale=inks),
+        "color": alt.Color("group:N", legend=None, scale=scale_of(COLOURS)),
     }
-    dashes = alt.Scale(domain=domain, range=[[1, 0], [1, 0], [1, 0], DASHES])
+    dashes = scale_of({name: DASHES if name == "bound" else [1, 0] for name in COLOURS})
     dash = alt.StrokeDash("group:N", legend=None, scale=dashes)
     dots = drawn.mark_circle(size=34, opacity=1)
     words = base("names", names).mark_text(align="left", dx=8, fontSize=11)

@@ -23,6 +23,7 @@ from lipscope.charts.look import (
     base,
     in_front,
     inline,
+    scale_of,
     up,
 )
 from lipscope.charts.marks import ALL, INK, KINDS, REST
@@ -38,7 +39,9 @@ TITLES: dict[Quantity, str] = {
     "relative": "relative",
     "share": "share of the top token",
 }
-_SHAPES = dict(zip(KINDS, ("square", "circle", "triangle-up", "diamond", "cross"), strict=True))
+_SHAPES: dict[str, str] = dict(
+    zip(KINDS, ("square", "circle", "triangle-up", "diamond", "cross"), strict=True)
+)
 _CELL, _ROW = 26, 34  # pixels of a head and of a layer
 
 
@@ -116,9 +119,7 @@ def exponents_chart(
     colour = frame.colours("series:N", inks, orient="top")
     place: dict[str, Any] = {"y": y, "yOffset": offset, "color": colour}
     bars = some.mark_rule(strokeWidth=2.4, opacity=0.5)
-    filled = alt.Fill(
-        "series:N", scale=alt.Scale(domain=names, range=[*inks.values()]), legend=None
-    )
+    filled = alt.Fill("series:N", scale=scale_of(inks), legend=None)
     fill = alt.when("datum.fits === false").then(alt.value("#ffffff")).otherwise(filled)
     dots = some.mark_point(size=54, strokeWidth=2, opacity=1, cursor="pointer")
     laws = inline([{"s": 0.25, "law": "¼"}, {"s": 0.5, "law": "½"}])
@@ -193,11 +194,8 @@ def heads_chart(
         symbolSize=60,
         values=list(_SHAPES),
     )
-    shape = alt.Shape(
-        "top:N",
-        scale=alt.Scale(domain=[*_SHAPES], range=[*_SHAPES.values()]),
-        legend=kinds if frame.legend else None,
-    )
+    marked = kinds if frame.legend else None
+    shape = alt.Shape("top:N", scale=scale_of(_SHAPES), legend=marked)
     # Small and in the middle: the colour around it says the value.
     kind = some.transform_filter("isValid(datum.top)")
     kind = kind.mark_point(size=54, fill="#ffffff", strokeWidth=1, opacity=1)

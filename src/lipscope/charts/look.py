@@ -212,6 +212,11 @@ def inline(values: Sequence[Mapping[str, Any]]) -> alt.Chart:
     return alt.Chart(alt.InlineData(values=list(values)))
 
 
+def scale_of(looks: Mapping[str, Any]) -> alt.Scale:
+    """What each name looks like."""
+    return alt.Scale(domain=[*looks], range=[*looks.values()])
+
+
 @dataclass(frozen=True)
 class Frame:
     """What every chart of a report is told besides its data."""
@@ -250,7 +255,7 @@ class Frame:
 
     def colours(self, field: str, inks: Mapping[str, str], **legend: Any) -> alt.Color:
         """One colour for each name, with a legend where the chart has one."""
-        scale = alt.Scale(domain=[*inks], range=[*inks.values()])
+        scale = scale_of(inks)
         key = alt.Legend(**{"title": None, "symbolOpacity": 1} | legend)
         return alt.Color(field, scale=scale, legend=key if self.legend else None)
 

@@ -109,16 +109,12 @@ class Content:
         if not any(item.row.sigma for item in self.items):
             places = ", ".join(str(run.path) for run in self.runs)
             found = f"{len(self.items)} rows without one in {places}; their `status` says why"
-            if not self.items:
-                other = "; read its `findings.md`" if self._has_findings() else ""
-                found = f"no rows in {places}{other}"
+            if not self.items:  # an experiment, which may measure other things, said what it found
+                told = any((run.path / "findings.md").exists() for run in self.runs)
+                found = f"no rows in {places}{'; read its `findings.md`' * told}"
             raise InputError(
                 f"`DIR` should hold a row with a finite, positive sigma. Found {found}."
             )
-
-    def _has_findings(self) -> bool:
-        """Whether an experiment, which may measure other things than rows, said what it found."""
-        return any((run.path / "findings.md").exists() for run in self.runs)
 
     @cached_property
     def items(self) -> list[Item]:

@@ -86,10 +86,11 @@ def _depth_record(
         ]
 
     lines = [mean for name in MAPS for mean in means_of(name)]
-    windows, why = _products(maps.get("block", {}), setting[1:4])
+    blocks = maps.get("block", {})
+    windows, why = _products(blocks, setting[1:4])
     products = [
         {"map": "product", "layer": k, "n": n} | mean_of(chain[k] for chain in windows.values())
-        for k in range(_depth(windows))
+        for k in range(len(blocks) if windows else 0)
     ]
     products += means_of("stack")
     means = [{"map": "model", "n": n} | mean_of(map(log_ends, whole))] if whole else []
@@ -109,10 +110,6 @@ def _depth_record(
 
 
 _Chain = list[tuple[float, float]]  # logarithm of the product up to each block: its two ends
-
-
-def _depth(windows: Mapping[str, _Chain]) -> int:
-    return min((len(chain) for chain in windows.values()), default=0)
 
 
 def _products(
@@ -156,7 +153,7 @@ def _product_said(
         if why:
             yield f"No product of the blocks: {why}."
         return
-    blocks, last = maps["block"], _depth(windows) - 1
+    blocks, last = maps["block"], len(maps["block"]) - 1
     yield (
         f"Product: of the sigmas of blocks 0 to {last}, window by window. Each block reads what "
         "the one before it gives (their norms agree), so up to the solver's intervals the product "
