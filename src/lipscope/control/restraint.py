@@ -367,14 +367,9 @@ class QueryKeyClip(_Scaling, name="query-key-clip"):
         shared = layer.num_groups != layer.num_heads
         if layer.key is layer.query:
             raise _not_own(self.name, index)
-        each = factor if shared else factor.sqrt()
+        rows = (factor if shared else factor.sqrt()).repeat_interleave(layer.head_width)
         sides = [layer.query, layer.query_bias] + [layer.key, layer.key_bias] * (not shared)
-        rows = [each.repeat_interleave(layer.head_width) for _ in sides]
-        return [
-            (tensor, by.view(-1, *[1] * (tensor.ndim - 1)).to(tensor))
-            for tensor, by in zip(sides, rows, strict=True)
-            if tensor is not None
-        ]
+        return [(t, rows.view(-1, *[1] * (t.ndim - 1)).to(t)) for t in sides if t is not None]
 
 
 class SigmaCap(_Scaling, name="sigma-cap"):

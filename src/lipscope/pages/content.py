@@ -241,9 +241,9 @@ class Content:
         points, windows = self.points, self.windows
         training = self.training
         remarks = [*points.remarks, *filter(None, [windows.remark, training.remark])]
-        groups = {s: training.group_of(s) for s in range(len(points.settings))}
+        groups = {s: g for g, one in enumerate(training.groups) for s in one["settings"]}
         return {
-            "settings": [one | {"group": groups[s]} for s, one in enumerate(points.settings)],
+            "settings": [one | {"group": groups.get(s)} for s, one in enumerate(points.settings)],
             "groups": training.groups,
             "steps": as_columns(training.means),
             "layers": self.layers,

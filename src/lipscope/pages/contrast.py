@@ -248,8 +248,8 @@ def contrast_of(runs: Sequence[Run]) -> Contrast:
         raise InputError(f"`compare` should have two different run folders. Found {found}.")
     by_path = folder_names(runs)
     names = (by_path[str(runs[0].path)], by_path[str(runs[1].path)])
-    items = [[i for i in items_of([run]) if i.kind == REAL] for run in runs]
-    items = [[i for i in some if usable(i.row.sigma)] for some in items]
+    every = [items_of([run]) for run in runs]
+    items = [[i for i in some if i.kind == REAL and usable(i.row.sigma)] for some in every]
     cells = [_rows_by_cell(some, other) for some, other in (items, items[::-1])]
     shared = [place for place in cells[0] if place in cells[1]]
     both = {place: [k for k in cells[0][place] if k in cells[1][place]] for place in shared}
@@ -257,17 +257,12 @@ def contrast_of(runs: Sequence[Run]) -> Contrast:
         raise InputError(_nothing(names, items))
     spread = [run.paired for run in runs]
     tables = [
-        table
+        _contrast_table(place, quantity, places, cells[0][place], cells[1][place], spread)
         for place, places in both.items()
-        if places
         for quantity in QUANTITIES
-        if (
-            table := _contrast_table(
-                place, quantity, places, cells[0][place], cells[1][place], spread
-            )
-        )
     ]
-    return Contrast(names, _differences(runs, items), tables, _unshared(names, runs, cells))
+    tables = [table for table in tables if table is not None]
+    return Contrast(names, _differences(runs, items), tables, _unshared(names, every, cells))
 
 
 # --- what is compared with what --------------------------------------------------------------
@@ -348,7 +343,7 @@ def _differences(
 
 
 def _unshared(
-    names: tuple[str, str], runs: Sequence[Run], cells: tuple[_Cells, _Cells] | list[_Cells]
+    names: tuple[str, str], items: Sequence[Sequence[Item]], cells: Sequence[_Cells]
 ) -> list[str]:
     """What only one of the folders has, and what no interval speaks of."""
     said = []
@@ -358,7 +353,7 @@ def _unshared(
         if count:
             what = "layer, head or length" if count == 1 else "layers, heads or lengths"
             said.append(f"{count:,} {what} only in {name}.")
-    built = sum(i.kind != REAL for run in runs for i in items_of([run]))
+    built = sum(i.kind != REAL for some in items for i in some)
     if built:
         said.append(f"{built:,} rows at built inputs are no sample of a text, and not compared.")
     return said

@@ -90,16 +90,12 @@ def windows_of(
     """The tokens of these rows, in their order."""
     import polars as pl
 
-    wanted = set(ids)
+    wanted = pl.col("id").is_in(sorted(set(ids)))
+    wanted = wanted if most is None else wanted & (pl.col("index") < most)
     found: dict[str, list[TokenShare]] = {}
     for run in runs:
-        if not wanted:
-            break
-        some = run.tokens.lazy().filter(pl.col("id").is_in(sorted(wanted)))
-        frame = (some if most is None else some.filter(pl.col("index") < most)).collect()
-        for one in records_of(TokenShare, frame.sort("id", "index")):
-            found.setdefault(one.id, []).append(one)
-        wanted -= found.keys()
+        tokens = records_of(TokenShare, run.tokens.filter(wanted).sort("id", "index"))
+        found = grouped(tokens, lambda one: one.id) | found
     return found
 
 
@@ -539,11 +535,6 @@ class Training:
     # Step at which the axis turns from linear to logarithmic; None for a linear one
     turn: float | None = None
     remark: str | None = None  # what was left out, or None
-
-    def group_of(self, setting: int) -> int | None:
-        """Place of the group that a setting belongs to."""
-        found = (g for g, group in enumerate(self.groups) if setting in group["settings"])
-        return next(found, None)
 
 
 def training_of(items: Sequence[Item], settings: Sequence[dict[str, Any]]) -> Training:

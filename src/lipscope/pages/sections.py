@@ -447,11 +447,10 @@ def _sigma_line(row: Measurement) -> dict[str, Any]:
 
 
 def _bound_line(row: Measurement, bound: Bound) -> dict[str, Any]:
+    names = ("theorem", "statement", "cite", "kind", "sound")
     ball = "" if bound.eps is None else f", eps = {bound.eps:.3g}"
     return {
-        **{
-            name: getattr(bound, name) for name in ("theorem", "statement", "cite", "kind", "sound")
-        },
+        **{name: getattr(bound, name) for name in names},
         "scope": bound.scope + ball,
         "value": short(bound.value, rounded_down if bound.kind == "lower" else rounded_up),
         "upper": None,

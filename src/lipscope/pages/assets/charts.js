@@ -142,7 +142,7 @@ function explainMean(m) {
 
 function explainStep(t) {
   return [make("b", {}, `step ${t.step}: ${layerName(t.layer)}, ${headName(t.head)}, ${t.n} tokens`),
-    line(`sigma ${t.open ? "" : `${number(t.sigma)} in `}${between(t)}`), line(meanOf(t))];
+    line(`sigma ${number(t.sigma)} in ${between(t)}`), line(meanOf(t))];
 }
 
 const KINDS = { real: "all tokens move", rest: "top token fixed" };
