@@ -174,13 +174,13 @@ def training_chart(
     ``turn`` is the step at which the axis turns from linear to logarithmic; None for a linear one.
     """
     span: dict[str, Any] = {"domain": alt.ExprRef("axes.x"), "nice": False}
-    kind = {"type": "linear", "zero": False} if turn is None else {"type": "symlog"}
-    more = {} if turn is None else {"constant": turn}
+    linear = {"type": "linear", "zero": False}
+    kind: dict[str, Any] = linear if turn is None else {"type": "symlog", "constant": turn}
     axis = {"format": ",d", "labelOverlap": True, "grid": False}
     x = alt.X(
         "step:Q",
         title="training step",
-        scale=alt.Scale(**kind, **more, **span),
+        scale=alt.Scale(**kind, **span),
         axis=alt.Axis(values=alt.ExprRef("axes.xticks"), **axis),
     )
     y, colour = up("sigma:Q", "sigma"), frame.by_layer()
