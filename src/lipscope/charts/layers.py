@@ -240,44 +240,35 @@ def sides_chart(
     return frame.around(parts, frame.ends)
 
 
-def ratios_chart(
-    frame: Frame, ratios: Data | None = None, *, title: str = QUANTITY
+def changes_chart(
+    frame: Frame,
+    changes: Data | None = None,
+    *,
+    of: Literal["ratio", "difference"] = "ratio",
+    title: str = QUANTITY,
 ) -> alt.LayerChart:
-    """The second run divided by the first, layer by layer at one length, with 95 % intervals.
+    """The second run against the first, layer by layer, with 95 % intervals.
 
-    Full marks changed beyond the sampling, hollow ones did not; without an interval, ``low`` is
-    null.
+    The ratio at one length, or the difference of exponents. Full marks changed beyond the sampling,
+    hollow ones did not; without an interval, ``low`` is null. Dashed: no change.
     """
-    value, low = (up(field, title) for field in ("ratio:Q", "low:Q"))
-    return frame.around(
-        _differences_by_layer(frame, base("ratios", ratios), value, low, 1.0), frame.ends
-    )
-
-
-def shifts_chart(
-    frame: Frame, shifts: Data | None = None, *, title: str = QUANTITY
-) -> alt.LayerChart:
-    """Exponents of the second run less those of the first, likewise."""
-    value, low = (
-        alt.Y(field, title=title, scale=alt.Scale(nice=True), axis=alt.Axis(tickCount=6))
-        for field in ("difference:Q", "low:Q")
-    )
-    return frame.around(_differences_by_layer(frame, base("shifts", shifts), value, low, 0.0))
-
-
-def _differences_by_layer(
-    frame: Frame, some: alt.Chart, value: alt.Y, low: alt.Y, same: float
-) -> list[alt.Chart]:
-    """A mark for each layer with its interval, and a line where nothing differs."""
     x = alt.X("layer:N", sort=list(frame.layers), title="layer", axis=alt.Axis(labelAngle=0))
+    if of == "ratio":
+        (y, low), same = (up(f"{field}:Q", title) for field in (of, "low")), 1.0
+    else:
+        plain = {"scale": alt.Scale(nice=True), "axis": alt.Axis(tickCount=6)}
+        y, low = (alt.Y(f"{field}:Q", title=title, **plain) for field in (of, "low"))
+        same = 0.0
+    some = base("changes", changes)
     line = some.mark_rule(color=QUIET, strokeDash=DASHES)
     bars = some.transform_filter("isValid(datum.low)")
     bars = bars.mark_rule(strokeWidth=1.8, color=INK, opacity=0.7)
     fill = alt.when("datum.changed").then(alt.value(ORANGE)).otherwise(alt.value("#ffffff"))
     look: Mapping[str, Any] = {"strokeWidth": 1.8, "color": ORANGE, "filled": True, "opacity": 1}
     dots = some.mark_point(size=70, cursor="pointer", **look)
-    return [
+    parts = [
         line.encode(y=alt.datum(same, type="quantitative")),
         bars.encode(x=x, y=low, y2="high:Q"),
-        dots.encode(x=x, y=value, fill=fill, stroke=alt.value(ORANGE), tooltip="c:Q"),
+        dots.encode(x=x, y=y, fill=fill, stroke=alt.value(ORANGE), tooltip="c:Q"),
     ]
+    return frame.around(parts, frame.ends)

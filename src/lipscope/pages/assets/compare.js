@@ -48,10 +48,10 @@ CHARTS.sides = { spec: "sides", say: () => `Both folders against the number of t
       low: r[`${side}_low`], high: r[`${side}_high`] }))) }),
   signals: () => ({ axes: contrast().axes, quantity: contrast().quantity }), empty: "Nothing to compare." };
 CHARTS.ratios = { spec: "ratios", say: () => `Ratio of the second folder to the first by layer, ${lengthCompared()} tokens`,
-  data: () => ({ ratios: comparedRows().filter((r) => r.n === lengthCompared() && r.head === headCompared()) }),
+  data: () => ({ changes: comparedRows().filter((r) => r.n === lengthCompared() && r.head === headCompared()) }),
   signals: () => ({ axes: contrast().ratios, quantity: `${contrast().quantity}: second / first` }), empty: "Nothing to compare." };
 CHARTS.shifts = { spec: "shifts", say: () => "Exponents of the second folder less those of the first, by layer",
-  data: () => ({ shifts: shiftsShown().filter((r) => r.difference !== null) }), signals: () => ({ quantity: `exponent of ${contrast().quantity}: second − first` }),
+  data: () => ({ changes: shiftsShown().filter((r) => r.difference !== null) }), signals: () => ({ quantity: `exponent of ${contrast().quantity}: second − first` }),
   empty: "No exponents to compare." };
 COLUMNS.difference = column("difference", (r) => r.difference, (r) => number(r.difference, 2));
 COLUMNS.side = column("folder", (r) => r.side, (r) => D.contrast.names[r.side === "a" ? 0 : 1], "whole");
@@ -61,8 +61,8 @@ COLUMNS.within = column("95 %", (r) => r.low, (r) => within(r));
 COLUMNS.holm = column("p by Holm", (r) => r.holm, (r) => number(r.holm, 2));
 COLUMNS.changed = column("changed", (r) => String(r.changed), (r) => (r.changed ? "yes" : "no"), "whole");
 TABLES.sides = ["means", "n side mean between"];
-TABLES.shifts = ["shifts", "layer difference within holm changed"];
-TABLES.ratios = ["ratios", "layer ratio within holm changed"];
+TABLES.shifts = ["changes", "layer difference within holm changed"];
+TABLES.ratios = ["changes", "layer ratio within holm changed"];
 
 DRAWERS.push(() => {
   const t = contrast();
