@@ -25,7 +25,6 @@ from .layers import (
     depth_chart as depth_chart,
     exponents_chart as exponents_chart,
     heads_chart as heads_chart,
-    product_chart as product_chart,
     sides_chart as sides_chart,
     slopes_chart as slopes_chart,
 )

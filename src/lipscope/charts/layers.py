@@ -30,8 +30,12 @@ from lipscope.charts.marks import ALL, INK, KINDS, REST
 
 MAPS = {"attention": BLUE, "normed": PURPLE, "heads": QUIET, "residual": GREEN, "block": ORANGE}
 """Maps of a layer and their colours."""
-# What is said of several blocks: the product of their sigmas, sigma of all of them together.
-_TOGETHER = {"product": ORANGE, "stack": BLUE}
+# Charts through depth: title, heading of the legend, and inks. Products are of several blocks: the
+# product of their sigmas, sigma of all of them together.
+_DEPTHS = {
+    "lines": ("sigma", "map", MAPS),
+    "products": ("sigma, product of sigmas", "blocks 0 to", {"product": ORANGE, "stack": BLUE}),
+}
 SIDES = ("a", "b")
 Quantity = Literal["sigma", "relative", "share"]
 TITLES: dict[Quantity, str] = {
@@ -49,24 +53,18 @@ _CELL, _ROW = 26, 34  # pixels of a head and of a layer
 
 
 def depth_chart(
-    frame: Frame, lines: Data | None = None, whole: Data | None = None
+    frame: Frame,
+    values: Data | None = None,
+    whole: Data | None = None,
+    *,
+    of: Literal["lines", "products"] = "lines",
 ) -> alt.LayerChart:
-    """Sigma of every map, layer by layer, and that of the model's map as a line across."""
-    return _through_depth(frame, base("lines", lines), whole, "sigma", "map", MAPS)
+    """Sigma of every map, layer by layer, and the model's map as a band and a dashed line across.
 
-
-def product_chart(
-    frame: Frame, products: Data | None = None, whole: Data | None = None
-) -> alt.LayerChart:
-    """The product of the blocks up to each layer, sigma of them together, and the model's map."""
-    title, key = "sigma, product of sigmas", "blocks 0 to"
-    return _through_depth(frame, base("products", products), whole, title, key, _TOGETHER)
-
-
-def _through_depth(
-    frame: Frame, lines: alt.Chart, whole: Data | None, title: str, key: str, inks: dict[str, str]
-) -> alt.LayerChart:
-    """Bars, a line and points in each ink; the model's map as a band and a dashed line across."""
+    Or the product of the blocks up to each layer, and sigma of them together.
+    """
+    title, key, inks = _DEPTHS[of]
+    lines = base(of, values)
     colour = frame.colours("map:N", inks, title=key, symbolType="circle")
     axis = alt.Axis(format="d", tickMinStep=1, grid=False)
     x = alt.X("layer:Q", title="layer", axis=axis, scale=alt.Scale(nice=False, padding=14))

@@ -49,7 +49,7 @@ def blank_charts(layers: Sequence[str], turn: float | None) -> dict[str, charts.
         "ratios": charts.changes_chart,
         "shifts": partial(charts.changes_chart, of="difference"),
         "depth": charts.depth_chart,
-        "products": charts.product_chart,
+        "products": partial(charts.depth_chart, of="products"),
         "gains": charts.gains_chart,
     }
     heights = {"bounds": 380}
@@ -401,8 +401,8 @@ def depth_charts(content: Content) -> Drawn:
         frames = {what: charts.Frame(axes, legend=True) for what, axes in one["axes"].items()}
         yield f"depth{name}", charts.depth_chart(frames["layers"], one["lines"], one["whole"])
         if one["products"]:
-            chart = charts.product_chart(frames["products"], one["products"], one["whole"])
-            yield f"products{name}", chart
+            products = (frames["products"], one["products"], one["whole"])
+            yield f"products{name}", charts.depth_chart(*products, of="products")
 
 
 def _of_gains(content: Content) -> Drawn:
