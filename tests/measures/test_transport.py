@@ -303,7 +303,7 @@ HALF = torch.tensor([0.5, 0.5])
         ),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(make, message) -> None:
+def test_what_cannot_be_is_said_in_one_line(make, message, unchecked) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         make()
 

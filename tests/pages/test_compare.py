@@ -315,8 +315,8 @@ def test_edits_and_gains_reach_the_page(tmp_path: Path) -> None:
     assert (first["recipe"], first["rate"]) == ("sigma", 1.0)
     assert first["low"] == pytest.approx(0.025)  # Clopper–Pearson of one of one: the tail
     (gains,) = data["gains"]
-    assert [t["better"] for t in gains["tokens"]] == [False, True]
-    assert [t["text"] for t in gains["tokens"]] == ["[CLS]", "cat"]
+    assert [t["better"] for t in gains["tokens"]] == [False, False, False, True]
+    assert [t["text"] for t in gains["tokens"] if t["way"] == "split"] == ["[CLS]", "cat"]
 
 
 def test_certified_radii_reach_the_page(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ gradient of ``X -> <u, J(X) v>`` at fixed ``u, v`` is that of sigma.
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,7 +55,6 @@ def ascend(
     start: Tensor | Sequence[Tensor] | None = None,
     generator: torch.Generator | None = None,
     memory: int = 2**30,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Ascent:
     """Maximise sigma over inputs whose tokens have norm at most ``radius``.
 
@@ -76,7 +74,6 @@ def ascend(
         start: One input ``(n, d)`` or several, for example constructions.
         generator: Source of starts; torch's global one if None.
         memory: Bytes for one batch of restarts, roughly; halving is within a batch.
-        progress: Called as ``progress(done, total)`` after every step of every batch.
 
     Source: derived here (``docs/theory/inputs.md``).
     """
@@ -90,14 +87,8 @@ def ascend(
     scores = layer.num_heads * num_tokens**2 + 8 * num_tokens * x.shape[-1]
     size = max(1, memory // (_COPIES * scores * x.element_size()))
     batches = list(zip(x.split(size), v.split(size), strict=True))
-    done = itertools.count(1)
-
-    def step() -> None:
-        if progress is not None:
-            progress(next(done), steps * len(batches))
-
     with few_threads(len(batches[0][0]) * num_tokens * x.shape[-1]):
-        parts = [_ascend_batch(search, xs, vs, radius, steps, step) for xs, vs in batches]
+        parts = [_ascend_batch(search, xs, vs, radius, steps) for xs, vs in batches]
     first, values, points = (torch.cat(list(part)) for part in zip(*parts, strict=True))
     # NaN (a start that overflows) must lose, which argmax alone would not see to.
     winner = int(values.nan_to_num(nan=-1.0).argmax())
@@ -169,7 +160,7 @@ def check_size(num_tokens: int, radius: float, *, least: int = 1) -> None:
 
 
 def _ascend_batch(
-    layer: Attention, x: Tensor, v: Tensor, radius: float, steps: int, told: Callable[[], None]
+    layer: Attention, x: Tensor, v: Tensor, radius: float, steps: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Values at the start, best values, and where they were found."""
     value, gradient, v = sigma_gradient(layer, x, v, steps=4 * _KRYLOV_STEPS)
@@ -192,7 +183,6 @@ def _ascend_batch(
             torch.where(_shape(finite), new, old)
             for new, old in ((trial, x), (slope, gradient), (right, v))
         )
-        told()
     return first, best, points
 
 
@@ -204,7 +194,6 @@ class _Momentum:
         self.rate = _RATE * radius / math.sqrt(x.shape[-1])
 
     def keep(self, kept: Tensor) -> None:
-        """Go on with some inputs of the batch."""
         self.mean, self.square = self.mean[kept], self.square[kept]
 
     def step(self, gradient: Tensor, share: float) -> Tensor:

@@ -126,11 +126,10 @@ def attack_in_ball(
         layer, of = in_double(layer, head), map
         x = tokens_of(layer, x)
     radii = per_token(eps, len(x), ball)
-    search = _Search(layer, x, radii, ball, of, seed)
     top = sigma_of(layer, x, of, seed)
-    search.sigma = top.sigma
     if not bool((radii > 0).any()):
         return BallAttack(top.sigma, top.sigma, x, 0)
+    search = _Search(layer, x, radii[:, None], ball, of, seed, top.sigma)
     search.see(search.inside(top.v * radii.max() * 1e-3))  # sigma itself, nearly
     for start in (top.v, -top.v):
         search.see(search.to_edge(start))
@@ -142,27 +141,25 @@ def attack_in_ball(
     return BallAttack(search.ratio, search.sigma, search.worst, random + 2 * ascents + 3)
 
 
+@dataclass(eq=False)
 class _Search:
     """The best values seen so far, and moves that stay inside the ball."""
 
-    def __init__(
-        self,
-        layer: Function,
-        x: Tensor,
-        radii: Tensor,
-        ball: BallName,
-        map: Map | None,
-        seed: int,
-    ) -> None:
-        self.layer, self.x, self.radii = layer, x, radii[:, None]
-        self.ball: BallName = ball
-        self.map: Map | None = map
-        self.seed = seed
-        self.generator = torch.Generator().manual_seed(seed)
+    layer: Function
+    x: Tensor
+    radii: Tensor  # ``(n, 1)``
+    ball: BallName
+    map: Map | None
+    seed: int
+    sigma: float
+    ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+        layer = self.layer
         # its slopes say where to go: twice as fast, and what is found is measured as the layer is
         self.rough = copy.deepcopy(layer).float() if isinstance(layer, Attention) else layer
-        self.here = self.f(x).detach()
-        self.ratio, self.sigma, self.worst = 0.0, 0.0, x
+        self.here, self.worst = self.f(self.x).detach(), self.x
 
     def f(self, x: Tensor) -> Tensor:
         """The map."""

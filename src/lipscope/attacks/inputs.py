@@ -379,17 +379,11 @@ def l2_opposed(layer: Attention, *, head: int = 0, num_tokens: int, radius: floa
     check_size(num_tokens, radius, least=2)
     if not isinstance(layer, L2Attention):
         raise InputError(f"not available: made for L2 attention. Found `{type(layer).__name__}`.")
-    layer.check_head(head)
+    one = layer.head(head).in_double()
     if layer.mask is not None and not bool(layer.mask.all()):
         raise InputError("not available: its mask is neither empty nor causal.")
-    query, value = (
-        w.detach().to("cpu", torch.float64).unflatten(0, (layer.num_heads, -1))[head]
-        for w in (layer.query, layer.value)
-    )
-    if layer.output is not None:
-        parts = layer.output.detach().to("cpu", torch.float64).unflatten(1, (layer.num_heads, -1))
-        value = parts[:, head] @ value
-    _, size, right = torch.linalg.svd(query, full_matrices=False)
+    value = one.value if one.output is None else one.output @ one.value
+    _, size, right = torch.linalg.svd(one.query, full_matrices=False)
     if not size[0] > 0:
         raise InputError(f"not available: the queries of head {head} are zero.")
     c = math.sqrt(1 + phi_inverse(float(num_tokens - 1)))
@@ -399,16 +393,10 @@ def l2_opposed(layer: Attention, *, head: int = 0, num_tokens: int, radius: floa
     p = torch.softmax(-((at * size[0]) ** 2), dim=0)
     spread = float(p @ at**2 - (p @ at) ** 2)
     block = p[0] * value + 2 * spread * float(size[0]) ** 2 * torch.outer(value @ u, u)
+    norm = float(torch.linalg.matrix_norm(block, 2))
     x = at[:, None] * u
-    x = x.flip(0) if layer.causal else x
-    return Construction(
-        x.to(layer.query),
-        "l2_opposed",
-        "Theorem 3.2",
-        "kim2021",
-        float(torch.linalg.matrix_norm(block, 2)),
-        head=head,
-    )
+    x = (x.flip(0) if layer.causal else x).to(layer.query)
+    return Construction(x, "l2_opposed", "Theorem 3.2", "kim2021", norm, head=head)
 
 
 # --- the worst of them

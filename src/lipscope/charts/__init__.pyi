@@ -21,12 +21,10 @@ from .layers import (
     MAPS as MAPS,
     SIDES as SIDES,
     TITLES as TITLES,
+    changes_chart as changes_chart,
     depth_chart as depth_chart,
     exponents_chart as exponents_chart,
     heads_chart as heads_chart,
-    product_chart as product_chart,
-    ratios_chart as ratios_chart,
-    shifts_chart as shifts_chart,
     sides_chart as sides_chart,
     slopes_chart as slopes_chart,
 )

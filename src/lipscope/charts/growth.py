@@ -24,6 +24,7 @@ from lipscope.charts.look import (
     base,
     guides,
     in_front,
+    scale_of,
     tooltip,
     trained_length_line,
     up,
@@ -174,13 +175,13 @@ def training_chart(
     ``turn`` is the step at which the axis turns from linear to logarithmic; None for a linear one.
     """
     span: dict[str, Any] = {"domain": alt.ExprRef("axes.x"), "nice": False}
-    kind = {"type": "linear", "zero": False} if turn is None else {"type": "symlog"}
-    more = {} if turn is None else {"constant": turn}
+    linear = {"type": "linear", "zero": False}
+    kind: dict[str, Any] = linear if turn is None else {"type": "symlog", "constant": turn}
     axis = {"format": ",d", "labelOverlap": True, "grid": False}
     x = alt.X(
         "step:Q",
         title="training step",
-        scale=alt.Scale(**kind, **more, **span),
+        scale=alt.Scale(**kind, **span),
         axis=alt.Axis(values=alt.ExprRef("axes.xticks"), **axis),
     )
     y, colour = up("sigma:Q", "sigma"), frame.by_layer()
@@ -198,13 +199,7 @@ def training_chart(
     return frame.around(layers, frame.ends, *frame.chosen)
 
 
-def signals_chart(
-    frame: Frame,
-    rows: Data | None = None,
-    alerts: Data | None = None,
-    *,
-    scale: Literal["log", "linear"] = "linear",
-) -> alt.LayerChart:
+def signals_chart(frame: Frame, *, scale: Literal["log", "linear"] = "linear") -> alt.LayerChart:
     """One signal of every layer over the steps of training; triangles and rules are alerts.
 
     The layer of what the whole model has, such as its loss, is "all"; an alert without a value is
@@ -225,7 +220,7 @@ def signals_chart(
     whole = alt.when("datum.layer === 'all'").then(alt.value(INK))
     colour = whole.otherwise(frame.by_layer())
     front = in_front(0.95, 0.12, f"{FRONT} || datum.layer === 'all'")
-    read, told = base("rows", rows), base("alerts", alerts)
+    read, told = base("rows", None), base("alerts", None)
     place: dict[str, Any] = {"x": x, "color": colour, "opacity": front}
     rule = told.transform_filter("datum.value === null").mark_rule(
         color=ORANGE, strokeWidth=1.6, strokeDash=[4, 3]
@@ -272,14 +267,13 @@ def bounds_chart(
 
     Lines, bars up to `upper`, points; bounds on all inputs are dashed.
     """
-    drawn, domain = base("lines", lines), [*COLOURS]
-    inks = alt.Scale(domain=domain, range=[*COLOURS.values()])
+    drawn = base("lines", lines)
     place: dict[str, Any] = {
         "x": across(),
         "y": up("value:Q", "sigma and its bounds"),
-        "color": alt.Color("group:N", legend=None, scale=inks),
+        "color": alt.Color("group:N", legend=None, scale=scale_of(COLOURS)),
     }
-    dashes = alt.Scale(domain=domain, range=[[1, 0], [1, 0], [1, 0], DASHES])
+    dashes = scale_of({name: DASHES if name == "bound" else [1, 0] for name in COLOURS})
     dash = alt.StrokeDash("group:N", legend=None, scale=dashes)
     dots = drawn.mark_circle(size=34, opacity=1)
     words = base("names", names).mark_text(align="left", dx=8, fontSize=11)

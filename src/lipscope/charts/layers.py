@@ -23,14 +23,19 @@ from lipscope.charts.look import (
     base,
     in_front,
     inline,
+    scale_of,
     up,
 )
 from lipscope.charts.marks import ALL, INK, KINDS, REST
 
 MAPS = {"attention": BLUE, "normed": PURPLE, "heads": QUIET, "residual": GREEN, "block": ORANGE}
 """Maps of a layer and their colours."""
-# What is said of several blocks: the product of their sigmas, sigma of all of them together.
-_TOGETHER = {"product": ORANGE, "stack": BLUE}
+# Charts through depth: title, heading of the legend, and inks. Products are of several blocks: the
+# product of their sigmas, sigma of all of them together.
+_DEPTHS = {
+    "lines": ("sigma", "map", MAPS),
+    "products": ("sigma, product of sigmas", "blocks 0 to", {"product": ORANGE, "stack": BLUE}),
+}
 SIDES = ("a", "b")
 Quantity = Literal["sigma", "relative", "share"]
 TITLES: dict[Quantity, str] = {
@@ -38,7 +43,9 @@ TITLES: dict[Quantity, str] = {
     "relative": "relative",
     "share": "share of the top token",
 }
-_SHAPES = dict(zip(KINDS, ("square", "circle", "triangle-up", "diamond", "cross"), strict=True))
+_SHAPES: dict[str, str] = dict(
+    zip(KINDS, ("square", "circle", "triangle-up", "diamond", "cross"), strict=True)
+)
 _CELL, _ROW = 26, 34  # pixels of a head and of a layer
 
 
@@ -46,36 +53,24 @@ _CELL, _ROW = 26, 34  # pixels of a head and of a layer
 
 
 def depth_chart(
-    frame: Frame, lines: Data | None = None, whole: Data | None = None
-) -> alt.LayerChart:
-    """Sigma of every map, layer by layer, and that of the model's map as a line across."""
-    return _through_depth(frame, "lines", lines, whole, "sigma", "map", MAPS)
-
-
-def product_chart(
-    frame: Frame, products: Data | None = None, whole: Data | None = None
-) -> alt.LayerChart:
-    """The product of the blocks up to each layer, sigma of them together, and the model's map."""
-    title, key = "sigma, product of sigmas", "blocks 0 to"
-    return _through_depth(frame, "products", products, whole, title, key, _TOGETHER)
-
-
-def _through_depth(
     frame: Frame,
-    name: str,
-    values: Data | None,
-    whole: Data | None,
-    title: str,
-    key: str,
-    inks: dict[str, str],
+    values: Data | None = None,
+    whole: Data | None = None,
+    *,
+    of: Literal["lines", "products"] = "lines",
 ) -> alt.LayerChart:
-    """Bars, a line and points in each ink; the model's map as a band and a dashed line across."""
+    """Sigma of every map, layer by layer, and the model's map as a band and a dashed line across.
+
+    Or the product of the blocks up to each layer, and sigma of them together.
+    """
+    title, key, inks = _DEPTHS[of]
+    lines = base(of, values)
     drawn = {str(line["map"]) for line in values or ()}
     colour = frame.colours("map:N", inks, drawn, title=key, symbolType="circle")
     axis = alt.Axis(format="d", tickMinStep=1, grid=False)
     x = alt.X("layer:Q", title="layer", axis=axis, scale=alt.Scale(nice=False, padding=14))
     y, low = up("sigma:Q", title), up("low:Q", title)
-    lines, model = base(name, values), base("whole", whole)
+    model = base("whole", whole)
     band = model.mark_rect(opacity=0.12, color=INK)
     dashes = model.mark_rule(strokeDash=DASHES, strokeWidth=1.6, color=INK)
     word = model.mark_text(align="right", baseline="bottom", dy=-3, color=INK, fontSize=11)
@@ -125,9 +120,7 @@ def exponents_chart(
     colour = frame.colours("series:N", inks, drawn, orient="top")
     place: dict[str, Any] = {"y": y, "yOffset": offset, "color": colour}
     bars = some.mark_rule(strokeWidth=2.4, opacity=0.5)
-    filled = alt.Fill(
-        "series:N", scale=alt.Scale(domain=names, range=[*inks.values()]), legend=None
-    )
+    filled = alt.Fill("series:N", scale=scale_of(inks), legend=None)
     fill = alt.when("datum.fits === false").then(alt.value("#ffffff")).otherwise(filled)
     dots = some.mark_point(size=54, strokeWidth=2, opacity=1, cursor="pointer")
     laws = inline([{"s": 0.25, "law": "¼"}, {"s": 0.5, "law": "½"}])
@@ -202,11 +195,8 @@ def heads_chart(
         symbolSize=60,
         values=list(_SHAPES),
     )
-    shape = alt.Shape(
-        "top:N",
-        scale=alt.Scale(domain=[*_SHAPES], range=[*_SHAPES.values()]),
-        legend=kinds if frame.legend else None,
-    )
+    marked = kinds if frame.legend else None
+    shape = alt.Shape("top:N", scale=scale_of(_SHAPES), legend=marked)
     # Small and in the middle: the colour around it says the value.
     kind = some.transform_filter("isValid(datum.top)")
     kind = kind.mark_point(size=54, fill="#ffffff", strokeWidth=1, opacity=1)
@@ -231,7 +221,7 @@ def sides_chart(
     title: str = QUANTITY,
 ) -> alt.LayerChart:
     """Geometric means of both runs against the number of tokens, with their 95 % intervals."""
-    label = f"datum.label === 'a' ? {_quoted(names[0])} : {_quoted(names[1])}"
+    label = f"datum.label === 'a' ? {json.dumps(names[0])} : {json.dumps(names[1])}"
     key: dict[str, Any] = {"symbolType": "circle", "orient": "top", "labelLimit": 0}
     inks = {"a": BLUE, "b": ORANGE}
     colour = frame.colours("side:N", inks, labelExpr=label, **key)
@@ -251,49 +241,35 @@ def sides_chart(
     return frame.around(parts, frame.ends)
 
 
-def ratios_chart(
-    frame: Frame, ratios: Data | None = None, *, title: str = QUANTITY
+def changes_chart(
+    frame: Frame,
+    changes: Data | None = None,
+    *,
+    of: Literal["ratio", "difference"] = "ratio",
+    title: str = QUANTITY,
 ) -> alt.LayerChart:
-    """The second run divided by the first, layer by layer at one length, with 95 % intervals.
+    """The second run against the first, layer by layer, with 95 % intervals.
 
-    Full marks changed beyond the sampling, hollow ones did not; without an interval, ``low`` is
-    null.
+    The ratio at one length, or the difference of exponents. Full marks changed beyond the sampling,
+    hollow ones did not; without an interval, ``low`` is null. Dashed: no change.
     """
-    value, low = (up(field, title) for field in ("ratio:Q", "low:Q"))
-    return frame.around(
-        _differences_by_layer(frame, base("ratios", ratios), value, low, 1.0), frame.ends
-    )
-
-
-def shifts_chart(
-    frame: Frame, shifts: Data | None = None, *, title: str = QUANTITY
-) -> alt.LayerChart:
-    """Exponents of the second run less those of the first, likewise."""
-    value, low = (
-        alt.Y(field, title=title, scale=alt.Scale(nice=True), axis=alt.Axis(tickCount=6))
-        for field in ("difference:Q", "low:Q")
-    )
-    return frame.around(_differences_by_layer(frame, base("shifts", shifts), value, low, 0.0))
-
-
-def _differences_by_layer(
-    frame: Frame, some: alt.Chart, value: alt.Y, low: alt.Y, same: float
-) -> list[alt.Chart]:
-    """A mark for each layer with its interval, and a line where nothing differs."""
     x = alt.X("layer:N", sort=list(frame.layers), title="layer", axis=alt.Axis(labelAngle=0))
+    if of == "ratio":
+        (y, low), same = (up(f"{field}:Q", title) for field in (of, "low")), 1.0
+    else:
+        plain = {"scale": alt.Scale(nice=True), "axis": alt.Axis(tickCount=6)}
+        y, low = (alt.Y(f"{field}:Q", title=title, **plain) for field in (of, "low"))
+        same = 0.0
+    some = base("changes", changes)
     line = some.mark_rule(color=QUIET, strokeDash=DASHES)
     bars = some.transform_filter("isValid(datum.low)")
     bars = bars.mark_rule(strokeWidth=1.8, color=INK, opacity=0.7)
     fill = alt.when("datum.changed").then(alt.value(ORANGE)).otherwise(alt.value("#ffffff"))
     look: Mapping[str, Any] = {"strokeWidth": 1.8, "color": ORANGE, "filled": True, "opacity": 1}
     dots = some.mark_point(size=70, cursor="pointer", **look)
-    return [
+    parts = [
         line.encode(y=alt.datum(same, type="quantitative")),
         bars.encode(x=x, y=low, y2="high:Q"),
-        dots.encode(x=x, y=value, fill=fill, stroke=alt.value(ORANGE), tooltip="c:Q"),
+        dots.encode(x=x, y=y, fill=fill, stroke=alt.value(ORANGE), tooltip="c:Q"),
     ]
-
-
-def _quoted(text: str) -> str:
-    """Text inside an expression of Vega."""
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", " ") + "'"
+    return frame.around(parts, frame.ends)

@@ -212,6 +212,11 @@ def inline(values: Sequence[Mapping[str, Any]]) -> alt.Chart:
     return alt.Chart(alt.InlineData(values=list(values)))
 
 
+def scale_of(looks: Mapping[str, Any]) -> alt.Scale:
+    """What each name looks like."""
+    return alt.Scale(domain=[*looks], range=[*looks.values()])
+
+
 @dataclass(frozen=True)
 class Frame:
     """What every chart of a report is told besides its data."""
@@ -252,7 +257,7 @@ class Frame:
         self, field: str, inks: Mapping[str, str], drawn: Collection[str] = (), **legend: Any
     ) -> alt.Color:
         """One colour for each name; a legend, where the chart has one, of those that are drawn."""
-        scale = alt.Scale(domain=[*inks], range=[*inks.values()])
+        scale = scale_of(inks)
         key = alt.Legend(
             **{"title": None, "symbolOpacity": 1} | legend,
             values=[name for name in inks if not drawn or name in drawn],

@@ -282,7 +282,6 @@ def _trace_series(
             (w,) = torch.autograd.grad(y, there, w, create_graph=learns, retain_graph=True)
             trace = (w * v).flatten(-2).sum(-1).sum(0) / (probes or 1)
             total = total + (-1) ** (k + 1) * weight / k * trace
-            w, total = (w, total) if learns else (w.detach(), total.detach())
     return total
 
 
@@ -450,7 +449,11 @@ def solve(
         points, moves = [*points[-_KEPT:], x], [*moves[-_KEPT:], to - x]
         step = best + move
         plain = ~taken | (not accelerate) | (len(points) == 1)
-        x = torch.where(plain[..., None], step, _mixed(points, moves))
+        x = (
+            step
+            if bool(plain.all())
+            else torch.where(plain[..., None], step, _mixed(points, moves))
+        )
     return Inverse(best.view(shape), steps, best_gap)
 
 
@@ -461,8 +464,6 @@ def _larger_norm(y: Tensor, x: Tensor) -> Tensor:
 def _mixed(points: list[Tensor], moves: list[Tensor]) -> Tensor:
     """The plain step from the combination of the points whose move is the smallest."""
     last, move = points[-1], moves[-1]
-    if len(points) == 1:
-        return last + move
     across = torch.stack([move - m for m in moves[:-1]], -1)
     along = torch.stack([last - p for p in points[:-1]], -1)
     size = across.norm(dim=(-2, -1), keepdim=True)

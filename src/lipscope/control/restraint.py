@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from numbers import Real
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ Batch = Tensor | Mapping[str, Any] | None
 _LARGEST = 1e30  # cap that anybody means
 
 
+_REGISTER: dict[str, type[Restraint]] = {}
+
+
 class Restraint:
     """A penalty or a constraint on chosen layers of a model in training.
 
@@ -41,6 +44,12 @@ class Restraint:
     # Of a penalty only what is above a cap counts; a constraint keeps to it.
     cap_is: ClassVar[Literal["needed", "possible", "none"]] = "possible"
 
+    def __init_subclass__(cls, name: str = "") -> None:
+        """Enter a kind of restraint under its name; those without one are the bases of others."""
+        if name:
+            cls.name = name
+            _REGISTER[name] = cls
+
     def __init__(self, probe: Probe, *, cap: float | None = None, seed: int = 0) -> None:
         check_count("seed", seed, least=0)
         self.probe, self.cap, self.seed = probe, _checked_cap(type(self), cap), seed
@@ -50,12 +59,10 @@ class Restraint:
 
         It is taken at the layers' inputs on ``data``, or on the batch of `restrain` if None.
         """
-        del data
         return torch.zeros((), device=self.probe.device)
 
     def step(self, data: Batch = None) -> dict[int, float]:
         """The action after a step of the optimiser; by layer, the least factor of any change."""
-        del data
         return {}
 
     def remove(self) -> None:
@@ -72,21 +79,6 @@ def _checked_cap(kind: type[Restraint], cap: float | None) -> float | None:
     if isinstance(cap, bool) or not isinstance(cap, Real) or not 0 < cap < _LARGEST:
         raise InputError(f"`cap` should be positive and finite. Found `cap = {shown(cap)}`.")
     return float(cap)
-
-
-_REGISTER: dict[str, type[Restraint]] = {}
-_Kind = TypeVar("_Kind", bound=type[Restraint])
-
-
-def restraint(name: str) -> Callable[[_Kind], _Kind]:
-    """Enter a kind of restraint under its name."""
-
-    def enter(kind: _Kind) -> _Kind:
-        kind.name = name
-        _REGISTER[name] = kind
-        return kind
-
-    return enter
 
 
 def restraints() -> dict[str, type[Restraint]]:
@@ -154,8 +146,7 @@ class _Parametrised(Restraint):
         self._held = []
 
 
-@restraint("spectral-norm")
-class SpectralNorm(_Parametrised):
+class SpectralNorm(_Parametrised, name="spectral-norm"):
     """``W cap / ‖W‖`` instead of every weight matrix, the norm by one power step a training pass.
 
     It begins as the norm, and is followed from below: weights that move are a little too large.
@@ -166,8 +157,7 @@ class SpectralNorm(_Parametrised):
     learnt = False
 
 
-@restraint("spectral-gain")
-class SpectralGain(_Parametrised):
+class SpectralGain(_Parametrised, name="spectral-gain"):
     """``g W / ‖W‖`` with a learnt ``g`` for each matrix, at first its norm: nothing changes then.
 
     Make the optimiser afterwards, so that it knows ``g``.
@@ -177,8 +167,7 @@ class SpectralGain(_Parametrised):
     cap_is = "none"
 
 
-@restraint("query-key-norm")
-class QueryKeyNorm(Restraint):
+class QueryKeyNorm(Restraint, name="query-key-norm"):
     """RMSNorm on the queries and keys of every head, with learnt gains.
 
     A gain begins as the root mean square of what it replaces, so that logits keep their usual
@@ -238,8 +227,7 @@ _ROUNDING = 1e-4
 _PASSES = 9  # more than there are layers: those of one module settle together
 
 
-@restraint("spectral-cap")
-class SpectralCap(Restraint):
+class SpectralCap(Restraint, name="spectral-cap"):
     """Singular values of weight matrices above the cap become the cap; the others stay.
 
     Exact, from the eigenvalues of the smaller Gram matrix in float64: no iteration that
@@ -251,7 +239,6 @@ class SpectralCap(Restraint):
     @torch.no_grad()
     def step(self, data: Batch = None) -> dict[int, float]:
         """As `Restraint.step`."""
-        del data
         assert self.cap is not None
         found = {}
         for i in self.probe.indices:
@@ -337,8 +324,7 @@ class _Scaling(Restraint, ABC):
         """The weights that are multiplied, each with what it is multiplied by."""
 
 
-@restraint("query-key-clip")
-class QueryKeyClip(_Scaling):
+class QueryKeyClip(_Scaling, name="query-key-clip"):
     """Queries and keys of every head whose largest logit at the batch is above the cap.
 
     Both are multiplied by ``√(cap / largest)``; where heads share keys, the queries alone by
@@ -381,18 +367,12 @@ class QueryKeyClip(_Scaling):
         shared = layer.num_groups != layer.num_heads
         if layer.key is layer.query:
             raise _not_own(self.name, index)
-        each = factor if shared else factor.sqrt()
+        rows = (factor if shared else factor.sqrt()).repeat_interleave(layer.head_width)
         sides = [layer.query, layer.query_bias] + [layer.key, layer.key_bias] * (not shared)
-        rows = [each.repeat_interleave(layer.head_width) for _ in sides]
-        return [
-            (tensor, by.view(-1, *[1] * (tensor.ndim - 1)).to(tensor))
-            for tensor, by in zip(sides, rows, strict=True)
-            if tensor is not None
-        ]
+        return [(t, rows.view(-1, *[1] * (t.ndim - 1)).to(t)) for t in sides if t is not None]
 
 
-@restraint("sigma-cap")
-class SigmaCap(_Scaling):
+class SigmaCap(_Scaling, name="sigma-cap"):
     """Output projections (values where there is none) of layers whose sigma is above the cap.
 
     Each is multiplied by ``cap / upper``, ``upper`` the upper end of the interval of its largest
@@ -460,8 +440,7 @@ def _above(values: Tensor, cap: float | None) -> Tensor:
     return (values if cap is None else (values - cap).clamp_min(0)).mean()
 
 
-@restraint("sigma")
-class Sigma(Penalty):
+class Sigma(Penalty, name="sigma"):
     """Sigma of the layer, to a relative tolerance of 1e-3, solved anew each time."""
 
     def of(self, seen: ProbedLayer) -> Tensor:
@@ -470,8 +449,7 @@ class Sigma(Penalty):
         return sigma(seen.attention, seen.x, tol=_PENALTY_TOL, generator=start)
 
 
-@restraint("sigma-estimate")
-class SigmaEstimate(Penalty):
+class SigmaEstimate(Penalty, name="sigma-estimate"):
     """``‖J^T u‖`` with ``u = J v / ‖J v‖``: two products, from the ``v`` of the call before.
 
     Never above sigma, and nearer to it with each call at the same inputs while the weights move
@@ -498,8 +476,7 @@ class SigmaEstimate(Penalty):
         return seen.attention.stretch(seen.x, u, v)
 
 
-@restraint("row-gram")
-class RowGram(Penalty):
+class RowGram(Penalty, name="row-gram"):
     """The row-Gram certificate by rows, an upper bound of sigma at every step.
 
     ``sqrt(max_j sum_i p_ij ω_i)``, ``ω_i = sum_j |J_ij^T z_i|^2 / p_ij`` with ``z_i`` the direction
@@ -560,8 +537,7 @@ def _pulled_rows(layer: Attention, x: Tensor, z: Tensor, share: Tensor) -> Tenso
     return total
 
 
-@restraint("softmax-spread")
-class SoftmaxSpread(Penalty):
+class SoftmaxSpread(Penalty, name="softmax-spread"):
     """``log max_i g_1(P_i)``, ``g_1(p) = p_(1) (1 - p_(1) + p_(2))``: mean over heads.
 
     ``g_1`` bounds the norm of the softmax's Jacobian. Refused for sigmoid and Sinkhorn weights,
@@ -593,8 +569,7 @@ class SoftmaxSpread(Penalty):
         return value.amax(-1).mean()
 
 
-@restraint("softmax-spread-ratio")
-class SoftmaxSpreadRatio(SoftmaxSpread):
+class SoftmaxSpreadRatio(SoftmaxSpread, name="softmax-spread-ratio"):
     """``log max_i g_1(P_i) / g_2(P_i)``, ``g_k(p) = p_(k) (1 - p_(k) + p_(k+1))``: mean over heads.
 
     The baseline beside ``softmax-spread``; ``k = 2`` is ours. Rows that see one token count 0;
@@ -609,13 +584,11 @@ def _row_spread(top: Tensor, k: int) -> Tensor:
     return first * (1 - first + second)
 
 
-@restraint("weight-norms")
-class WeightNorms(Restraint):
+class WeightNorms(Restraint, name="weight-norms"):
     """The mean spectral norm of the weight matrices of a layer, whatever the input."""
 
     def penalty(self, data: Batch = None) -> Tensor:
         """As `Restraint.penalty`; the same for every batch."""
-        del data
         with uncast(self.probe.device):
             values = [
                 torch.stack([spectral_norm(getattr(*one)) for one in held]).mean()

@@ -177,9 +177,8 @@ def _along_depth(
             sigma.append(ends[0])
             upper.append(ends[1])
             products.append(product)
-    values = (torch.tensor(v, dtype=torch.float64) for v in (sigma, upper, products))
-    lower, higher, each = values
-    return Depth(times, lower, higher, each, None)
+    found = (torch.tensor(v, dtype=torch.float64) for v in (sigma, upper, products))
+    return Depth(times, *found, norms=None)
 
 
 def _solve_named(op: linalg.Operator, name: str, tol: float) -> linalg.TopSingular:

@@ -67,14 +67,13 @@ def integrate(
     *,
     events: Sequence[Event] = (),
     rtol: float = 1e-8,
-    atol: float | None = None,
     max_evaluations: int = 200_000,
     limit: float = LIMIT,
 ) -> Solution:
     """Solve ``X' = velocity(t, X)`` from time 0, of order 8 with steps of its own choice.
 
-    The local error of a step is at most ``rtol |X| + atol`` in the root mean square, ``atol`` by
-    default ``rtol`` times that of the start. What the velocity raises as `InputError`, or answers
+    The local error of a step is at most ``rtol |X| + atol`` in the root mean square, ``atol``
+    ``rtol`` times that of the start. What the velocity raises as `InputError`, or answers
     with numbers that are not finite, makes a step smaller. Events are
     looked for between steps: a margin that falls below zero and rises again within one is
     missed. Once an entry of the state reaches the limit it ends with the event ``overflow``:
@@ -88,7 +87,11 @@ def integrate(
     """
     at = times_of(times)
     check_count("max_evaluations", max_evaluations)
-    rtol, atol = _tolerances(rtol, atol, start)
+    check_positive("rtol", rtol)
+    if not 1e-13 <= rtol < 1:
+        raise InputError(f"`rtol` should be between 1e-13 and 1. Found `rtol = {rtol}`.")
+    atol = rtol * max(float(start.square().mean().sqrt()), 1e-300)
+    check_positive("atol", atol)
     asked = _Asked(velocity, start.shape)
     if not bool(velocity(0.0, start).isfinite().all()):  # what it refuses here is the caller's
         raise InputError("`x` should have a finite velocity. Found NaN or Inf; scale it down.")
@@ -149,16 +152,6 @@ def events_of(events: Sequence[Event]) -> Sequence[Event]:
     if not isinstance(events, Sequence) or not all(isinstance(one, Event) for one in events):
         raise InputError(f"`events` should be a list of `Event`. Found {shown(events)}.")
     return events
-
-
-def _tolerances(rtol: float, atol: float | None, start: Tensor) -> tuple[float, float]:
-    check_positive("rtol", rtol)
-    if not 1e-13 <= rtol < 1:
-        raise InputError(f"`rtol` should be between 1e-13 and 1. Found `rtol = {rtol}`.")
-    if atol is None:
-        atol = rtol * max(float(start.square().mean().sqrt()), 1e-300)
-    check_positive("atol", atol)
-    return rtol, atol
 
 
 class _Asked:

@@ -58,10 +58,9 @@ class TokenMeasure:
                 f"{least:.4g} and the sum {total:.6g}."
             )
         self.weights = row / total
-        self.positions = (
-            None if positions is None else _token_row("positions", positions, n).detach()
-        )
-        if self.positions is not None:
+        self.positions: Tensor | None = None
+        if positions is not None:
+            self.positions = _token_row("positions", positions, n).detach()
             low, high = float(self.positions.min()), float(self.positions.max())
             if low < 0 or high > 1:
                 raise InputError(
@@ -105,20 +104,15 @@ def in_order(points: Tensor) -> TokenMeasure:
     return TokenMeasure(points, None, torch.arange(1, n + 1, dtype=torch.float64) / n)
 
 
-def _finite_double(name: str, values: Tensor) -> Tensor:
+def _token_row(name: str, values: Tensor, n: int) -> Tensor:
     if not isinstance(values, Tensor) or values.is_complex() or not bool(values.isfinite().all()):
         raise InputError(f"`{name}` should be a tensor of finite numbers. Found another.")
-    return values.to("cpu", torch.float64)
-
-
-def _token_row(name: str, values: Tensor, n: int) -> Tensor:
-    plain = _finite_double(name, values)
-    if plain.shape != (n,):
+    if values.shape != (n,):
         raise InputError(
             f"`{name}` should be one number for each of {n} tokens. Found the shape "
-            f"`{tuple(plain.shape)}`."
+            f"`{tuple(values.shape)}`."
         )
-    return plain
+    return values.to("cpu", torch.float64)
 
 
 _DENSE = 1024  # inputs up to which the norm of an operator is that of its matrix

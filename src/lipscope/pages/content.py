@@ -10,11 +10,10 @@ from functools import cached_property
 from typing import Any
 
 from lipscope.charts import kind_of, spaced
-from lipscope.display import ENDS
 from lipscope.errors import InputError
 from lipscope.pages import sections
 from lipscope.pages.contrast import Contrast, contrast_of
-from lipscope.pages.moves import Push, as_plain, by_rank, pushes_of
+from lipscope.pages.moves import Push, directions_in_words, pushes_of
 from lipscope.pages.points import (
     REAL,
     Item,
@@ -26,12 +25,12 @@ from lipscope.pages.points import (
     items_of,
     label,
     points_of,
+    row_record,
     short,
     training_of,
     windows_of,
 )
 from lipscope.pages.sentences import remarkable, sentences
-from lipscope.pages.table import stable_rank
 from lipscope.records import (
     Bound,
     Direction,
@@ -44,13 +43,6 @@ from lipscope.records import (
 )
 
 _SAID = 300  # curves whose sentences a page carries: they are long
-_NUMBERS = {
-    "sigma": "sigma",
-    "upper": "upper",
-    "relative": "relative",
-    "share": "top_share",
-    "rest": "sigma_rest",
-}
 
 
 def _cards_of(points: Points, tops: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -74,10 +66,7 @@ def _cards_of(points: Points, tops: Mapping[str, str]) -> list[dict[str, Any]]:
             said = _curve_prefix(points.settings, item) + sentences(lines[key], line)
         card = {"s": item.s, "source": item.source, "layer": label(item.row.layer)}
         card |= {"head": item.row.head, "n": line.num_tokens, "word": line.token}
-        if row is not None:
-            numbers = {k: short(getattr(row, of), ENDS.get(of)) for k, of in _NUMBERS.items()}
-            card |= numbers | {"rank": short(stable_rank(row))}
-            card |= {"sample": row.sample, "token": row.top_token}
+        card |= {} if row is None else row_record(row)
         cards.append(card | {"said": said, "first": first})
     return cards
 
@@ -120,16 +109,12 @@ class Content:
         if not any(item.row.sigma for item in self.items):
             places = ", ".join(str(run.path) for run in self.runs)
             found = f"{len(self.items)} rows without one in {places}; their `status` says why"
-            if not self.items:
-                other = "; read its `findings.md`" if self._has_findings() else ""
-                found = f"no rows in {places}{other}"
+            if not self.items:  # an experiment, which may measure other things, said what it found
+                told = any((run.path / "findings.md").exists() for run in self.runs)
+                found = f"no rows in {places}{'; read its `findings.md`' * told}"
             raise InputError(
                 f"`DIR` should hold a row with a finite, positive sigma. Found {found}."
             )
-
-    def _has_findings(self) -> bool:
-        """Whether an experiment, which may measure other things than rows, said what it found."""
-        return any((run.path / "findings.md").exists() for run in self.runs)
 
     @cached_property
     def items(self) -> list[Item]:
@@ -196,10 +181,10 @@ class Content:
     def directions(self) -> dict[int, list[dict[str, Any]]]:
         """The leading directions of the measurements that are carried one by one, by place."""
         ids = [item.row.id for item in self.points.items]
-        parts: dict[str, dict[int, list[Direction]]] = {}
+        parts: dict[str, list[Direction]] = {}
         for run in self.runs:
-            parts = by_rank(run.direction_parts(ids)) | parts
-        return {k: as_plain(parts[id]) for k, id in enumerate(ids) if id in parts}
+            parts = grouped(run.direction_parts(ids), lambda one: one.id) | parts
+        return {k: directions_in_words(parts[id]) for k, id in enumerate(ids) if id in parts}
 
     @cached_property
     def cards(self) -> list[dict[str, Any]]:
@@ -256,9 +241,9 @@ class Content:
         points, windows = self.points, self.windows
         training = self.training
         remarks = [*points.remarks, *filter(None, [windows.remark, training.remark])]
-        groups = {s: training.group_of(s) for s in range(len(points.settings))}
+        groups = {s: g for g, one in enumerate(training.groups) for s in one["settings"]}
         return {
-            "settings": [one | {"group": groups[s]} for s, one in enumerate(points.settings)],
+            "settings": [one | {"group": groups.get(s)} for s, one in enumerate(points.settings)],
             "groups": training.groups,
             "steps": as_columns(training.means),
             "layers": self.layers,

@@ -40,9 +40,6 @@ from lipscope.records import (
 
 Cell = tuple[int | None, int | None, int]  # layer, head, number of tokens
 PAIRED, APART = "the same windows", "two samples"
-_MEAN = {"": None, "_low": rounded_down, "_high": rounded_up}  # and how each is rounded
-_ENDS = {"low": rounded_down, "high": rounded_up}
-_RATIO, _DIFFERENCE = {"ratio": None} | _ENDS, {"difference": None} | _ENDS
 _DEPENDENT = "windows share text, so they are not independent"
 
 
@@ -112,6 +109,13 @@ def _tested_shift(
     }
 
 
+def _enclosed(value: str, low: str, high: str, ends: Iterable[float | None]) -> dict[str, Any]:
+    """A value and its ends, rounded outwards, under these names."""
+    rounded = {value: None, low: rounded_down, high: rounded_up}
+    pairs = zip(rounded.items(), ends, strict=True)
+    return {name: short(end, way) for (name, way), end in pairs}
+
+
 def _folder_of(
     rows: Sequence[Measurement], lengths: Sequence[int], quantity: str, spread: bool
 ) -> _Folder:
@@ -150,14 +154,7 @@ def _exponent_row(
     why = next((f"{side.why} in the {name} folder" for name, side in named if side.why), "")
     ends, tested = _tested_shift(slopes[0], slopes[1], why, shared=bool(shared))
     fits = {name: s.fit and short(s.fit.slope) for name, s in zip("ab", sides, strict=True)}
-    return (
-        fits
-        | {
-            name: short(value, rounded)
-            for (name, rounded), value in zip(_DIFFERENCE.items(), ends, strict=True)
-        }
-        | tested
-    )
+    return fits | _enclosed("difference", "low", "high", ends) | tested
 
 
 def _passage_slope(
@@ -251,8 +248,8 @@ def contrast_of(runs: Sequence[Run]) -> Contrast:
         raise InputError(f"`compare` should have two different run folders. Found {found}.")
     by_path = folder_names(runs)
     names = (by_path[str(runs[0].path)], by_path[str(runs[1].path)])
-    items = [[i for i in items_of([run]) if i.kind == REAL] for run in runs]
-    items = [[i for i in some if usable(i.row.sigma)] for some in items]
+    every = [items_of([run]) for run in runs]
+    items = [[i for i in some if i.kind == REAL and usable(i.row.sigma)] for some in every]
     cells = [_rows_by_cell(some, other) for some, other in (items, items[::-1])]
     shared = [place for place in cells[0] if place in cells[1]]
     both = {place: [k for k in cells[0][place] if k in cells[1][place]] for place in shared}
@@ -260,17 +257,12 @@ def contrast_of(runs: Sequence[Run]) -> Contrast:
         raise InputError(_nothing(names, items))
     spread = [run.paired for run in runs]
     tables = [
-        table
+        _contrast_table(place, quantity, places, cells[0][place], cells[1][place], spread)
         for place, places in both.items()
-        if places
         for quantity in QUANTITIES
-        if (
-            table := _contrast_table(
-                place, quantity, places, cells[0][place], cells[1][place], spread
-            )
-        )
     ]
-    return Contrast(names, _differences(runs, items), tables, _unshared(names, runs, cells))
+    tables = [table for table in tables if table is not None]
+    return Contrast(names, _differences(runs, items), tables, _unshared(names, every, cells))
 
 
 # --- what is compared with what --------------------------------------------------------------
@@ -351,7 +343,7 @@ def _differences(
 
 
 def _unshared(
-    names: tuple[str, str], runs: Sequence[Run], cells: tuple[_Cells, _Cells] | list[_Cells]
+    names: tuple[str, str], items: Sequence[Sequence[Item]], cells: Sequence[_Cells]
 ) -> list[str]:
     """What only one of the folders has, and what no interval speaks of."""
     said = []
@@ -361,7 +353,7 @@ def _unshared(
         if count:
             what = "layer, head or length" if count == 1 else "layers, heads or lengths"
             said.append(f"{count:,} {what} only in {name}.")
-    built = sum(i.kind != REAL for run in runs for i in items_of([run]))
+    built = sum(i.kind != REAL for some in items for i in some)
     if built:
         said.append(f"{built:,} rows at built inputs are no sample of a text, and not compared.")
     return said
@@ -421,25 +413,16 @@ def _ratio_row(
         return None
     dependent = any(share_text(some, paired=False) for some in (mine, other))
     ends, tested = _tested_shift(a, b, _DEPENDENT * dependent, shared=shared)
-    means = {
-        f"{side}{name}": short(math.exp(value), rounded)
+    means = [
+        _enclosed(side, f"{side}_low", f"{side}_high", map(math.exp, enclosed_mean(some)))
         for side, some in (("a", a), ("b", b))
-        for (name, rounded), value in zip(_MEAN.items(), enclosed_mean(some), strict=True)
-    }
+    ]
     if ends[0] is None:
         before, after = (sum(one for one, _ in some) / len(some) for some in (a, b))
         ends = (after - before, None, None)
-    return {
-        "layer": label(cell[0]),
-        "head": cell[1],
-        "n": cell[2],
-        **means,
-        **{
-            name: None if value is None else short(math.exp(value), rounded)
-            for (name, rounded), value in zip(_RATIO.items(), ends, strict=True)
-        },
-        **tested,
-    }
+    ratio = (None if end is None else math.exp(end) for end in ends)
+    place = {"layer": label(cell[0]), "head": cell[1], "n": cell[2]}
+    return place | means[0] | means[1] | _enclosed("ratio", "low", "high", ratio) | tested
 
 
 def _matched(
@@ -492,8 +475,8 @@ def _contrast_said(
         most = max(changed, key=lambda row: abs(math.log(row["ratio"])))
         head = "" if most["head"] is None else f", head {most['head']}"
         said += (
-            f" Most at layer {most['layer']}{head}, {most['n']} tokens: {_as_factor(most)} "
-            f"({_as_factor(most, 'low')} to {_as_factor(most, 'high')})."
+            f" Most at layer {most['layer']}{head}, {most['n']} tokens: × {most['ratio']:.3g} "
+            f"(× {most['low']:.3g} to × {most['high']:.3g})."
         )
     hows = {row["how"] for row in rows}
     if PAIRED in hows:
@@ -512,7 +495,3 @@ def _contrast_said(
             "probability at least 95 % it names no row that did not change."
         )
     return said + " What the solver leaves open is part of every interval."
-
-
-def _as_factor(row: Mapping[str, Any], name: str = "ratio") -> str:
-    return f"× {row[name]:.3g}"

@@ -46,10 +46,10 @@ def blank_charts(layers: Sequence[str], turn: float | None) -> dict[str, charts.
         "push": charts.push_chart,
         "bounds": charts.bounds_chart,
         "sides": charts.sides_chart,
-        "ratios": charts.ratios_chart,
-        "shifts": charts.shifts_chart,
+        "ratios": charts.changes_chart,
+        "shifts": partial(charts.changes_chart, of="difference"),
         "depth": charts.depth_chart,
-        "products": charts.product_chart,
+        "products": partial(charts.depth_chart, of="products"),
         "gains": charts.gains_chart,
     }
     heights = {"bounds": 380}
@@ -379,17 +379,14 @@ def _of_contrast(content: Content) -> Drawn:
         frame = charts.Frame(table["axes"], legend=True)
         yield f"compare-{name}", charts.sides_chart(frame, means, names=names, title=title)
         title = f"{b} / {a}: {table['quantity']}{head}, {last[0]['n']} tokens"
-        yield (
-            f"ratios-{name}",
-            charts.ratios_chart(charts.Frame(table["ratios"], layers), last, title=title),
-        )
+        frame = charts.Frame(table["ratios"], layers)
+        yield f"ratios-{name}", charts.changes_chart(frame, last, title=title)
         grown = [row for row in table["exponents"] if row["difference"] is not None]
         if grown := [row for row in grown if row["head"] == most["head"]]:
             title = f"exponent of {table['quantity']}{head}: {b} less {a}"
-            yield (
-                f"exponents-{name}",
-                charts.shifts_chart(charts.Frame(layers=layers), grown, title=title),
-            )
+            frame = charts.Frame(layers=layers)
+            chart = charts.changes_chart(frame, grown, of="difference", title=title)
+            yield f"exponents-{name}", chart
 
 
 def depth_charts(content: Content) -> Drawn:
@@ -404,22 +401,16 @@ def depth_charts(content: Content) -> Drawn:
         frames = {what: charts.Frame(axes, legend=True) for what, axes in one["axes"].items()}
         yield f"depth{name}", charts.depth_chart(frames["layers"], one["lines"], one["whole"])
         if one["products"]:
-            chart = charts.product_chart(frames["products"], one["products"], one["whole"])
-            yield f"products{name}", chart
+            products = (frames["products"], one["products"], one["whole"])
+            yield f"products{name}", charts.depth_chart(*products, of="products")
 
 
 def _of_gains(content: Content) -> Drawn:
     for one in content.gains:
         model = content.points.settings[one["s"]]["model"]
-        tokens = [
-            token
-            | {"way": way, "gain": token[way], "upper": token[f"{way}_upper"]}
-            | {"better": token["better"] and way == "split"}
-            for token in one["tokens"]
-            for way in charts.WAYS
-        ]
         name = _file_name(f"{model}-{one['layer']}-{one['sample']}")
-        yield f"gains-{name}", charts.gains_chart(charts.Frame(one["axes"], legend=True), tokens)
+        frame = charts.Frame(one["axes"], legend=True)
+        yield f"gains-{name}", charts.gains_chart(frame, one["tokens"])
 
 
 def push_charts(pushes: Sequence[Push]) -> Drawn:

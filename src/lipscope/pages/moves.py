@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from statistics import fmean
@@ -182,11 +182,6 @@ def _with_sign(value: float) -> str:
 
 def directions_in_words(parts: Iterable[Direction]) -> list[dict[str, Any]]:
     """The directions of one row as the scripts of the page read them."""
-    return [one for ranks in by_rank(parts).values() for one in as_plain(ranks)]
-
-
-def as_plain(ranks: Mapping[int, Sequence[Direction]]) -> list[dict[str, Any]]:
-    """The directions of one row as the scripts of the page read them."""
     return [
         {
             "rank": rank,
@@ -197,6 +192,7 @@ def as_plain(ranks: Mapping[int, Sequence[Direction]]) -> list[dict[str, Any]]:
                 [one.index, float(f"{one.share:.4g}")] for one in parts if one.side == "head"
             ],
         }
+        for ranks in by_rank(parts).values()
         for rank, parts in ranks.items()
     ]
 

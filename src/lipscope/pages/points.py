@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lipscope.charts import layer_labels, tick_values
-from lipscope.display import Rounding, rounded_down, rounded_up
+from lipscope.display import ENDS, Rounding, rounded_down, rounded_up
 from lipscope.errors import InputError
 from lipscope.pages import table
 from lipscope.pages.table import Line, middle, stable_rank
@@ -90,16 +90,12 @@ def windows_of(
     """The tokens of these rows, in their order."""
     import polars as pl
 
-    wanted = set(ids)
+    wanted = pl.col("id").is_in(sorted(set(ids)))
+    wanted = wanted if most is None else wanted & (pl.col("index") < most)
     found: dict[str, list[TokenShare]] = {}
     for run in runs:
-        if not wanted:
-            break
-        some = run.tokens.lazy().filter(pl.col("id").is_in(sorted(wanted)))
-        frame = (some if most is None else some.filter(pl.col("index") < most)).collect()
-        for one in records_of(TokenShare, frame.sort("id", "index")):
-            found.setdefault(one.id, []).append(one)
-        wanted -= found.keys()
+        tokens = records_of(TokenShare, run.tokens.filter(wanted).sort("id", "index"))
+        found = grouped(tokens, lambda one: one.id) | found
     return found
 
 
@@ -386,21 +382,30 @@ def _curve_fields(item: Item) -> dict[str, Any]:
     return {"s": item.s, "kind": item.kind, "source": item.source, **place}
 
 
+_NUMBERS = {
+    "sigma": "sigma",
+    "upper": "upper",
+    "rest": "sigma_rest",
+    "relative": "relative",
+    "share": "top_share",
+}
+
+
+def row_record(row: Measurement) -> dict[str, Any]:
+    """What points and cards say of a row."""
+    numbers = {name: short(getattr(row, of), ENDS.get(of)) for name, of in _NUMBERS.items()}
+    rank = short(stable_rank(row))
+    return numbers | {"rank": rank, "sample": row.sample, "token": row.top_token}
+
+
 def _point_record(item: Item) -> dict[str, Any]:
     row = item.row
     return {
         **_curve_fields(item),
+        **row_record(row),
         "n": row.num_tokens,
-        "sample": row.sample,
-        "sigma": short(row.sigma, rounded_down),
-        "upper": short(row.upper, rounded_up),
-        "rest": short(row.sigma_rest),
-        "relative": short(row.relative),
-        "share": short(row.top_share),
-        "token": row.top_token,
         "radius": short(row.radius_max),
         "rms": short(row.radius_rms),
-        "rank": short(stable_rank(row)),
         "status": row.status,
         "note": row.error or (row.note if item.kind != REAL else None),
     }
@@ -479,13 +484,8 @@ def _fit(first: Item, kind: str, fit: Growth) -> dict[str, Any]:
     return {
         **_curve_fields(first),
         "kind": kind,
-        "slope": short(fit.slope),
-        "low": short(fit.low),
-        "high": short(fit.high),
-        "interval": fit.interval,
-        "deviation": fit.deviation,
-        "nearly": fit.nearly,
-        "fits": fit.fits,
+        **{name: short(getattr(fit, name)) for name in ("slope", "low", "high")},
+        **{name: getattr(fit, name) for name in ("interval", "deviation", "nearly", "fits")},
         "lengths": list(fit.lengths),
         "local": [short(s) for s in fit.local],
         "samples": fit.num_samples,
@@ -535,11 +535,6 @@ class Training:
     # Step at which the axis turns from linear to logarithmic; None for a linear one
     turn: float | None = None
     remark: str | None = None  # what was left out, or None
-
-    def group_of(self, setting: int) -> int | None:
-        """Place of the group that a setting belongs to."""
-        found = (g for g, group in enumerate(self.groups) if setting in group["settings"])
-        return next(found, None)
 
 
 def training_of(items: Sequence[Item], settings: Sequence[dict[str, Any]]) -> Training:

@@ -6,9 +6,10 @@ cheap.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -270,14 +271,9 @@ class Rows(Sequence[Measurement], Shown):
             return []
         folder = Path(folder)
         chart, name = (self.plot_bounds(), "sandwich") if self.bounds else (self.plot(), "growth")
-        try:
+        with _writing("`out` should be a folder", folder):
             folder.mkdir(parents=True, exist_ok=True)
             return charts.save_each(chart, [folder / f"{name}.{k}" for k in ("svg", "png", "html")])
-        except OSError as problem:
-            raise InputError(
-                f"`out` should be a folder that can be written. Found `{folder}`: "
-                f"{problem.strerror}."
-            ) from None
 
     def _content(self) -> Content:
         from lipscope.pages.content import Content
@@ -325,14 +321,20 @@ class Page:
             InputError: If it cannot be written, or its name does not end in ``.html``.
         """
         path = _page_file("path", path)
-        try:
+        with _writing("`path` should be a file", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, self.html.encode())
-        except OSError as problem:
-            raise InputError(
-                f"`path` should be a file that can be written. Found `{path}`: {problem.strerror}."
-            ) from None
         return path
+
+
+@contextlib.contextmanager
+def _writing(wanted: str, place: Path | None = None) -> Iterator[None]:
+    """What the system says against a place, in a line."""
+    try:
+        yield
+    except OSError as problem:
+        found = f"`{place or problem.filename}`: {problem.strerror}"
+        raise InputError(f"{wanted} that can be written. Found {found}.") from None
 
 
 def _page_file(name: str, path: str | Path) -> Path:
@@ -388,18 +390,12 @@ def report(
     runs = {str(run.path): run for run in map(read_run, folders)}
     shown = content.Content([*runs.values()], compare=compare)
     path = _page_file("out", Path(folders[0]) / "report.html" if out is None else out)
-    try:
+    with _writing("`out`, `png` and `svg` should be places"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, html_page.page(shown).encode())
         places = {"png": png, "svg": svg}
         asked = {kind: Path(at) for kind, at in places.items() if at is not None}
-        written = [path, *(figures.write_figures(shown, asked) if asked else ())]
-    except OSError as problem:
-        raise InputError(
-            "`out`, `png` and `svg` should be places that can be written. Found "
-            f"`{problem.filename}`: {problem.strerror}."
-        ) from None
-    return written
+        return [path, *(figures.write_figures(shown, asked) if asked else ())]
 
 
 # --- in a notebook ---------------------------------------------------------------------------
@@ -416,19 +412,24 @@ def _rows_pieces(rows: Rows) -> Iterator[Piece]:
         yield rows.summary()
     if rows:
         models = ", ".join(dict.fromkeys(row.model for row in rows))
-        yield Drawing(lambda: _figure(rows), f"Figure of {len(rows)} measurements of {models}")
+        yield _drawing(lambda: _figure(rows), f"Figure of {len(rows)} measurements of {models}")
 
 
-def _figure(rows: Rows) -> str:
-    """The bounds, or the growth, or the tokens of the one length; "" where there is none."""
-    try:
-        if rows.bounds:
-            return charts.as_svg(rows.plot_bounds())
-        if len({row.num_tokens for row in rows}) > 1:
-            return charts.as_svg(rows.plot())
-        return charts.as_svg(rows.shade()) if rows.tokens else ""
-    except InputError:  # no sigma to draw
-        return ""
+def _figure(rows: Rows) -> charts.Chart:
+    """The bounds, or the growth, or the tokens of the one length."""
+    if rows.bounds:
+        return rows.plot_bounds()
+    return rows.plot() if len({row.num_tokens for row in rows}) > 1 else rows.shade()
+
+
+def _drawing(chart: Callable[[], charts.Chart], title: str) -> Drawing:
+    def drawn() -> str:
+        try:
+            return charts.as_svg(chart())
+        except InputError:  # nothing finite to draw
+            return ""
+
+    return Drawing(drawn, title)
 
 
 @pieces.register
@@ -490,11 +491,8 @@ def _ball_pieces(found: BallCertificate) -> Iterator[Piece]:
 def _curves(title: str, curves: Sequence[tuple[str, Iterable[Any], Any]], **axes: Any) -> Drawing:
     series = [(name, tuple(points), kind) for name, points, kind in curves]
 
-    def drawn() -> str:
+    def chart() -> charts.Chart:
         panel = charts.Panel("", tuple(charts.Series(*one) for one in series), log_x=False, **axes)
-        try:
-            return charts.as_svg(charts.curves_chart(title, [panel], width=420))
-        except InputError:  # nothing finite to draw
-            return ""
+        return charts.curves_chart(title, [panel], width=420)
 
-    return Drawing(drawn, title)
+    return _drawing(chart, title)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
-from lipscope.charts import MAPS, readable, spread
+from lipscope.charts import MAPS, WAYS, readable, spread
 from lipscope.display import ENDS, rounded_down, rounded_up
 from lipscope.pages.points import (
     REAL,
@@ -78,22 +78,22 @@ def _depth_record(
     for item in items:
         maps.setdefault(item.row.map, {}).setdefault(item.row.layer, []).append(item.row)
     whole = maps.pop("model", {}).get(None, [])
-    lines = [
-        {"map": name, "layer": layer} | mean_of(map(log_ends, rows))
-        for name in MAPS
-        for layer, rows in sorted(maps.get(name, {}).items(), key=lambda one: one[0] or 0)
-    ]
-    windows, why = _products(maps.get("block", {}), setting[1:4])
-    stack = maps.get("stack", {})
+
+    def means_of(name: str) -> list[dict[str, Any]]:
+        return [
+            {"map": name, "layer": layer, "n": n} | mean_of(map(log_ends, rows))
+            for layer, rows in sorted(maps.get(name, {}).items(), key=lambda one: one[0] or 0)
+        ]
+
+    lines = [mean for name in MAPS for mean in means_of(name)]
+    blocks = maps.get("block", {})
+    windows, why = _products(blocks, setting[1:4])
     products = [
-        {"map": "product", "layer": k} | mean_of(chain[k] for chain in windows.values())
-        for k in range(_depth(windows))
+        {"map": "product", "layer": k, "n": n} | mean_of(chain[k] for chain in windows.values())
+        for k in range(len(blocks) if windows else 0)
     ]
-    products += [
-        {"map": "stack", "layer": layer} | mean_of(map(log_ends, rows))
-        for layer, rows in sorted(stack.items(), key=lambda one: one[0] or 0)
-    ]
-    means = [mean_of(map(log_ends, whole))] if whole else []
+    products += means_of("stack")
+    means = [{"map": "model", "n": n} | mean_of(map(log_ends, whole))] if whole else []
     return {
         **dict(zip(("model", "metric", "move", "read", "text"), setting, strict=True)),
         "source": source,
@@ -110,10 +110,6 @@ def _depth_record(
 
 
 _Chain = list[tuple[float, float]]  # logarithm of the product up to each block: its two ends
-
-
-def _depth(windows: Mapping[str, _Chain]) -> int:
-    return min((len(chain) for chain in windows.values()), default=0)
 
 
 def _products(
@@ -157,7 +153,7 @@ def _product_said(
         if why:
             yield f"No product of the blocks: {why}."
         return
-    blocks, last = maps["block"], _depth(windows) - 1
+    blocks, last = maps["block"], len(maps["block"]) - 1
     yield (
         f"Product: of the sigmas of blocks 0 to {last}, window by window. Each block reads what "
         "the one before it gives (their norms agree), so up to the solver's intervals the product "
@@ -204,12 +200,6 @@ def _times_above(
 # --- gains ----------------------------------------------------------------------------------------
 
 MAX_TOKENS = 20_000  # with gains, that a page carries
-_GAINS = {
-    "split": rounded_down,
-    "split_upper": rounded_up,
-    "moved": rounded_down,
-    "moved_upper": rounded_up,
-}
 
 
 def gains_of(runs: Sequence[Run], settings: Mapping[str, tuple[int, str]]) -> list[dict[str, Any]]:
@@ -224,8 +214,8 @@ def gains_of(runs: Sequence[Run], settings: Mapping[str, tuple[int, str]]) -> li
             s, layer = settings[row_id]
             some = [tokens[index] for index in sorted(tokens)]
             about = {"s": s, "layer": layer, "sample": some[0].sample, "n": len(some)}
-            gains = [_gain_record(one) for one in some]
-            ends = (getattr(one, name) for one in some for name in _GAINS)
+            gains = [gain for one in some for gain in _gain_records(one)]
+            ends = (end for one in some for way in WAYS for end in _gain(one, way))
             records.append(about | {"tokens": gains, "axes": axis_around(ends, 1.1)})
     return records
 
@@ -241,13 +231,21 @@ def _value_records(
                 yield key, kind(**content)
 
 
-def _gain_record(one: TokenGain) -> dict[str, Any]:
-    return {
-        "index": one.index,
-        "text": readable(one.text).strip(" "),
-        "better": one.better_split,
-        **{name: short(getattr(one, name), rounded) for name, rounded in _GAINS.items()},
-    }
+def _gain_records(one: TokenGain) -> Iterator[dict[str, Any]]:
+    for way in WAYS:
+        gain, upper = _gain(one, way)
+        yield {
+            "index": one.index,
+            "text": readable(one.text).strip(" "),
+            "way": way,
+            "gain": short(gain, rounded_down),
+            "upper": short(upper, rounded_up),
+            "better": way == "split" and one.better_split,
+        }
+
+
+def _gain(one: TokenGain, way: str) -> tuple[float | None, float | None]:
+    return getattr(one, way), getattr(one, f"{way}_upper")
 
 
 # --- decisions ------------------------------------------------------------------------------------
@@ -285,11 +283,7 @@ def _decision_record(s: int, some: Sequence[Mapping[str, Any]]) -> dict[str, Any
             for one in alone
         ],
         "balls": [
-            {
-                "ball": one["ball"],
-                "count": len(one["tokens"]),
-                **_ball_record(one),
-            }
+            {"ball": one["ball"], "count": len(one["tokens"]), **_ball_record(one)}
             for one in some
             if one["ball"] != "token"
         ],
@@ -453,11 +447,10 @@ def _sigma_line(row: Measurement) -> dict[str, Any]:
 
 
 def _bound_line(row: Measurement, bound: Bound) -> dict[str, Any]:
+    names = ("theorem", "statement", "cite", "kind", "sound")
     ball = "" if bound.eps is None else f", eps = {bound.eps:.3g}"
     return {
-        **{
-            name: getattr(bound, name) for name in ("theorem", "statement", "cite", "kind", "sound")
-        },
+        **{name: getattr(bound, name) for name in names},
         "scope": bound.scope + ball,
         "value": short(bound.value, rounded_down if bound.kind == "lower" else rounded_up),
         "upper": None,

@@ -12,6 +12,11 @@ const focusAbout = () => `${layerName(state.layer)}, ${headName(state.head)}; th
 const asked = (option) => `Not measured in this selection: add ${option} to `
   + "lipscope measure.";
 
+// One of all layers against the number of tokens: points and means of a kind, points only where they are drawn.
+const byLayer = (spec, say, of, kind, drawn = () => true) => ({ spec, say,
+  data: () => ({ points: thin(points.filter((p) => of(p) && drawn(p))), means: means.filter(of) }),
+  signals: () => ({ axes: axes(kind), layer: state.front, head: state.head }) });
+
 // For each chart: its specification, what it draws (null: nothing), and why it is empty. One
 // that has no place in the page names the section that it closes, and its title.
 Object.assign(CHARTS, {
@@ -19,12 +24,8 @@ Object.assign(CHARTS, {
     data: () => ({ points: points.filter((p) => real(p) && p.layer === state.layer),
       means: means.filter(real) }),
     signals: () => ({ axes: axes("real"), layer: state.layer, head: state.head, picked: state.picked }) },
-  real: { spec: "layers", say: () => "Growth of sigma by layer on real text",
-    data: () => ({ points: thin(points.filter(real)), means: means.filter(real) }),
-    signals: () => ({ axes: axes("every"), layer: state.front, head: state.head }) },
-  adversarial: { spec: "layers", say: () => `Growth of sigma by layer on inputs of the kind ${state.built}`,
-    data: () => ({ points: thin(points.filter(other)), means: means.filter(other) }),
-    signals: () => ({ axes: axes("every"), layer: state.front, head: state.head }),
+  real: byLayer("layers", () => "Growth of sigma by layer on real text", real, "every"),
+  adversarial: { ...byLayer("layers", () => `Growth of sigma by layer on inputs of the kind ${state.built}`, other, "every"),
     empty: "No adversarial inputs in this selection, nor other ones that were built. They come from lipscope bounds … --attack "
       + "--out DIR, or from a sweep over inputs." },
   exponents: { spec: "exponents", say: () => "Fitted exponents by layer with intervals",
@@ -47,19 +48,13 @@ Object.assign(CHARTS, {
     data: () => ({ lines: sandwich()?.lines ?? [], names: sandwich()?.names ?? [] }),
     signals: () => ({ axes: sandwich()?.axes }),
     empty: "No bounds for this model in these folders. They come from lipscope bounds … --out DIR." },
-  "radius-n": { spec: "radius-n", say: () => "Radius against the number of tokens",
-    data: () => ({ points: thin(points.filter((p) => real(p) && p.radius > 0)),
-      means: means.filter(real) }),
-    signals: () => ({ axes: axes("real"), layer: state.front, head: state.head }),
+  "radius-n": { ...byLayer("radius-n", () => "Radius against the number of tokens", real, "real", (p) => p.radius > 0),
     empty: "No radius in these rows." },
   "sigma-radius": { spec: "sigma-radius", say: () => "Sigma against the radius",
     data: () => ({ points: thin(points.filter((p) => real(p) && p.radius > 0 && p.sigma > 0)) }),
     signals: () => ({ layer: state.front, head: state.head }),
     empty: "No radius in these rows." },
-  rank: { spec: "rank", say: () => "Stable rank against the number of tokens",
-    data: () => ({ points: thin(points.filter((p) => real(p) && p.rank > 0)),
-      means: means.filter(real) }),
-    signals: () => ({ axes: axes("real"), layer: state.front, head: state.head }),
+  rank: { ...byLayer("rank", () => "Stable rank against the number of tokens", real, "real", (p) => p.rank > 0),
     empty: asked("--average") },
 });
 
@@ -100,13 +95,10 @@ function sandwich() {
     ?? some.find((b) => b.layer === state.layer && b.head === state.head) ?? some[0];
 }
 
-// What a mark stands for, by the name of its index: what it chooses, and what it tells.
-Object.assign(MARKS, {
-  i: [pick, (i) => explainPoint(points[i])],
-  m: [(m) => choose({ layer: means[m].layer, head: means[m].head }), (m) => explainMean(means[m])],
-  t: [(t) => chooseStep(steps[t]), (t) => explainStep(steps[t])],
-  f: [(f) => choose({ layer: fits[f].layer, front: fits[f].layer }), (f) => explainFit(fits[f])],
-});
+registerMarks("i", points, (p) => pick(p.i), explainPoint);
+registerMarks("m", means, (m) => choose({ layer: m.layer, head: m.head }), explainMean);
+registerMarks("t", steps, chooseStep, explainStep);
+registerMarks("f", fits, (f) => choose({ layer: f.layer, front: f.layer }), explainFit);
 function chooseStep(t) {
   const s = group().settings.find((k) => D.settings[k].step === t.step);
   choose({ s, layer: t.layer, front: t.layer });
@@ -145,7 +137,7 @@ function explainMean(m) {
 
 function explainStep(t) {
   return [make("b", {}, `step ${t.step}: ${layerName(t.layer)}, ${headName(t.head)}, ${t.n} tokens`),
-    line(`sigma ${t.open ? "" : `${number(t.sigma)} in `}${between(t)}`), line(meanOf(t))];
+    line(`sigma ${number(t.sigma)} in ${between(t)}`), line(meanOf(t))];
 }
 
 const KINDS = { real: "all tokens move", rest: "top token fixed" };

@@ -1,8 +1,8 @@
 // Two folders side by side: one table of rows is what the charts, the words and the tables show.
 $("compare").hidden = !D.contrast;
-const contrasts = (D.contrast?.tables ?? []).map((t, k) => ({ ...t, rows: records(t.rows), k }));
-const marked = numbered([...contrasts.flatMap((t) => t.rows.map((r) => ({ ...r, k: t.k }))),
-  ...contrasts.flatMap((t) => records(t.exponents).map((r) => ({ ...r, k: t.k, exponent: true })))], "c");
+const contrasts = (D.contrast?.tables ?? []).map((t, k) => ({ ...t, k }));
+const marked = contrasts.flatMap((t) => [...records(t.rows).map((r) => ({ ...r, k: t.k })),
+  ...records(t.exponents).map((r) => ({ ...r, k: t.k, exponent: true }))]);
 
 // The table of the chosen map, metric and quantity, or the nearest one.
 function contrast() {
@@ -25,8 +25,8 @@ const times = (v) => (v === null ? "–" : `× ${number(v, 3)}`);
 const within = (r, digits = 3) => (r.low === null ? "–" : `[${downward(r.low, digits)}, ${upward(r.high, digits)}]`);
 
 const shiftsShown = () => rowsCompared().filter((r) => r.exponent && r.head === headCompared());
-MARKS.c = [(c) => choose({ layer: marked[c].layer, front: state.front === null ? null : marked[c].layer,
-  head: marked[c].head, ...marked[c].exponent ? {} : { at: marked[c].n } }), (c) => explainCompared(marked[c])];
+registerMarks("c", marked, (r) => choose({ layer: r.layer, front: state.front === null ? null : r.layer,
+  head: r.head, ...r.exponent ? {} : { at: r.n } }), explainCompared);
 const verdict = (r) => r.why || `${r.how}: ${r.count}; p = ${number(r.p, 2)}, by Holm ${number(r.holm, 2)}: `
   + (r.changed ? "changed" : "not beyond the sampling");
 function explainCompared(r) {
@@ -48,10 +48,10 @@ CHARTS.sides = { spec: "sides", say: () => `Both folders against the number of t
       low: r[`${side}_low`], high: r[`${side}_high`] }))) }),
   signals: () => ({ axes: contrast().axes, quantity: contrast().quantity }), empty: "Nothing to compare." };
 CHARTS.ratios = { spec: "ratios", say: () => `Ratio of the second folder to the first by layer, ${lengthCompared()} tokens`,
-  data: () => ({ ratios: comparedRows().filter((r) => r.n === lengthCompared() && r.head === headCompared()) }),
+  data: () => ({ changes: comparedRows().filter((r) => r.n === lengthCompared() && r.head === headCompared()) }),
   signals: () => ({ axes: contrast().ratios, quantity: `${contrast().quantity}: second / first` }), empty: "Nothing to compare." };
 CHARTS.shifts = { spec: "shifts", say: () => "Exponents of the second folder less those of the first, by layer",
-  data: () => ({ shifts: shiftsShown().filter((r) => r.difference !== null) }), signals: () => ({ quantity: `exponent of ${contrast().quantity}: second − first` }),
+  data: () => ({ changes: shiftsShown().filter((r) => r.difference !== null) }), signals: () => ({ quantity: `exponent of ${contrast().quantity}: second − first` }),
   empty: "No exponents to compare." };
 COLUMNS.difference = column("difference", (r) => r.difference, (r) => number(r.difference, 2));
 COLUMNS.side = column("folder", (r) => r.side, (r) => D.contrast.names[r.side === "a" ? 0 : 1], "whole");
@@ -61,8 +61,8 @@ COLUMNS.within = column("95 %", (r) => r.low, (r) => within(r));
 COLUMNS.holm = column("p by Holm", (r) => r.holm, (r) => number(r.holm, 2));
 COLUMNS.changed = column("changed", (r) => String(r.changed), (r) => (r.changed ? "yes" : "no"), "whole");
 TABLES.sides = ["means", "n side mean between"];
-TABLES.shifts = ["shifts", "layer difference within holm changed"];
-TABLES.ratios = ["ratios", "layer ratio within holm changed"];
+TABLES.shifts = ["changes", "layer difference within holm changed"];
+TABLES.ratios = ["changes", "layer ratio within holm changed"];
 
 DRAWERS.push(() => {
   const t = contrast();
@@ -75,7 +75,7 @@ DRAWERS.push(() => {
     .every((name) => o[name] === t[name])).map((o) => [o.quantity, o.quantity]);
   fill("compare-controls",
     select("Compared", t.quantity, quantities, (ratio) => choose({ ratio })),
-    select("Length compared", lengthCompared(), lengthsCompared().map((n) => [n, `${n} tokens`]), (at) => choose({ at })),
+    chooseLength("Length compared", lengthCompared(), lengthsCompared(), "at"),
     select("Rows", state.every, [[null, "changed"], ["yes", "all"]], (every) => choose({ every })));
   $("compare-said").textContent = t.said;
   $("sides-title").textContent = `${t.quantity} against the number of tokens`;

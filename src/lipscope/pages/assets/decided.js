@@ -15,8 +15,7 @@ function radiusSpans(tokens) {
 DRAWERS.push(() => {
   const c = certified();
   if (!c) return;
-  fill("decided-controls", select("Decision", D.decided.indexOf(c), D.decided.map((one, k) => [k, certifiedName(one)]),
-    (decided) => choose({ decided })));
+  fill("decided-controls", chooseRecord("Decision", D.decided, c, certifiedName, "decided"));
   $("decided-about").textContent = `${certifiedName(c)} ahead by ${number(c.margin)}, decided by ${c.by}`;
   fill("decided-text", ...radiusSpans(c.tokens));
   for (const name of ["text", "tokens"]) $(`decided-${name}`).hidden = !c.tokens.length;

@@ -1,12 +1,7 @@
 // Sigma through depth: maps of every layer, the model's map, and the product of the blocks.
 const MAP_COLOURS = { attention: "--blue", normed: "--purple", heads: "--quiet", residual: "--green", block: "--orange" };
-const depths = D.depths.map((d) => {
-  const about = { n: d.n };
-  return { ...d, lines: d.lines.map((x) => ({ ...x, ...about })), whole: d.whole.map((x) => ({ ...x, ...about, map: "model" })),
-    products: d.products.map((x) => ({ ...x, ...about })) };
-});
+const { depths } = D;
 const deepRows = depths.flatMap((d) => [...d.lines, ...d.whole, ...d.products]);
-deepRows.forEach((r, z) => { r.z = z; });
 $("depth").hidden = !depths.some((d) => distinct(d.lines.map((x) => x.layer)).length > 1);
 
 const depthsHere = () => depths.filter((d) => ["model", "metric", "move", "read", "text"]
@@ -21,9 +16,8 @@ function depth() {
 }
 const deepName = (r) => (r.map === "model" ? "the model's map" : r.map === "product"
   ? `product of blocks 0 to ${r.layer}` : r.map === "stack" ? `blocks 0 to ${r.layer} together` : `layer ${r.layer}, map ${r.map}`);
-MARKS.z = [(z) => (deepRows[z].layer === undefined ? null : choose({ layer: String(deepRows[z].layer) })),
-  (z) => [make("b", {}, `${deepName(deepRows[z])}, ${deepRows[z].n} tokens`),
-    line(`${number(deepRows[z].sigma)} in ${between(deepRows[z])}`), line(meanOf(deepRows[z]))]];
+registerMarks("z", deepRows, (r) => (r.layer === undefined ? null : choose({ layer: String(r.layer) })),
+  (r) => [make("b", {}, `${deepName(r)}, ${r.n} tokens`), line(`${number(r.sigma)} in ${between(r)}`), line(meanOf(r))]);
 
 CHARTS.layers = { spec: "depth", say: () => "Sigma of every map by layer",
   data: () => ({ lines: depth()?.lines ?? [], whole: depth()?.whole ?? [] }), signals: () => ({ axes: depth()?.axes.layers }),
@@ -39,8 +33,7 @@ TABLES.products = ["products", "layer map sigma between count"];
 DRAWERS.push(() => {
   const d = depth();
   const lengths = lengthsOf(depthsHere());
-  fill("depth-controls", lengths.length > 1
-    ? select("Length through depth", d.n, lengths.map((n) => [n, `${n} tokens`]), (deep) => choose({ deep })) : null);
+  fill("depth-controls", lengths.length > 1 ? chooseLength("Length through depth", d.n, lengths, "deep") : null);
   for (const about of document.querySelectorAll(".about-depth")) {
     about.textContent = d ? `${d.model}, ${d.n} tokens` : "";
   }

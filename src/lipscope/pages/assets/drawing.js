@@ -59,12 +59,17 @@ function filled(spec, data, signals) {
   return own;
 }
 
+// What marks stand for: rows, each with its place under this name; what a click chooses, and what is told.
 const MARKS = {};
+function registerMarks(name, rows, chosen, told) {
+  rows.forEach((r, k) => { r[name] = k; });
+  MARKS[name] = { rows, chosen, told };
+}
 const markOf = (datum) => Object.keys(MARKS).find((name) => datum?.[name] !== undefined);
 
 function clicked(datum) {
   const name = markOf(datum);
-  if (name) MARKS[name][0](datum[name]);
+  if (name) MARKS[name].chosen(MARKS[name].rows[datum[name]]);
 }
 
 // The chart as it would be printed: colours of the light theme instead of their names.
@@ -106,7 +111,7 @@ function showTip(told, x, y) {
 const line = (text) => make("div", {}, text);
 function explain(datum, value) {
   const name = markOf(datum);
-  if (name) return MARKS[name][1](datum[name]);
+  if (name) return MARKS[name].told(MARKS[name].rows[datum[name]]);
   if (datum.group !== undefined) return explainBound(datum);
   return Object.entries(value).map(([key, text]) => line(`${key}: ${text}`));
 }

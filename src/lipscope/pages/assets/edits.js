@@ -6,8 +6,7 @@ const editsName = (e) => `${D.settings[e.s].model}, layer ${e.layer}, ${e.n} tok
 DRAWERS.push(() => {
   const e = D.edits[state.edited] ?? D.edits[0];
   if (!e) return;
-  fill("edits-controls", D.edits.length > 1 ? select("Edits of", D.edits.indexOf(e),
-    D.edits.map((one, k) => [k, editsName(one)]), (edited) => choose({ edited })) : editsName(e));
+  fill("edits-controls", D.edits.length > 1 ? chooseRecord("Edits of", D.edits, e, editsName, "edited") : editsName(e));
   const rate = (r) => (r.rate === null ? "–" : `${percent(r.rate)} [${percent(r.low)}, ${percent(r.high)}]`);
   list("recipes", e.summary, [["recipe", (r) => r.recipe], ["texts", (r) => r.originals, "number"],
     ["skipped", (r) => r.skipped, "number"], ["succeeded", (r) => r.succeeded, "number"], ["rate, 95 %", rate, "number"],

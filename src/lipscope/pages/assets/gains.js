@@ -1,15 +1,11 @@
 // What taking tokens apart gains beside moving them.
 $("gains").hidden = !D.gains.length;
-const gained = D.gains.map((g) => ({ ...g, tokens: g.tokens.flatMap((t) => ["moved", "split"].map((way) => (
-  { index: t.index, text: t.text, way, gain: t[way], upper: t[`${way}_upper`], better: way === "split" && t.better }))) }));
-const gainRows = gained.flatMap((g) => g.tokens);
-gainRows.forEach((r, y) => { r.y = y; });
-const gain = () => gained[state.taken] ?? gained[0];
+const gain = () => D.gains[state.taken] ?? D.gains[0];
 const gainName = (g) => `${D.settings[g.s].model}, layer ${g.layer}, window ${g.sample}`;
 const gainEnds = (r) => ends({ sigma: r.gain, upper: r.upper });
 const gainWay = (r) => (r.way === "split" ? "taken apart" : "moved");
-MARKS.y = [() => null, (y) => [make("b", {}, `token ${gainRows[y].index}: “${gainRows[y].text}”`),
-  line(`${gainWay(gainRows[y])}: gain in ${gainEnds(gainRows[y])}`)]];
+registerMarks("y", D.gains.flatMap((g) => g.tokens), () => null,
+  (r) => [make("b", {}, `token ${r.index}: “${r.text}”`), line(`${gainWay(r)}: gain in ${gainEnds(r)}`)]);
 CHARTS.apart = { spec: "gains", say: () => "Gains of moving and of taking apart every token",
   data: () => ({ tokens: gain()?.tokens ?? [] }), signals: () => ({ axes: gain()?.axes }) };
 COLUMNS.token = column("token", (r) => r.index);
@@ -21,8 +17,7 @@ TABLES.apart = ["tokens", "token text way gain better"];
 DRAWERS.push(() => {
   const g = gain();
   if (!g) return;
-  fill("gains-controls", select("Window taken apart", gained.indexOf(g), gained.map((one, k) => [k, gainName(one)]),
-    (taken) => choose({ taken })));
+  fill("gains-controls", chooseRecord("Window taken apart", D.gains, g, gainName, "taken"));
   $("gains-about").textContent = `${gainName(g)}, ${g.n} tokens`;
   const better = g.tokens.filter((t) => t.better).length;
   $("gains-note").textContent = `${better} of ${g.n} tokens are known to gain more when they are taken apart than when they `

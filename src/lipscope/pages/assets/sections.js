@@ -152,9 +152,7 @@ function drawTraining() {
     + "of the solver's interval and, from two windows on, 95 % for the sampling of text (Student, for nearly "
     + "normal log sigma of independent windows). Small points: "
     + "single windows of the layer in front." : "";
-  if (!lengths.length) return fill("training-controls");
-  return fill("training-controls", select("Length at each step", trained(),
-    lengths.map((n) => [n, `${n} tokens`]), (trained) => choose({ trained })));
+  return fill("training-controls", lengths.length ? chooseLength("Length at each step", trained(), lengths, "trained") : null);
 }
 
 // --- heads, bounds -------------------------------------------------------------------------
@@ -167,7 +165,7 @@ function drawHeadControls() {
   if (!lengths.length) return fill("heads-controls");
   return fill("heads-controls",
     select("Colour", state.quantity, QUANTITIES, (quantity) => choose({ quantity })),
-    select("Length", headLength(), lengths.map((n) => [n, `${n} tokens`]), (length) => choose({ length })));
+    chooseLength("Length", headLength(), lengths, "length"));
 }
 
 function drawBounds() {

@@ -1,9 +1,7 @@
 // What a monitor read during training: the page opens on it.
 const watched = D.monitored;
 const readings = watched.flatMap((one) => one.rows);
-readings.forEach((r, k) => { r.reading = k; });
 const alerts = watched.flatMap((one) => one.alerts);
-alerts.forEach((a, k) => { a.alert = k; });
 const watch = () => watched[state.watched] ?? watched[0];
 const signalName = (signal) => signal.replaceAll("_", " ");
 const ABOUT = { relative: "sigma · ‖X‖ / ‖f(X)‖", entropy: "of attention, in nats", radius: "largest token norm",
@@ -15,10 +13,10 @@ if (watched.length) {
   const late = D.settings.map((s, k) => [s.step ?? -1, s.layers.length, -k]).sort((a, b) => b[0] - a[0] || b[1] - a[1] || b[2] - a[2]);
   state.s = -late[0][2];
 }
-MARKS.reading = [(k) => choose({ seen: readings[k].layer === "all" ? null : readings[k].layer }),
-  (k) => [make("b", {}, `step ${readings[k].step}${readings[k].layer === "all" ? "" : `, ${layerName(readings[k].layer)}`}`),
-    line(`${signalName(readings[k].signal)} ${number(readings[k].value)}`)]];
-MARKS.alert = [() => null, (k) => [make("b", {}, "alert"), line(alerts[k].text)]];
+registerMarks("reading", readings, (r) => choose({ seen: r.layer === "all" ? null : r.layer }),
+  (r) => [make("b", {}, `step ${r.step}${r.layer === "all" ? "" : `, ${layerName(r.layer)}`}`),
+    line(`${signalName(r.signal)} ${number(r.value)}`)]);
+registerMarks("alert", alerts, () => null, (a) => [make("b", {}, "alert"), line(a.text)]);
 COLUMNS.reading = column("value", (r) => r.value, (r) => number(r.value));
 for (const signal of distinct(watched.flatMap((one) => Object.keys(one.scales)))) {
   const id = `signal-${signal}`;
@@ -32,8 +30,7 @@ for (const signal of distinct(watched.flatMap((one) => Object.keys(one.scales)))
 DRAWERS.push(() => {
   if (!watched.length) return;
   const one = watch();
-  fill("watched-controls", watched.length < 2 ? null : select("Training", watched.indexOf(one),
-    watched.map((w, k) => [k, w.name]), (k) => choose({ watched: k })));
+  fill("watched-controls", watched.length < 2 ? null : chooseRecord("Training", watched, one, (w) => w.name, "watched"));
   const layers = D.layers.filter((l) => one.rows.some((r) => r.layer === l));
   layerButtons("watched-layers", layers, state.seen, (layer) => choose({ seen: layer }));
   $("watched-about").textContent = "What the monitor read, layer by layer. " + (one.alerts.length

@@ -6,12 +6,8 @@ const records = (columns) => {
     ? columns[names[0]].map((_, k) => Object.fromEntries(names.map((n) => [n, columns[n][k]])))
     : [];
 };
-// By the name of its place a mark says what it stands for, see `MARKS`.
-const numbered = (rows, name) => rows.map((r, k) => ({ ...r, [name]: k }));
-const points = numbered(records(D.points), "i");
-const means = numbered(records(D.means), "m");
-const steps = numbered(records(D.steps), "t");
-const fits = numbered(D.fits, "f");
+const [points, means, steps] = [D.points, D.means, D.steps].map(records);
+const { fits } = D;
 
 // s: setting, layer and head: chosen; front: the layer in front of charts of all (null: none).
 const state = { s: 0, source: null, built: null, layer: null, head: null, front: null, picked: -1,
@@ -85,6 +81,12 @@ function pick(i) {
 }
 
 // --- controls ----------------------------------------------------------------------------
+
+// One of some records by its place, and one of some lengths.
+const chooseRecord = (label, all, now, nameOf, key) => select(label, all.indexOf(now),
+  all.map((one, k) => [k, nameOf(one)]), (k) => choose({ [key]: k }));
+const chooseLength = (label, now, lengths, key) => select(label, now,
+  lengths.map((n) => [n, `${n} tokens`]), (n) => choose({ [key]: n }));
 
 const FIELDS = [["Model", (s) => s.model], ["Map", (s) => s.map], ["Metric", (s) => s.metric],
   ["Tokens", tokensOf], ["Text", (s) => s.text || "not named"]];
