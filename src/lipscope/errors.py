@@ -41,6 +41,10 @@ class InputError(ValueError):
         return [f"InputError: {self}"]
 
 
+class OptionError(InputError, TypeError):
+    """An option that a function does not have: Python's own error, and a line of lipscope's."""
+
+
 def _abridged(text: str) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -295,12 +296,15 @@ def test_what_cannot_be_taken_is_refused_in_one_line(unchecked, name) -> None:
         ("at", "lenght", "length"),
         ("layers", "lenght", "lengths"),
         ("decision", "betwen", "between"),
+        ("certify", "epsilon", "eps"),
     ],
 )
 def test_what_is_misspelt_is_looked_for_among_the_verb_s_own(verb, option, meant) -> None:
-    asked: Any = getattr(ls.load_model(ENCODER), verb)
-    with pytest.raises(TypeError, match=rf"{verb}\(\) got .* Did you mean `{meant}`\?"):
+    model = ls.load_model(ENCODER)
+    asked: Any = partial(ls.certify, model) if verb == "certify" else getattr(model, verb)
+    with pytest.raises(TypeError, match=rf"{verb}\(\) got .* Did you mean `{meant}`\?") as found:
         list(asked(BATCH, **{option: 3}))
+    assert isinstance(found.value, ls.InputError)  # one line, at a prompt too
 
 
 @pytest.mark.parametrize("additive", [False, True])
