@@ -90,6 +90,17 @@ def check_finite_numbers(name: str, values: Tensor) -> None:
         raise InputError(f"`{name}` should be finite. Found NaN or Inf in it, first at {where}.")
 
 
+def check_numbers(name: str, value: Any, *shape: int | None) -> None:
+    """Refuse what is no tensor of finite real numbers of a shape; None is any length."""
+    fits = _is_tensor(value) and value.ndim == len(shape) and not value.is_complex()
+    if not fits or any(one not in (None, n) for one, n in zip(shape, value.shape, strict=True)):
+        found = type_and_shape(value) if _is_tensor(value) else shown(value)[:_SHOWN]
+        sides = ", ".join("n" if one is None else str(one) for one in shape)
+        sides += "," if len(shape) == 1 else ""
+        raise InputError(f"`{name}` should be numbers in a tensor, ({sides}). Found {found}.")
+    check_finite_numbers(name, value)
+
+
 def check_tokens(name: str, value: Any, width: int | None = None) -> None:
     """Refuse what is no finite matrix of real numbers, a row for each of some tokens."""
     is_tensor = _is_tensor(value)

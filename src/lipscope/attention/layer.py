@@ -224,6 +224,8 @@ def check_shapes(
 
 def check_log_weights(log_weights: Tensor | None, keys: Tensor) -> None:
     """Say where there is not one number for each key."""
+    if not isinstance(keys, Tensor):
+        raise InputError(f"Tokens should be a tensor, (..., n, d). Found `{type(keys).__name__}`.")
     if log_weights is None:
         return
     if not isinstance(log_weights, Tensor) or log_weights.shape != keys.shape[-2:-1]:
