@@ -247,6 +247,13 @@ def test_mistakes_are_told_in_one_line(options, words, unchecked):
     assert "\n" not in str(told.value)
 
 
+def test_a_norm_cap_is_a_number_and_of_a_matrix(unchecked):
+    with pytest.raises(InputError, match=r"`cap` should be positive. Found `cap = '1'`"):
+        NormCap("1")
+    with pytest.raises(InputError, match=r"A cap is of a matrix. Found the shape \(3,\)"):
+        NormCap(1.0)(torch.ones(3))
+
+
 @pytest.mark.parametrize("place", ["", "none/x.safetensors"])
 def test_a_file_that_cannot_be_written(tmp_path, place):
     with pytest.raises(InputError, match="`path` should be a file in a folder that is there"):

@@ -42,6 +42,7 @@ class NormCap(nn.Module):
 
     def __init__(self, cap: float) -> None:
         super().__init__()
+        check_positive("cap", cap)
         self.cap = cap
 
     def extra_repr(self) -> str:
@@ -50,6 +51,8 @@ class NormCap(nn.Module):
 
     def forward(self, weight: Float[Tensor, "r c"]) -> Float[Tensor, "r c"]:
         """The matrix within its cap."""
+        if weight.ndim != 2:
+            raise InputError(f"A cap is of a matrix. Found the shape {tuple(weight.shape)}.")
         rows, columns = weight.shape
         tiny = torch.finfo(weight.dtype).tiny
         scale = weight.detach().abs().amax().clamp_min(tiny)  # so that no square leaves the range
