@@ -256,6 +256,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"`between` should name at least two classes, .* Found `abc`",
     ),
     "splitting what overflows": (lambda: ls.split(LAYER, X * 1e30), r"NaN or Inf in window 0"),
+    "a decision of no text": (
+        lambda: ls.load_model("random:gpt2:n_layer=1").decision(""),
+        r"The text should not be empty",
+    ),
     "a length in words": (
         lambda: ls.load_model("random:bert:num_hidden_layers=1").at("a", length="4"),
         r"`length` should be a whole number of at least 1. Found `'4'`, a str",
