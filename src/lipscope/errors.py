@@ -41,6 +41,10 @@ class InputError(ValueError):
         return [f"InputError: {self}"]
 
 
+class OptionError(InputError, TypeError):
+    """An option that a function does not have: Python's own error, and a line of lipscope's."""
+
+
 def _abridged(text: str) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
@@ -84,6 +88,17 @@ def check_finite_numbers(name: str, values: Tensor) -> None:
     if bool(bad.any()):
         where = tuple(bad.nonzero()[0].tolist())
         raise InputError(f"`{name}` should be finite. Found NaN or Inf in it, first at {where}.")
+
+
+def check_numbers(name: str, value: Any, *shape: int | None) -> None:
+    """Refuse what is no tensor of finite real numbers of a shape; None is any length."""
+    fits = _is_tensor(value) and value.ndim == len(shape) and not value.is_complex()
+    if not fits or any(one not in (None, n) for one, n in zip(shape, value.shape, strict=True)):
+        found = type_and_shape(value) if _is_tensor(value) else shown(value)[:_SHOWN]
+        sides = ", ".join("n" if one is None else str(one) for one in shape)
+        sides += "," if len(shape) == 1 else ""
+        raise InputError(f"`{name}` should be numbers in a tensor, ({sides}). Found {found}.")
+    check_finite_numbers(name, value)
 
 
 def check_tokens(name: str, value: Any, width: int | None = None) -> None:

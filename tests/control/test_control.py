@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 import lipscope as ls
+from agreement import gaussian
 from lipscope import InputError
 from lipscope.control import restraints
 from lipscope.control.restraint import cap_singular_values
@@ -362,6 +363,30 @@ def test_weights_that_are_no_number_are_refused_by_layer():
         m.h[0].attn.c_proj.weight.fill_(float("nan"))
     with pytest.raises(InputError, match=r"Sigma of layer 0 .* Found that a product"):
         cap.step()
+
+
+@pytest.mark.parametrize(
+    ("how", "cap"), [("spectral-cap", 1.0), ("weight-norms", None), ("spectral-norm", None)]
+)
+def test_matrices_that_are_no_numbers_are_refused(how, cap):
+    m: Any = model("gpt2")
+    held: Any = None if how == "spectral-norm" else ls.restrain(m, IDS, how, cap=cap)
+    act = {"spectral-cap": "step", "weight-norms": "penalty"}
+    with torch.no_grad():
+        m.h[1].attn.c_proj.weight.fill_(float("nan"))
+    with pytest.raises(InputError, match=r"weight.* should be finite\. Found NaN or Inf"):
+        getattr(held, act[how])() if how in act else ls.restrain(m, IDS, how)
+    assert not nn.utils.parametrize.is_parametrized(m.h[0].attn.c_attn)
+
+
+def test_a_part_that_is_compiled_is_restrained_as_it_was_written():
+    m: Any = encoder()
+    x = gaussian(1, 5, 8).to(next(m.parameters()))
+    alone = ls.restrain(m, x, "sigma").penalty().item()
+    m.layers[1] = torch.compile(m.layers[1], backend="eager")
+    held = ls.restrain(m, x, "sigma")
+    assert held.penalty().item() == pytest.approx(alone)
+    assert all("_orig_mod" not in name for name in held.probe.names.values())
 
 
 def test_every_restraint_is_in_the_table_of_the_function():

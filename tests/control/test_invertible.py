@@ -395,6 +395,8 @@ def test_what_cannot_be_inverted_is_refused() -> None:
 
 
 def test_other_types_are_refused(unchecked) -> None:
+    with pytest.raises(InputError, match=r"`x` should have shape .* Found list"):
+        Flow([InvertibleResidual(mlp(0.5))]).log_density([[0.0]])  # pyright: ignore
     with pytest.raises(InputError, match="`method` should be one of exact, series, roulette"):
         log_determinant(mlp(0.5), gaussian(2, 3, D), method="exakt")  # pyright: ignore
     with pytest.raises(InputError, match="`layer` should be an attention layer"):

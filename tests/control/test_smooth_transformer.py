@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -230,6 +231,9 @@ def test_a_decision_is_certified_and_no_attack_gets_below(capped):
         ({"features": 3}, "Found `vocabulary` and `features`"),
         ({"cap": -1.0}, "`cap` should be positive"),
         ({"variant": "cubic"}, "`variant` should be one of"),
+        ({"variant": ["l2"]}, r"`variant` should be one of .* Found \['l2'\]"),
+        ({"bias": True}, "`bias` should be left out.* Found `bias = True`"),
+        ({"dtype": torch.float64}, "`dtype` should be left out"),
         (
             {"heads": 3},
             "`width` should be a multiple of `heads`. Found `width = 8` and `heads = 3`",
@@ -243,10 +247,58 @@ def test_mistakes_are_told_in_one_line(options, words, unchecked):
     assert "\n" not in str(told.value)
 
 
+def test_a_norm_cap_is_a_number_and_of_a_matrix(unchecked):
+    with pytest.raises(InputError, match=r"`cap` should be positive. Found `cap = '1'`"):
+        NormCap("1")
+    with pytest.raises(InputError, match=r"A cap is of a matrix. Found the shape \(3,\)"):
+        NormCap(1.0)(torch.ones(3))
+
+
 @pytest.mark.parametrize("place", ["", "none/x.safetensors"])
 def test_a_file_that_cannot_be_written(tmp_path, place):
     with pytest.raises(InputError, match="`path` should be a file in a folder that is there"):
         smooth().save(tmp_path / place)
+
+
+def test_what_goes_into_no_file_says_so(tmp_path, unchecked):
+    with pytest.raises(InputError, match=r"`path` should be a file .* Found `None`"):
+        smooth().save(None)
+    masked = smooth(mask=torch.ones(5, 5, dtype=torch.bool))
+    with pytest.raises(InputError, match="Options should be numbers or words to be in a file"):
+        masked.save(tmp_path / "model.safetensors")
+
+
+def test_a_cap_of_another_precision_is_a_number(tmp_path, unchecked):
+    model = smooth(cap=np.float32(1.3)).eval()
+    model.save(tmp_path / "model.safetensors")
+    again = SmoothTransformer.load(tmp_path / "model.safetensors")
+    assert torch.equal(again(IDS), model(IDS)) and again.sizes == model.sizes
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"vocabulary": 7}, r"`embedding\.weight` of shape \(7, 8\) instead of \(5, 8\); make"),
+        ({"capped": "after-step"}, r"no `.*original` and \d+ more that do not fit; make"),
+        ({"variant": "l2"}, r"no `.*key\.original`"),
+    ],
+)
+def test_weights_of_other_sizes_are_refused_and_none_is_taken_over(other, words):
+    model, variant = smooth(), other.pop("variant", "dot-product")
+    before = model(IDS)
+    with pytest.raises(InputError, match=rf"the same `sizes`. Found {words}"):
+        model.load_state_dict(smooth(variant, seed=1, **other).state_dict())
+    assert torch.equal(model(IDS), before)
+
+
+def test_what_is_no_state_is_refused_and_the_own_is_taken(unchecked):
+    model, other = smooth(), smooth(seed=1)
+    with pytest.raises(InputError, match=r"weights by their names\. Found `SmoothTransformer`"):
+        model.load_state_dict(other)
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model(IDS), other(IDS))
+    kept = {n: w for n, w in other.state_dict().items() if n != "positions"}
+    assert model.load_state_dict(kept, strict=False).missing_keys == ["positions"]
 
 
 def test_too_many_tokens_are_refused():
@@ -276,6 +328,9 @@ def test_vectors_of_another_width_are_refused():
         model(torch.zeros(1, 3, 5))
     with pytest.raises(InputError, match=r"vectors .*, float32\. Found torch.float64"):
         model(torch.zeros(1, 3, 6, dtype=torch.float64))
+    for shape in ((6,), (1, 1, 3, 6)):
+        with pytest.raises(InputError, match=r"vectors \(b, n, 6\)"):
+            model(torch.zeros(shape))
     with torch.autocast("cpu", torch.bfloat16):
         assert model(torch.zeros(1, 3, 6, dtype=torch.bfloat16)).shape == (1, 3, 3)
 
@@ -286,6 +341,14 @@ def test_a_cap_holds_for_weights_of_any_size(size):
     weight = size * weight / torch.linalg.matrix_norm(weight, 2)
     capped = float(torch.linalg.matrix_norm(NormCap(1.0)(weight), 2))
     assert capped == pytest.approx(min(size, 1.0), rel=0.02)
+
+
+@pytest.mark.parametrize("n", [41, 61])
+def test_a_mean_of_that_many_tokens_is_no_less_than_a_mean(n):
+    """In float32, 61 times 1/61 is below 1."""
+    model = SmoothTransformer(8, 2, 1, outputs=3, length=n, vocabulary=5, pool="mean")
+    bound = float(lipschitz_bound(model))
+    assert float(lipschitz_bound(model, num_tokens=n)) == pytest.approx(bound, rel=1e-14)
 
 
 @pytest.mark.parametrize("norm", ["max-token", "frobenius"])

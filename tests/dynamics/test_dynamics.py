@@ -49,6 +49,7 @@ from lipscope.measures import TokenMeasure, in_order
 from tiny import tiny
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
+WORDY = Event("a", lambda t, x: "b")  # pyright: ignore[reportArgumentType]
 
 
 def eye(d: int) -> Tensor:
@@ -464,6 +465,15 @@ def test_animations(tmp_path) -> None:
         (lambda: sigma_through(lambda x: x, ONE, step=0.1, layers=1), "an Attention layer"),
         (lambda: closure(torch.nn.Linear(1, 1)), "an Attention layer. Found `Linear`"),
         (lambda: phases([0.0, 1.0, 2.0], [1, 2]), "one number for each of `times`"),
+        (lambda: phases(["a"], [1]), "one number for each of `times`, at least one. Found [1]"),
+        (lambda: phases([0.0], 1), "one number for each of `times`"),
+        (lambda: leaders(eye(2)), "`weights` should be numbers in a tensor, (n, n, n)."),
+        (lambda: diameter([[0.0]]), "`points` should be tokens in a tensor"),
+        (lambda: gaussian_flow(single(ONE), [0.0], ONE, [1.0]), "`mean` should be numbers in a"),
+        (lambda: gaussian_flow(single(ONE), ONE[0], [[1.0]], [1.0]), "`covariance` should be"),
+        (lambda: closure(single(ONE))([0.0], ONE), "`mean` should be numbers in a tensor, (1,)."),
+        (lambda: sigma_of_blocks([ONE]), "`blocks` should be Jacobians"),
+        (lambda: evolve(single(ONE), ONE, [1.0], events=[WORDY]), "event `a` should be one number"),
         (lambda: residual(two(), ONE, step=0.1, renormalise=True), "layers of one `V`"),
         (lambda: residual(two(), ONE, step=0.1).attention(2), "No layer reads the state"),
     ],

@@ -193,6 +193,21 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_no_layer_after_one_read
         again.read()
 
 
+def test_a_loss_that_is_no_number_stops_before_the_weights_move():
+    net: Any = model()
+    monitor = ls.Monitor(net, PROBE, every=5)
+    with (
+        pytest.raises(InputError, match=r"finite loss\. Found nan at step 1"),
+        monitor.step(torch.tensor(float("nan"))),
+    ):
+        pytest.fail("the optimiser would step")
+
+
+def test_training_begins_at_a_number(unchecked):
+    with pytest.raises(InputError, match="`step` should be a whole number, not negative"):
+        ls.Monitor(model(), PROBE).start("40")
+
+
 def test_a_layer_of_an_unknown_kind_has_no_logits_but_all_the_rest():
     from tiny import tiny
 

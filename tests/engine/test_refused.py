@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -255,6 +256,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"`between` should name at least two classes, .* Found `abc`",
     ),
     "splitting what overflows": (lambda: ls.split(LAYER, X * 1e30), r"NaN or Inf in window 0"),
+    "a decision of no text": (
+        lambda: ls.load_model("random:gpt2:n_layer=1").decision(""),
+        r"The text should not be empty",
+    ),
     "a length in words": (
         lambda: ls.load_model("random:bert:num_hidden_layers=1").at("a", length="4"),
         r"`length` should be a whole number of at least 1. Found `'4'`, a str",
@@ -295,12 +300,15 @@ def test_what_cannot_be_taken_is_refused_in_one_line(unchecked, name) -> None:
         ("at", "lenght", "length"),
         ("layers", "lenght", "lengths"),
         ("decision", "betwen", "between"),
+        ("certify", "epsilon", "eps"),
     ],
 )
 def test_what_is_misspelt_is_looked_for_among_the_verb_s_own(verb, option, meant) -> None:
-    asked: Any = getattr(ls.load_model(ENCODER), verb)
-    with pytest.raises(TypeError, match=rf"{verb}\(\) got .* Did you mean `{meant}`\?"):
+    model = ls.load_model(ENCODER)
+    asked: Any = partial(ls.certify, model) if verb == "certify" else getattr(model, verb)
+    with pytest.raises(TypeError, match=rf"{verb}\(\) got .* Did you mean `{meant}`\?") as found:
         list(asked(BATCH, **{option: 3}))
+    assert isinstance(found.value, ls.InputError)  # one line, at a prompt too
 
 
 @pytest.mark.parametrize("additive", [False, True])

@@ -401,6 +401,17 @@ CAUSAL, _ = case("heads", 0)
         (lambda: PLAIN(X, log_weights=[0.0]), "for each of 6 keys. Found [0.0]."),
         (lambda: tiny_mass_gain(CAUSAL, in_order(X), X), "not available: a causal layer"),
         (lambda: token_map(CAUSAL, in_order(X), X), "Found points without positions."),
+        (
+            lambda: token_map(CAUSAL, in_order(X), X, torch.full((6,), torch.nan)),
+            "`positions` should be finite.",
+        ),
+        (lambda: token_map(CAUSAL, in_order(X), X, X), "`positions` should be numbers in a"),
+        (lambda: token_map(PLAIN, X, X), "`mu` should be a `TokenMeasure`. Found `Tensor`."),
+        (lambda: tiny_mass_gain(PLAIN, X, X), "`mu` should be a `TokenMeasure`."),
+        (lambda: tiny_mass_gain(5, TokenMeasure(X), X), "`layer` should be an Attention layer."),
+        (lambda: search_ratio(5, radius=1.0), "`layer` should be an Attention layer."),
+        (lambda: own_operator(PLAIN, X.tolist()), "Tokens should be a tensor, (..., n, d)."),
+        (lambda: weighted(PLAIN.linearise(X), X[0]), "one for each of 6 tokens. Found"),
         (lambda: split_at(lambda x: x.cumsum(0), X), "`f` should not depend on the order"),
         (
             lambda: split_at(lambda x: x.sum(0, keepdim=True), X),

@@ -267,16 +267,16 @@ HALF = torch.tensor([0.5, 0.5])
             lambda: TokenMeasure(X / 0),
             "`points` should be finite. Found NaN or Inf in it, first at",
         ),
-        (lambda: TokenMeasure([[1.0]]), "Found [[1.0]]."),
+        (lambda: TokenMeasure(X.to(torch.complex64)), "Found complex64, (2, 3)."),
         (lambda: TokenMeasure(X, torch.tensor([0.5, 0.6])), "Found the least 0.5 and the sum 1.1."),
         (lambda: TokenMeasure(X, torch.tensor([-0.5, 1.5])), "Found the least -0.5 and the sum 1."),
         (
             lambda: TokenMeasure(X, torch.tensor([torch.nan, 1.0])),
-            "`weights` should be a tensor of finite",
+            "`weights` should be finite. Found NaN or Inf in it, first at (0,)",
         ),
         (
             lambda: TokenMeasure(X, torch.ones(3) / 3),
-            "`weights` should be one number for each of 2 tokens.",
+            "`weights` should be numbers in a tensor, (2,). Found float32, (3,).",
         ),
         (lambda: TokenMeasure(X, HALF.clone().requires_grad_()), "`weights` should have no grad"),
         (
@@ -284,6 +284,8 @@ HALF = torch.tensor([0.5, 0.5])
             "`positions` should be between 0 and 1.",
         ),
         (lambda: wasserstein(GOOD, TokenMeasure(torch.zeros(2, 2))), "Found 3 and 2."),
+        (lambda: TokenMeasure(X, X), "`weights` should be numbers in a tensor, (2,). Found"),
+        (lambda: GOOD.copied(X[:1, :1]), "`shares` should be numbers in a tensor, (n,)."),
         (
             lambda: wasserstein(GOOD, GOOD, p=0.5),
             "`p` should be finite and at least 1. Found `p = 0.5`.",

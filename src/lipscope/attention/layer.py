@@ -19,6 +19,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from lipscope.attention.weighting import Softmax, Weighting
 from lipscope.errors import (
     InputError,
+    OptionError,
     check_count,
     check_finite_number,
     check_positive,
@@ -223,6 +224,8 @@ def check_shapes(
 
 def check_log_weights(log_weights: Tensor | None, keys: Tensor) -> None:
     """Say where there is not one number for each key."""
+    if not isinstance(keys, Tensor):
+        raise InputError(f"Tokens should be a tensor, (..., n, d). Found `{type(keys).__name__}`.")
     if log_weights is None:
         return
     if not isinstance(log_weights, Tensor) or log_weights.shape != keys.shape[-2:-1]:
@@ -253,7 +256,7 @@ class Framed(Masked, total=False):
 def check_frame_of(frame: Mapping[str, object], takes: type) -> None:
     """Refuse an argument that a variant does not hand on, in the words of Python."""
     for name in frame.keys() - takes.__annotations__.keys():
-        raise TypeError(f"__init__() got an unexpected keyword argument '{name}'")
+        raise OptionError(f"__init__() got an unexpected keyword argument '{name}'.")
 
 
 def arguments(kind: type) -> dict[str, inspect.Parameter]:

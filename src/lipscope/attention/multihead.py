@@ -271,7 +271,7 @@ def _variant_class(variant: str | type[Attention]) -> type[Attention]:
         re.sub(r"(?<=[a-z])(?=[A-Z])", "-", one.__name__.removesuffix("Attention")).lower(): one
         for one in variants()
     }
-    if variant not in known:
+    if not isinstance(variant, str) or variant not in known:
         raise InputError(
             f"`variant` should be one of {', '.join(known)}. Found {variant!r}; other arguments "
             "go by their names."

@@ -503,6 +503,7 @@ class Flow(nn.Module):
 
     def log_density(self, x: Float[Tensor, "*b n d"], **options: object) -> Float[Tensor, "*b"]:
         """``log p(X)`` of every sample, in nats; options as in `log_determinant`."""
+        self._each()[0].g.check("x", x)
         total = x.new_zeros(x.shape[:-2])
         for block in self._each():
             total = total + block.log_determinant(x, **options).value

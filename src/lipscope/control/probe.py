@@ -184,6 +184,8 @@ class Probe:
             ) as (model, _),
         ):
             arguments = to_device(item.arguments, first.device, first.dtype)
+            # Compiled modules are out now.
+            sites = {name.replace("_orig_mod.", ""): site for name, site in sites.items()}
             return trace(model, arguments, sites, dtype=first.dtype, asked=self.modules)
 
 

@@ -22,7 +22,7 @@ from lipscope.attention import (
 )
 from lipscope.control.alarm import largest_logits
 from lipscope.control.probe import Layers, Probe, ProbedLayer
-from lipscope.errors import InputError, check_count, shown
+from lipscope.errors import InputError, check_count, check_finite_numbers, shown
 from lipscope.linalg import draws_from, sigma, start_named, top_singular, unit_vector
 from lipscope.theorems import AskedLayer, JacobianRows, NotApplicableError, weighted_rows
 
@@ -119,6 +119,7 @@ class _Parametrised(Restraint):
                     f"`{self.name}` needs weights without a parametrisation. Found one on "
                     f"`{name}` of `{type(holder).__name__}`."
                 )
+            check_finite_numbers(name, getattr(holder, name))
             if not bool(getattr(holder, name).any()):
                 raise InputError(
                     f"`{self.name}` divides weights by their norm. Found `{name}` of "
@@ -245,17 +246,20 @@ class SpectralCap(Restraint, name="spectral-cap"):
             for holder, name in self.probe.weights(i):
                 if parametrize.is_parametrized(holder, name):
                     raise _not_own(self.name, i)
-                factor = cap_singular_values(getattr(holder, name), self.cap)
+                factor = cap_singular_values(
+                    getattr(holder, name), self.cap, f"{name} of layer {i}"
+                )
                 found[i] = min(found.get(i, 1.0), factor)
         return {i: factor for i, factor in found.items() if factor < 1}
 
 
-def cap_singular_values(weight: Tensor, cap: float) -> float:
+def cap_singular_values(weight: Tensor, cap: float, name: str = "weights") -> float:
     """Bring singular values above ``cap`` down to it, in place: ``W - W V (1 - cap / S) V^T``.
 
     Returns the factor of the largest singular value, 1 if none is above.
     """
     w = weight.detach().double()
+    check_finite_numbers(name, w)
     flat = w if w.shape[0] >= w.shape[1] else w.T
     values, vectors = torch.linalg.eigh(flat.T @ flat)
     above = values > cap**2
@@ -589,11 +593,12 @@ class WeightNorms(Restraint, name="weight-norms"):
 
     def penalty(self, data: Batch = None) -> Tensor:
         """As `Restraint.penalty`; the same for every batch."""
+        weights = [[getattr(*one) for one in self.probe.weights(i)] for i in self.probe.indices]
+        for i, held in zip(self.probe.indices, weights, strict=True):
+            for one in held:
+                check_finite_numbers(f"weights of layer {i}", one)
         with uncast(self.probe.device):
-            values = [
-                torch.stack([spectral_norm(getattr(*one)) for one in held]).mean()
-                for held in map(self.probe.weights, self.probe.indices)
-            ]
+            values = [torch.stack([*map(spectral_norm, held)]).mean() for held in weights]
         return _above(torch.stack(values), self.cap)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -42,6 +42,7 @@ class NormCap(nn.Module):
 
     def __init__(self, cap: float) -> None:
         super().__init__()
+        check_positive("cap", cap)
         self.cap = cap
 
     def extra_repr(self) -> str:
@@ -50,6 +51,8 @@ class NormCap(nn.Module):
 
     def forward(self, weight: Float[Tensor, "r c"]) -> Float[Tensor, "r c"]:
         """The matrix within its cap."""
+        if weight.ndim != 2:
+            raise InputError(f"A cap is of a matrix. Found the shape {tuple(weight.shape)}.")
         rows, columns = weight.shape
         tiny = torch.finfo(weight.dtype).tiny
         scale = weight.detach().abs().amax().clamp_min(tiny)  # so that no square leaves the range
@@ -185,6 +188,8 @@ class SmoothTransformer(nn.Module):
         }
         _check(self.sizes)
         hidden = hidden or 4 * width
+        if cap is not None:  # a number of NumPy or torch would count in its own precision
+            self.sizes["cap"] = cap = float(cap)
         if variant == "dot-product":
             options = {"scale": heads / width} | options
         if causal:
@@ -245,9 +250,10 @@ class SmoothTransformer(nn.Module):
         if isinstance(given, Tensor):
             found = f"{given.dtype} of shape {tuple(given.shape)}"
             kinds = {torch.int32, torch.int64} if of_ids else {self.embedding.weight.dtype}
+            axes = (1, 2) if of_ids else (2, 3)
             if not of_ids and torch.is_autocast_enabled(given.device.type):
                 kinds |= {torch.float32, torch.bfloat16, torch.float16}
-            fits = given.ndim > 0 and given.dtype in kinds
+            fits = given.ndim in axes and given.dtype in kinds
         if fits and (of_ids or given.shape[-1] == columns):
             try:
                 return self.embedding(given)
@@ -345,15 +351,49 @@ class SmoothTransformer(nn.Module):
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        refuse_record(Path(path))
         weights = {name: one.contiguous() for name, one in self.state_dict().items()}
         try:
             sizes = json.dumps(self.sizes, default=lambda number: number.item())
+        except (AttributeError, RuntimeError) as problem:  # such as a mask
+            raise InputError(
+                f"Options should be numbers or words to be in a file. Found another: {problem}; "
+                "keep `state_dict()` by `torch.save` instead."
+            ) from None
+        try:
+            refuse_record(Path(path))
             save_file(weights, path, metadata={_METADATA: sizes})
-        except (OSError, SafetensorError) as problem:
+        except (OSError, SafetensorError, TypeError) as problem:
             raise InputError(
                 f"`path` should be a file in a folder that is there. Found `{path}`: {problem}"
             ) from None
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As of any module; weights that do not fit are refused before one is taken over.
+
+        Raises:
+            InputError: If they are those of a model of other sizes.
+        """
+        if not isinstance(state_dict, Mapping):
+            found = f"`{type(state_dict).__name__}`; give what `state_dict()` of a model gave"
+            raise InputError(f"`state_dict` should be weights by their names. Found {found}.")
+        own = self.state_dict()
+        other = [
+            f"`{name}` of shape {tuple(state_dict[name].shape)} instead of {tuple(one.shape)}"
+            for name, one in own.items()
+            if name in state_dict and state_dict[name].shape != one.shape
+        ]
+        if strict:
+            other += [f"no `{name}`" for name in own if name not in state_dict]
+            other += [f"`{name}`, which is not here" for name in state_dict if name not in own]
+        if other:
+            more = f" and {len(other) - 1} more that do not fit" if other[1:] else ""
+            raise InputError(
+                f"`state_dict` should be that of a model of the same `sizes`. Found {other[0]}"
+                f"{more}; make this one as `SmoothTransformer(**sizes)` of the other."
+            )
+        return super().load_state_dict(state_dict, strict, assign)
 
     @classmethod
     def load(cls, path: str | Path) -> SmoothTransformer:
@@ -399,6 +439,12 @@ def _check(sizes: dict[str, Any]) -> None:
         check_count(name, sizes[name])
     if not isinstance(sizes["causal"], bool):
         raise InputError(f"`causal` should be true or false. Found `{shown(sizes['causal'])}`.")
+    for name in ("bias", "batch_first", "device", "dtype"):
+        if name in sizes:
+            raise InputError(
+                f"`{name}` should be left out: matrices alone are capped, and the model is moved "
+                f"by `to`. Found `{name} = {shown(sizes[name])}`."
+            )
     width, heads = sizes["width"], sizes["heads"]
     if width % heads:
         raise InputError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -136,12 +136,14 @@ def sigma_of_blocks(
     Blocks are Jacobians, each at the output of the one before, such as those of the map ``block``
     at all layers of a model on one input; ``depths`` are numbers of blocks, every one if None.
     """
-    if not blocks or any(a.out_shape != b.in_shape for a, b in pairwise(blocks)):
+    several = isinstance(blocks, Sequence) and all(isinstance(b, linalg.Operator) for b in blocks)
+    if not several or not blocks or any(a.out_shape != b.in_shape for a, b in pairwise(blocks)):
         raise InputError(
             "`blocks` should be Jacobians whose shapes follow each other, at least one."
         )
     ends = range(1, len(blocks) + 1)
-    at = list(ends if depths is None else depths)
+    several = ends if depths is None else depths
+    at = list(several) if isinstance(several, Iterable) else []
     if not at or at != sorted(set(at)) or not set(at) <= set(ends):
         raise InputError(
             f"`depths` should be increasing, from 1 to {len(blocks)}. Found `depths = {depths}`."

@@ -12,7 +12,7 @@ from torch import Tensor
 from lipscope.attention import Attention, DotProduct, L2Attention, SinkhornAttention, check_layer
 from lipscope.dynamics.integrate import Event, Solution, integrate
 from lipscope.dynamics.particles import value_maps
-from lipscope.errors import InputError
+from lipscope.errors import InputError, check_numbers
 
 Closure = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -99,6 +99,8 @@ def closure(layer: Attention) -> Closure:
     fixed = layer.project_out(layer.project(origin)[2].flatten())  # biases of values and output
 
     def affine(m: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
+        check_numbers("mean", m, maps.shape[2])
+        check_numbers("covariance", cov, *[maps.shape[2]] * 2)
         slopes, shifts = means(m.double(), cov.double())
         return (maps @ slopes).sum(0), (maps @ shifts[..., None]).sum(0)[:, 0] + fixed
 
@@ -207,16 +209,12 @@ def _queries_and_keys(layer: Attention) -> tuple[Tensor, Tensor]:
 
 
 def _checked_mean(mean: Tensor, d: int) -> Tensor:
-    if mean.shape != (d,) or not bool(mean.isfinite().all()):
-        raise InputError(f"`mean` should be {d} finite numbers. Found {tuple(mean.shape)}.")
+    check_numbers("mean", mean, d)
     return mean.detach().to("cpu", torch.float64)
 
 
 def _root(covariance: Tensor, d: int) -> Tensor:
-    if covariance.shape != (d, d) or not bool(covariance.isfinite().all()):
-        raise InputError(
-            f"`covariance` should be finite numbers, {(d, d)}. Found {tuple(covariance.shape)}."
-        )
+    check_numbers("covariance", covariance, d, d)
     cov = covariance.detach().to("cpu", torch.float64)
     values, vectors = torch.linalg.eigh((cov + cov.T) / 2)
     off, size = float((cov - cov.T).abs().max()), float(values.abs().max())

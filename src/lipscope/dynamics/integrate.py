@@ -6,7 +6,7 @@ import bisect
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -96,7 +96,7 @@ def integrate(
     if not bool(velocity(0.0, start).isfinite().all()):  # what it refuses here is the caller's
         raise InputError("`x` should have a finite velocity. Found NaN or Inf; scale it down.")
     overflow = Event("overflow", lambda _, x: limit - float(x.abs().max()))
-    watched, happened = [*events_of(events), overflow], list[Happened]()
+    watched, happened = [*map(_numeric, events_of(events)), overflow], list[Happened]()
     found = [(0.0, event) for event in watched if not event.margin(0.0, start) > 0]
     kept: list[tuple[float, Tensor]] = []
     status: Status | None = None
@@ -152,6 +152,20 @@ def events_of(events: Sequence[Event]) -> Sequence[Event]:
     if not isinstance(events, Sequence) or not all(isinstance(one, Event) for one in events):
         raise InputError(f"`events` should be a list of `Event`. Found {shown(events)}.")
     return events
+
+
+def _numeric(event: Event) -> Event:
+    """The event, whose margin is a number or is refused."""
+
+    def margin(t: float, state: Tensor) -> float:
+        found = event.margin(t, state)
+        try:
+            return float(found)
+        except (TypeError, ValueError, RuntimeError):
+            told = f"`{event.name}` should be one number. Found {shown(found)[:80]}"
+            raise InputError(f"The margin of the event {told}.") from None
+
+    return replace(event, margin=margin)
 
 
 class _Asked:

@@ -24,7 +24,14 @@ from lipscope.dynamics.integrate import (
     events_of,
     integrate,
 )
-from lipscope.errors import InputError, check_count, check_positive, check_tokens
+from lipscope.errors import (
+    InputError,
+    check_count,
+    check_numbers,
+    check_positive,
+    check_tokens,
+    shown,
+)
 from lipscope.linalg import start_named
 from lipscope.measures import TokenMeasure, token_map
 
@@ -432,11 +439,16 @@ def phases(times: Sequence[float] | Tensor, counts: Sequence[int]) -> tuple[Phas
     >>> phases([0.0, 1.0, 2.0, 3.0], [5, 2, 2, 1])[1]
     Phase(count=2, start=1.0, end=3.0)
     """
-    at = [float(t) for t in times]
-    if not len(counts) or len(at) != len(counts):
+    try:
+        at, found = [float(t) for t in times], [int(count) for count in counts]
+    except (TypeError, ValueError):
+        at, found = [], []
+    if not found or len(at) != len(found):
         raise InputError(
-            f"`counts` should be one number for each of `times`. Found {len(counts)} and {len(at)}."
+            "`counts` should be one number for each of `times`, at least one. Found "
+            f"{shown(counts)[:60]} and {shown(times)[:60]}."
         )
+    counts = found
     starts = [i for i in range(len(counts)) if i == 0 or counts[i] != counts[i - 1]]
     ends = [*starts[1:], len(counts) - 1]
     return tuple(Phase(counts[i], at[i], at[j]) for i, j in zip(starts, ends, strict=True))
@@ -450,6 +462,7 @@ def leaders(weights: Float[Tensor, "h n n"]) -> tuple[int, ...]:
     >>> leaders(torch.tensor([[[1.0, 0.0], [0.9, 0.1]]]))
     (0,)
     """
+    check_numbers("weights", weights, None, None, None)
     return tuple((weights.mean(0) > 0.5).any(0).nonzero()[:, 0].tolist())
 
 
@@ -461,6 +474,7 @@ def consensus(radius: float) -> Event:
 
 def diameter(points: Float[Tensor, "n d"]) -> float:
     """The largest distance between two points."""
+    check_tokens("points", points)
     return float(torch.pdist(points.double()).max()) if len(points) > 1 else 0.0
 
 

@@ -181,7 +181,8 @@ def nearest(word: str, choices: Sequence[str]) -> str:
     >>> nearest("lenghts", ["layers", "lengths"])
     ' Did you mean `lengths`?'
     """
-    close = difflib.get_close_matches(word, choices, n=1)
+    short = [one for one in choices if len(one) > 2 and word.startswith(one)]
+    close = short or difflib.get_close_matches(word, choices, n=1)
     return f" Did you mean `{close[0]}`?" if close else ""
 
 

@@ -366,7 +366,10 @@ def whole_input(
     longest = min(_LONGEST, model.loaded.max_tokens or _LONGEST)
     text = default_text()[:_BEGINNING] if text is None else text
     how: dict[str, Any] = {"special_tokens": special_tokens, "longest": longest}
-    return {"input_ids": whole_text(text, model.loaded.reader_of_text(), **how)}
+    ids = whole_text(text, model.loaded.reader_of_text(), **how)
+    if not ids.numel():
+        raise InputError("The text should not be empty. Found no words in it.")
+    return {"input_ids": ids}
 
 
 def decision_at(

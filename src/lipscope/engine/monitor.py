@@ -33,7 +33,7 @@ from lipscope.engine.ready_model import ReadyModel
 from lipscope.engine.runs import AnyFolder, LocalRun, folder_of
 from lipscope.engine.session import ModelKey
 from lipscope.engine.spec import Model, Options, Verb
-from lipscope.errors import InputError, remark, shown
+from lipscope.errors import InputError, check_count, remark, shown
 from lipscope.records import (
     ALERTS,
     READINGS,
@@ -161,6 +161,8 @@ class Monitor:
             loss: That of the step, for its z-score.
         """
         self.before()
+        if loss is not None:  # before the optimiser spreads a loss that is no number
+            self._number(loss, self._last + 1)
         yield
         self.after(loss)
 
@@ -190,17 +192,18 @@ class Monitor:
         Raises:
             InputError: If it is no number, or not finite.
         """
+        self._loss = value = self._number(loss, self._last)
+        self._tell(self._alarm.loss(self._last, value))
+
+    def _number(self, loss: Tensor | float, step: int) -> float:
         try:
             value = float(loss.detach() if isinstance(loss, Tensor) else loss)
         except (TypeError, ValueError, RuntimeError):
             found = tuple(loss.shape) if isinstance(loss, Tensor) else shown(loss)
             raise InputError(f"`loss` should be one number. Found `{found}`.") from None
         if not math.isfinite(value):
-            raise self._ended(
-                f"Training should have a finite loss. Found {value} at step {self._last}"
-            )
-        self._loss = value
-        self._tell(self._alarm.loss(self._last, value))
+            raise self._ended(f"Training should have a finite loss. Found {value} at step {step}")
+        return value
 
     def start(self, step: int, trained: nn.Module | None = None) -> None:
         """Say that training begins at another step than 0, as from a checkpoint; and of what.
@@ -208,6 +211,7 @@ class Monitor:
         Raises:
             InputError: If what is trained shares no weights with the monitor's model.
         """
+        check_count("step", step, least=0)
         own = {id(p) for p in self.model.parameters()}
         if trained is not None and own.isdisjoint(map(id, trained.parameters())):
             raise InputError(

@@ -25,7 +25,7 @@ from typing import (
 
 from lipscope.engine import checks
 from lipscope.engine.checks import COPIES, OF_TEXT, Check, Entries, parse_tokens
-from lipscope.errors import InputError
+from lipscope.errors import InputError, OptionError
 from lipscope.records import MAPS, MapName
 from lipscope.sources import check_device, check_model, default_text, read_text, read_texts
 
@@ -275,7 +275,7 @@ def single_spec(
             twin = next((one for one in known if one in (f"{name}s", name.removesuffix("s"))), None)
             if twin is not None:
                 source.fail(f"`{verb.name}` has no option `{name}`; write `{twin}=`.")
-            raise TypeError(
+            raise OptionError(
                 f"{verb.name}() got an unexpected keyword argument {name!r}."
                 + checks.nearest(name, _names_of(verb))
             )

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention, Softmax, check_layer
-from lipscope.errors import InputError, check_tokens
+from lipscope.errors import InputError, check_numbers, check_tokens, type_and_shape
 from lipscope.linalg import Operator, start_named, to_dense, top_singular
 
 _SUM = 1e-6  # how far from 1 weights may add up to: what rounding in float32 explains
@@ -84,6 +84,7 @@ class TokenMeasure:
 
     def copied(self, shares: Tensor) -> TokenMeasure:
         """The same measure; copy r of atom i, one after the other, has weight ``shares[r] w_i``."""
+        check_numbers("shares", shares, None)
         m = len(shares)
         s = self.positions
         return TokenMeasure(
@@ -105,13 +106,7 @@ def in_order(points: Tensor) -> TokenMeasure:
 
 
 def _token_row(name: str, values: Tensor, n: int) -> Tensor:
-    if not isinstance(values, Tensor) or values.is_complex() or not bool(values.isfinite().all()):
-        raise InputError(f"`{name}` should be a tensor of finite numbers. Found another.")
-    if values.shape != (n,):
-        raise InputError(
-            f"`{name}` should be one number for each of {n} tokens. Found the shape "
-            f"`{tuple(values.shape)}`."
-        )
+    check_numbers(name, values, n)
     return values.to("cpu", torch.float64)
 
 
@@ -142,9 +137,9 @@ def token_map(
     keys = mu.points[read]
     if layer.causal:
         assert mu.positions is not None
-        if positions is None or len(positions) != len(points):
+        if positions is None:
             raise InputError("A causal layer reads by position. Found points without positions.")
-        seen = mu.positions[read] <= positions[:, None].to(mu.positions)
+        seen = mu.positions[read] <= _token_row("positions", positions, len(points))[:, None]
         layer = layer.replace(causal=False, mask=seen)
     return layer(points.to(keys), keys, log_weights=mu.weights[read].log())
 
@@ -159,7 +154,7 @@ def push_forward(layer: Attention, mu: TokenMeasure, *, residual: bool = False) 
     >>> bool(torch.allclose(push_forward(layer, TokenMeasure(x)).points, layer(x)))
     True
     """
-    _check_measure(mu)
+    check_measure(mu)
     out = token_map(layer, mu, mu.points, mu.positions)
     if residual and out.shape != mu.points.shape:
         raise InputError(
@@ -178,7 +173,7 @@ def weighted_jacobian(layer: Attention, mu: TokenMeasure) -> Operator:
 
     Source: Definition C.4 and Lemmas C.5, C.6 of [castin2024]; for a causal layer Lemma 4.2.
     """
-    _check_measure(mu)
+    check_measure(mu)
     if not bool((mu.weights > 0).all()):
         raise InputError(
             "`weights` should be positive. Found an atom without weight; leave it out."
@@ -192,7 +187,8 @@ def weighted_jacobian(layer: Attention, mu: TokenMeasure) -> Operator:
     return weighted(layer.linearise(mu.points.detach(), log_weights=log_weights), log_weights)
 
 
-def _check_measure(mu: object) -> None:
+def check_measure(mu: object) -> None:
+    """Refuse what is no measure."""
     if not isinstance(mu, TokenMeasure):
         raise InputError(f"`mu` should be a `TokenMeasure`. Found `{type(mu).__name__}`.")
 
@@ -202,6 +198,11 @@ def weighted(op: Operator, log_weights: Tensor) -> Operator:
 
     Of operators that share their products, weights are those of each, ``(b, n)``.
     """
+    if not isinstance(log_weights, Tensor) or log_weights.shape[-1:] != op.in_shape[:1]:
+        raise InputError(
+            f"`log_weights` should be numbers in a tensor, one for each of "
+            f"{op.in_shape[0]} tokens. Found {type_and_shape(log_weights)}."
+        )
     root = (0.5 * (log_weights - log_weights.mean(-1, keepdim=True))).exp()[..., None]
     return replace(
         op,
@@ -234,6 +235,7 @@ def largest(op: Operator) -> float:
 def of_measures(layer: Attention, mu: TokenMeasure) -> Attention:
     """The layer in float64, if it is a map of measures with such positions."""
     check_layer(layer)
+    check_measure(mu)
     if layer.positional or layer.window is not None or layer.mask is not None:
         raise InputError("not available: scores depend on indices of tokens, which measures lack.")
     if not (layer.by_token and isinstance(layer.weighting, Softmax)):

@@ -15,9 +15,20 @@ from torch import Tensor
 
 from lipscope.attention import Attention, Softmax, check_layer
 from lipscope.display import Shown
-from lipscope.errors import InputError, check_finite_numbers, check_tokens
+from lipscope.errors import (
+    InputError,
+    check_finite_number,
+    check_finite_numbers,
+    check_tokens,
+)
 from lipscope.linalg import Operator, linearise, start_named, top_singular_batch
-from lipscope.measures.mean_field import TokenMeasure, largest, push_forward, weighted
+from lipscope.measures.mean_field import (
+    TokenMeasure,
+    check_measure,
+    largest,
+    push_forward,
+    weighted,
+)
 from lipscope.measures.transport import wasserstein
 
 Function = Callable[[Tensor], Tensor]
@@ -153,6 +164,8 @@ def finite_split(
     Exact transport: as the size tends to 0 the ratio tends to ``found.splitting``. With ``whole``,
     both halves move the same way.
     """
+    check_measure(mu)
+    check_finite_number("size", size)
     halves = mu.copied(torch.tensor([0.5, 0.5]))
     points = halves.points.clone()
     step = size * found.direction.to(points)

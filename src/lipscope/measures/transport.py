@@ -25,7 +25,7 @@ from lipscope.errors import (
     shown,
 )
 from lipscope.linalg import start_named
-from lipscope.measures.mean_field import TokenMeasure, push_forward, token_map
+from lipscope.measures.mean_field import TokenMeasure, check_measure, push_forward, token_map
 
 Method = Literal["sorting", "assignment", "network simplex"]
 
@@ -362,6 +362,7 @@ def search_ratio(
     ball. Ratios are exact, so the result is a lower bound of the Lipschitz constant there, which
     is the supremum of the local ones (Lemma B.2). Weights of a pair are equal.
     """
+    check_layer(layer)
     check_positive("radius", radius)
     for name, number in (("num_atoms", num_atoms), ("starts", starts)):
         check_count(name, number)
@@ -386,6 +387,8 @@ def tiny_mass_gain(
 
     Source: derived here (``docs/theory/splitting.md``).
     """
+    check_layer(layer)
+    check_measure(mu)
     if layer.causal:
         raise InputError("not available: a causal layer moves mass within its position only.")
     if not bool((mu.weights > 0).all()):
@@ -402,7 +405,8 @@ def tiny_mass_ratio(
     layer: Attention, mu: TokenMeasure, atom: int, target: Float[Tensor, " d"], *, mass: float
 ) -> float:
     """The ratio of `tiny_mass_gain` before its limit: exact transport of ``mass`` off an atom."""
-    if not isinstance(atom, Integral) or not 0 <= atom < len(mu.weights):
+    check_measure(mu)
+    if isinstance(atom, bool) or not isinstance(atom, Integral) or not 0 <= atom < len(mu.weights):
         raise InputError(
             f"`atom` should be between 0 and {len(mu.weights) - 1}. Found `atom = {shown(atom)}`."
         )

@@ -244,8 +244,10 @@ def _pool(network: Network, num_tokens: int | None) -> tuple[Tensor | None, int]
     most = len(network.share)
     if num_tokens is None:
         return None if network.of_any_number else network.share, most
-    if network.of_any_number and num_tokens < most:
-        return network.share[:num_tokens] * (most / num_tokens), num_tokens
+    if network.of_any_number and num_tokens <= most:
+        # Entries of float32 would not add up to one.
+        share = network.share.new_full((num_tokens,), 1 / num_tokens, dtype=torch.float64)
+        return share, num_tokens
     if num_tokens != most and len(network.head):
         raise InputError(
             f"`num_tokens` should be {most}, as many as are pooled. Found {num_tokens}; leave it "

@@ -20,7 +20,7 @@ from lipscope.display import Piece, Shown, pieces, rounded_down, rounded_up
 from lipscope.engine.checks import argument, flag, is_number, path, whole_number
 from lipscope.engine.ready_model import ReadyModel, loaded_model
 from lipscope.engine.verbs.measure import measure
-from lipscope.errors import InputError, memory_for, shown
+from lipscope.errors import InputError, OptionError, memory_for, shown
 from lipscope.models import LoadedModel, checked_data, fingerprint, inputs_of, quiet
 from lipscope.pages import Rows, empty_table, number
 
@@ -117,7 +117,7 @@ def smooth(
     force = argument(flag, "force", options.pop("force", False))
     seed, allow_pickle = options.pop("seed", 0), options.pop("allow_pickle", False)
     for name in options:
-        raise TypeError(f"smooth() got an unexpected keyword argument {name!r}")
+        raise OptionError(f"smooth() got an unexpected keyword argument {name!r}.")
     length = argument(whole_number(1, 10**6), "length", length)
     samples = argument(whole_number(1, 100_000), "samples", samples)
     if not is_number(target) or not 0 < target < _LARGEST:
