@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipscope.attention import Rotary
 from lipscope.linalg import eigenvalue
 from lipscope.theorems import Ball, BallName, HeadAt
 
@@ -122,11 +121,10 @@ class Summed:
         """``sqrt(max_j (mine_j + lam_max(sum_i sum_h w_hi weights_hij h_hij h_hij^T)))``."""
         found, grams = [], []
         for j in range(len(mine)):
+            queries = (c.turned_back(slice(j, j + 1), c.q[:, None])[:, 0] for c in self.centres)
             rows = torch.cat([
-                (w * channel.weights[:, j]).sqrt()[:, None] * (_query_at(c, j) @ keys.T)
-                for w, channel, c, keys in zip(
-                    weights, channels, self.centres, self.keys, strict=True
-                )
+                (w * channel.weights[:, j]).sqrt()[:, None] * (q @ keys.T)
+                for w, channel, q, keys in zip(weights, channels, queries, self.keys, strict=True)
             ])  # fmt: skip
             gram = rows @ rows.T if rows.shape[0] < rows.shape[1] else rows.T @ rows
             grams.append(gram)
@@ -158,8 +156,7 @@ class Channel:
     @property
     def finite(self) -> bool:
         """Whether nothing overflowed."""
-        parts = (self.gram, self.size, self.own, self.weights, self.read)
-        return all(bool(torch.isfinite(part).all()) for part in parts)
+        return all(bool(torch.isfinite(part).all()) for part in vars(self).values())
 
 
 class HeadPath:
@@ -269,14 +266,10 @@ def _channel_size(part: Tensor, channel: Channel) -> Tensor:
 
 
 def _select_channel(mask: Tensor, a: Channel, b: Channel) -> Channel:
-    rows = mask[:, None]
-    return Channel(
-        torch.where(rows[..., None], a.gram, b.gram),
-        torch.where(mask, a.size, b.size),
-        torch.where(mask, a.own, b.own),
-        torch.where(rows, a.weights, b.weights),
-        torch.where(mask, a.read, b.read),
-    )
+    def chosen(x: Tensor, y: Tensor) -> Tensor:
+        return torch.where(mask.view(-1, *(x.ndim - 1) * [1]), x, y)
+
+    return Channel(*map(chosen, vars(a).values(), vars(b).values()))
 
 
 def _merged_channels(channels: list[Channel]) -> Channel:
@@ -303,11 +296,3 @@ def _logit_speed(c: HeadAt, eps: Tensor, bend: Tensor, ball: BallName) -> Tensor
         apart = (c.mu.square() + c.rho.square()).sqrt() * eps[:, None]
         both = torch.where(torch.eye(len(eps), dtype=torch.bool), both, apart)
     return both.masked_fill(~c.allowed, 0.0).amax(-1) + bend * eps
-
-
-def _query_at(c: HeadAt, j: int) -> Tensor:
-    """``R_j^T q_i`` for every row i, ``(n, k)``."""
-    if c.rotary is None:
-        return c.q
-    turned = Rotary(c.rotary.cos[j : j + 1], c.rotary.sin[j : j + 1])
-    return turned.transpose(c.q[:, None])[:, 0]

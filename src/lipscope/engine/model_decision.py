@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 from jaxtyping import Float
@@ -132,52 +132,33 @@ class TokenRadii(Shown):
     each: tuple[DecisionCertificate, ...]
 
 
-class _Deciding(NamedTuple):
-    """What decides: a module, and what is laid on what it gives."""
-
-    module: nn.Module
-    by: str
-    head: Tensor | None = None
-    bias: Tensor | None = None
-    names: tuple[str, ...] = ()
-
-
+@dataclass(repr=False, eq=False)
 class ModelDecision(Shown):
     """What a model, or a read-out of one of its layers, decides at an input, and by how much.
 
     Attributes:
-        network: The model from the stream of tokens on, in float64, held against the model; or the
-            layer.
-        x: The stream, ``(n, d)``.
-        words: Its tokens.
-        model: Name of the model.
-        by: What decides, in words.
         answer: Class with the largest score; ``answer_name`` is what it is called.
         runner_up: The class with the next one; ``runner_up_name`` likewise.
         margin: Difference of their scores.
         slope: Frobenius norm of the margin's gradient.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        x: Float[Tensor, "n d"],
-        words: Sequence[str],
-        *,
-        model: str,
-        by: str,
-        distances: Callable[[], Tensor | None] = lambda: None,
-        sample: int = 0,
-        place: str = "",
-        at_layer: int = 0,
-        map: DecisionMap = "model",
-    ) -> None:
-        self.network, self.x, self.words = network, x, tuple(words)
-        self.model, self.by = model, by
-        self.map: DecisionMap = map
-        self.sample, self._place, self.at_layer = sample, place, at_layer
-        self._distances = distances
-        scores = network(x)
+    # the model from the stream of tokens on, in float64, held against the model; or the layer
+    network: Network
+    x: Float[Tensor, "n d"]  # the stream
+    words: Sequence[str]  # its tokens
+    _: KW_ONLY
+    model: str  # its name
+    by: str  # what decides, in words
+    # of each token to what other words would be there, ``(words, n)``
+    distances: Callable[[], Tensor | None] = lambda: None
+    sample: int = 0
+    place: str = ""
+    at_layer: int = 0
+    map: DecisionMap = "model"
+
+    def __post_init__(self) -> None:
+        self.words, scores = tuple(self.words), self.network(self.x)
         if len(scores) < 2 or not bool(scores.isfinite().all()):
             raise InputError(
                 "A decision should be between two finite scores at least. Found "
@@ -185,7 +166,7 @@ class ModelDecision(Shown):
             )
         self.answer, self.runner_up = scores.topk(2).indices.tolist()
         self.answer_name, self.runner_up_name = (
-            network.name(one) for one in (self.answer, self.runner_up)
+            self.network.name(one) for one in (self.answer, self.runner_up)
         )
         self.margin = float(scores[self.answer] - scores[self.runner_up])
 
@@ -201,8 +182,7 @@ class ModelDecision(Shown):
 
     @cached_property
     def _to_words(self) -> Tensor | None:
-        """Distances from each token to what other words would be there, ``(words, n)``."""
-        return self._distances()
+        return self.distances()
 
     @overload
     def certify(
@@ -307,23 +287,6 @@ class ModelDecision(Shown):
             map=self.map,
         )
 
-    def display_lines(self) -> Iterator[tuple[str, str]]:
-        """The lines of its display."""
-        yield "model", self.model
-        yield (
-            "tokens",
-            f"{len(self.words)}: {' '.join(self.words[:8])}" + " …" * (len(self.words) > 8),
-        )
-        if self._place:
-            yield "sample", self._place
-        yield "answer", self.answer_name
-        yield "runner-up", self.runner_up_name
-        yield "decided by", self.by
-        yield "margin", f"{self.margin:.4g}"
-        yield "gradient norm", f"{self.slope:.4g}"
-        if self.slope > 0:
-            yield "first order", f"{self.margin / self.slope:.4g} (to the runner-up, no bound)"
-
 
 def one_sample(
     model: ReadyModel,
@@ -390,26 +353,20 @@ def decision_at(
         return decision_of_layer(model.model, item.arguments[0], given, pool, **about)
     model = model.in_memory("A decision of a model")
     with eval_mode(model.model):
-        deciding = _deciding(model, given, between, pool, special_tokens)
-        network, x = read_network(
-            deciding.module,
-            item.arguments,
-            at_layer=at_layer,
-            head=deciding.head,
-            bias=deciding.bias,
-            names=deciding.names,
-            pool=pool,
-        )
-    if not network.names and (names := _words_of(model, deciding.module, len(network.bias))):
+        module, by, given = _deciding(model, given, between, pool, special_tokens)
+        how: dict[str, Any] = {"at_layer": at_layer, "pool": pool}
+        if given is not None:
+            how |= {"head": given.weight, "bias": given.bias, "names": given.names}
+        network, x = read_network(module, item.arguments, **how)
+    if not network.names and (names := _words_of(model, module, len(network.bias))):
         network = replace(network, names=names)
 
     def distances() -> Tensor | None:
-        return None if at_layer else word_distances(deciding.module, item.arguments, x)
+        return None if at_layer else word_distances(module, item.arguments, x)
 
     words = names_of(model.loaded, item, len(x))
-    how: dict[str, Any] = {"model": model.name, "by": deciding.by, "at_layer": at_layer}
-    how |= {"sample": item.sample, "place": item.place}
-    return ModelDecision(network, x, words, distances=distances, **how)
+    about: Any = {"model": model.name, "sample": item.sample, "place": item.place}
+    return ModelDecision(network, x, words, by=by, distances=distances, at_layer=at_layer, **about)
 
 
 def _check_pool(pool: Any) -> None:
@@ -476,17 +433,16 @@ def _deciding(
     between: Sequence[str] | None,
     pool: Any,
     special_tokens: bool,
-) -> _Deciding:
-    """The module that decides: with its own head, or without one and with what was given."""
+) -> tuple[nn.Module, str, Classifier | None]:
+    """The module that decides, what does in words, and what is laid on its output if anything."""
     if given is None and between is None:
         module = with_own_head(model.loaded)
         nexts = getattr(module, "get_output_embeddings", lambda: None)() is not None
-        return _Deciding(module, "the model's next token" if nexts else "the model's own scores")
+        return module, "the model's next token" if nexts else "the model's own scores", None
     body = model.model.get_submodule(body_of(model.model))
     if given is None:
         given = nearest_by_angle(_texts(model, body, between or (), pool, special_tokens))
-    by = given.by.replace("this layer's", "the model's")
-    return _Deciding(body, by, given.weight, given.bias, given.names)
+    return body, given.by.replace("this layer's", "the model's"), given
 
 
 def _texts(
@@ -599,7 +555,21 @@ def _near(a: Tensor, x: Tensor) -> bool:
 
 @pieces.register
 def _decision(found: ModelDecision) -> Iterator[Piece]:
-    yield Card("ModelDecision", tuple(found.display_lines()))
+    words = found.words
+    lines = [
+        ("model", found.model),
+        ("tokens", f"{len(words)}: {' '.join(words[:8])}" + " …" * (len(words) > 8)),
+        *([("sample", found.place)] if found.place else []),
+        ("answer", found.answer_name),
+        ("runner-up", found.runner_up_name),
+        ("decided by", found.by),
+        ("margin", f"{found.margin:.4g}"),
+        ("gradient norm", f"{found.slope:.4g}"),
+    ]
+    if found.slope > 0:
+        at_first = f"{found.margin / found.slope:.4g} (to the runner-up, no bound)"
+        lines.append(("first order", at_first))
+    yield Card("ModelDecision", tuple(lines))
 
 
 @pieces.register

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope.attention import Rotary
 from lipscope.linalg import eigenvalue, norm_in_double
 from lipscope.theorems.head import UNIT, HeadAt, HeadsAt
 from lipscope.theorems.register import DERIVED, theorem
@@ -73,7 +72,7 @@ class JacobianRows:
         self.value_query = self.values @ at.query.flatten(0, 1).T
         self.key_query = at.key.flatten(0, 1) @ at.query.flatten(0, 1).T
         self.support = (at.p > 0).any(0) | torch.eye(n, dtype=torch.bool)
-        turned = 1.0 if at.rotary is None else at.heads[0].rotation_norm
+        turned = at.heads[0].rotation_norm
         self.query_size, self.key_size, self.value_size = (
             factor * w.flatten(1).norm(dim=1, keepdim=True)
             for w, factor in ((at.query, turned), (at.key, turned), (at.value, 1.0))
@@ -165,10 +164,7 @@ class JacobianRows:
 
     def _query(self, rows: slice) -> Tensor:
         """What ``K_h^T`` reads in the diagonal block, ``(r, H, k)``."""
-        q, rotary = self.at.q[:, rows], self.at.rotary
-        if rotary is not None:
-            q = Rotary(rotary.cos[rows], rotary.sin[rows]).transpose(q)
-        return q.transpose(0, 1)
+        return self.at.turned_back(rows, self.at.q[:, rows]).transpose(0, 1)
 
     def _seen(self, probes: Tensor, rows: slice) -> Tensor:
         """Some rows of `seen`: ``J_ij^T z = sum_h c_hj (V_h^T z_h + a_hj <y_hj, z_h>)``."""
@@ -417,11 +413,8 @@ class JacobianColumns(JacobianRows):
 
     def _readers(self, rows: slice) -> Tensor:
         """``R_j^T R_k q_k`` for every row ``k``, ``(r, H, n, k)``."""
-        q, rotary = self.at.q[:, :, None], self.at.rotary
-        q = q.expand(-1, -1, rows.stop - rows.start, -1)
-        if rotary is not None:
-            q = Rotary(rotary.cos[rows], rotary.sin[rows]).transpose(q)
-        return q.permute(2, 0, 1, 3)
+        q = self.at.q[:, :, None].expand(-1, -1, rows.stop - rows.start, -1)
+        return self.at.turned_back(rows, q).permute(2, 0, 1, 3)
 
     def _seen(self, probes: Tensor, rows: slice) -> Tensor:
         """Sizes of ``J_kj z``, ``(r, n)``."""
