@@ -164,9 +164,7 @@ class NetworkBall:
         j = torch.einsum("n,ndp->dp", share, end.jacobian)
         rest = end.rest
         if reads.ball is not None:
-            rows = reads.rows.mean(0)
-            rows = rows if reads.entry is None else rows + reads.entry.drift_rows
-            rest = rest + torch.linalg.matrix_norm(end.lin, 2) * rows * self.radius
+            rest = rest + torch.linalg.matrix_norm(end.lin, 2) * reads.rows_moved * self.radius
         return (w @ j).norm(dim=1) * self.radius + w.norm(dim=1) * float(share.abs() @ rest)
 
     def lower(

@@ -281,6 +281,12 @@ class Reads:
         return self.ball.change_of(eye, None if lead is None else lead[0][:, None])[..., 0]
 
     @property
+    def rows_moved(self) -> Float[Tensor, " n"]:
+        """``>= |R_i| / r``: the average of `rows`, and what a norm in front leaves out."""
+        rows = self.rows.mean(0)
+        return rows if self.entry is None else rows + self.entry.drift_rows
+
+    @property
     def _eye(self) -> Tensor:
         assert self.at is not None
         n, d = len(self.at.rows), self.at.output.shape[1]
@@ -300,10 +306,7 @@ class Reads:
         if self.ball is None:
             return moved
         lin = at.lin if m is None else m @ at.lin
-        rows = self.rows.mean(0)
-        if self.entry is not None:
-            rows = rows + self.entry.drift_rows
-        return moved + norm_above(lin) * rows * self.r
+        return moved + norm_above(lin) * self.rows_moved * self.r
 
 
 class Entry:

@@ -21,7 +21,6 @@ from lipscope.certificates import (
     certify_network,
     check_memory,
     in_double,
-    tokens_of,
 )
 from lipscope.display import Card, Piece, Shown, pieces, rounded_down
 from lipscope.engine.answer import finite
@@ -51,7 +50,7 @@ from lipscope.models import (
 from lipscope.pages import empty_table, number
 from lipscope.records import Bound, stable_id
 from lipscope.sources import default_text
-from lipscope.theorems import DERIVED
+from lipscope.theorems import DERIVED, tokens_in_double
 
 DecisionMap = Literal["model", "attention"]
 BALLS: tuple[DecisionBall, ...] = ("joint", "token", "each")
@@ -390,7 +389,7 @@ def decision_of_layer(
     """The decision of a read-out of one attention layer's pooled output, at its input."""
     assert isinstance(layer, Attention)
     own = in_double(layer, None)
-    x = tokens_of(own, x)
+    x = tokens_in_double(x, own.query.shape[1])
     _check_pool(pool)
     width, bias = own(x).shape[1], given.bias
     if given.weight.shape[1] != width or (bias is not None and len(bias) != len(given.weight)):

@@ -283,25 +283,15 @@ def sharp_seconds(layer: Attention, x: Tensor, map: Map, head: int | None = None
 
 def as_bounds(found: BallCertificate, row: Measurement) -> list[Bound]:
     """A certificate as records of the row of sigma at its centre."""
-    values = {"certificate": found.value, "sigma_bound": found.sigma_bound}
-    said = {
-        "certificate": "‖f(X') − f(X)‖ ≤ L ‖X' − X‖",
-        "sigma_bound": "sigma anywhere in the ball",
-    }
+    about: Any = {"cite": theorems.DERIVED, "kind": "upper", "scope": "ball", "eps": found.eps}
+    about |= {"id": row.id, "metric": "frobenius", "note": found.note or ""}
+    said = (
+        ("certificate", "‖f(X') − f(X)‖ ≤ L ‖X' − X‖", found.value),
+        ("sigma_bound", "sigma anywhere in the ball", found.sigma_bound),
+    )
     return [
-        Bound(
-            id=row.id,
-            theorem=f"{name}_{found.ball}",
-            statement=said[name],
-            cite=theorems.DERIVED,
-            kind="upper",
-            scope="ball",
-            metric="frobenius",
-            value=value,
-            eps=found.eps,
-            note=found.note or "",
-        )
-        for name, value in values.items()
+        Bound(theorem=f"{name}_{found.ball}", statement=statement, value=value, **about)
+        for name, statement, value in said
     ]
 
 

@@ -204,12 +204,6 @@ class LayerHeads:
         return self.scale * product_above(self.q, self.bk[..., None])
 
     @property
-    def every(self) -> bool:
-        """Whether every token reads every other."""
-        layer = self.layer
-        return not layer.causal and layer.mask is None and layer.window is None
-
-    @property
     def unit(self) -> Float[Tensor, "h k k"]:
         """The identity of every head's values."""
         return _eye(self.v)
@@ -295,7 +289,7 @@ def _softmax(at: LayerHeads, norm: BoundNorm) -> Constant:
         row, radius = _distances(at, gain), reach(gain, radius)
     elif not isinstance(layer, InnerProduct) or not layer.by_token:
         raise NotApplicableError("no bound of its kind is known")
-    elif value_norm is None and _plain(layer):
+    elif _plain(layer):
         row = _inner_products(at)
     else:
         slope = torch.ones_like(radius)
@@ -347,7 +341,9 @@ def _column_root(at: LayerHeads, row: _Row, norm: BoundNorm) -> Tensor:
     if norm == "max-token":
         return row.others.new_ones(())
     sums = None if at.n is None else at.n * row.others.new_ones(()) * at.largest**2
-    if at.every and at.layer.score_bias is None and row.logits is not None:
+    layer = at.layer
+    hides = layer.causal or layer.mask is not None or layer.window is not None
+    if not hides and layer.score_bias is None and row.logits is not None:
         near = row.logits.clamp_max(700).exp()
         sums = near if sums is None else torch.minimum(sums, near)
     if sums is None:

@@ -387,6 +387,7 @@ class JacobianColumns(JacobianRows):
         self.outer = outer.view(-1, heads, kv).transpose(0, 1)  # (H, width out, k_v)
         self.outer_gram = outer.T @ outer
         self.support = self.support.T
+        self.slopes = torch.ones_like(self.slopes)  # which `_bent` sees to
 
     def squares(self) -> tuple[Tensor, Tensor]:
         """Squared norms of the columns, from below and above, as far as rounding may hide them."""
@@ -460,9 +461,6 @@ class JacobianColumns(JacobianRows):
             return self._bent(rows, back + through(queries.T, on_queries))
 
         return product
-
-    def _inverse(self, weights: Tensor, rows: slice) -> Tensor:
-        return torch.where(self.support[rows], 1 / weights[rows], 0.0)
 
     def _parts(self, weights: Tensor, rows: slice) -> tuple[Tensor, ...]:
         """Gram matrices before their weights, ``V^T A V + V^T M K + (…)^T + K^T C K`` each.
