@@ -44,7 +44,6 @@ from lipscope.engine.runs import (
     is_text,
     of_one_input,
 )
-from lipscope.engine.session import MapAtInput
 from lipscope.engine.spec import OF_QUESTION, Options, Verb
 from lipscope.errors import InputError, stated
 from lipscope.models import Chain, Pooled, eval_mode, read_map
@@ -185,7 +184,9 @@ def certify(
 
         def find() -> dict[str, Any]:
             at = run.at(run.jobs[0])
-            of: Any = _layer_of(at, head) if map in _OF_ATTENTION else _chain_of(run, map)
+            of: Any = at.attention if map in _OF_ATTENTION else _chain_of(run, map)
+            if head is not None:
+                of.check_head(head)
             rows = run.rows(progress, keep=False)
             row = rows[head or 0]
             if row.sigma is None or row.upper is None:
@@ -214,16 +215,6 @@ def certify(
     held.pop("sha256", None)
     heads = tuple(HeadCertificate(**one) for one in held.pop("heads"))
     return CertifiedBall(heads=heads, file=file, **held)
-
-
-def _layer_of(at: MapAtInput, head: int | None) -> Attention:
-    """The attention layer, which has this head."""
-    own = at.attention
-    if head is not None and not 0 <= head < own.num_heads:
-        raise InputError(
-            f"`head` should be between 0 and {own.num_heads - 1}. Found `head = {head}`."
-        )
-    return own
 
 
 def _chain_of(run: LocalRun, map: MapName) -> Chain:
