@@ -64,7 +64,7 @@ class Summed:
     def norm(self) -> float:
         """``>= ‖sum_h W_h r_h(E)‖ / ‖E‖``; infinite where it overflows."""
         channels = self.channels
-        if not all(c.finite for c in channels):
+        if not all(bool(one.isfinite().all()) for c in channels for one in vars(c).values()):
             return math.inf
         own = torch.stack([c.own for c in channels])
         reach = torch.stack([c.own + c.read for c in channels])
@@ -153,11 +153,6 @@ class Channel:
         """``>= |r_i| / ‖E‖``."""
         return self.size * (self.own + self.read)
 
-    @property
-    def finite(self) -> bool:
-        """Whether nothing overflowed."""
-        return all(bool(torch.isfinite(part).all()) for part in vars(self).values())
-
 
 class HeadPath:
     """One head from ``X`` to ``X + E``, in pieces; intervals hold up to the end of each.
@@ -178,10 +173,11 @@ class HeadPath:
         """All parts of the rest of this head as one."""
         pieces = range(_PIECES)
         third = _merged_channels(
-            [part(k) for part in (self.cumulant, self.curvature) for k in pieces]
+            [self.cumulant(k) for k in pieces]
+            + [self.curvature(self.at[k].sums, 2 * self._times(k)[1]) for k in pieces]
         )
         change = _merged_channels(
-            [*(self.difference(k) for k in pieces), self.curvature_at_centre()]
+            [*(self.difference(k) for k in pieces), self.curvature(self.still.sums, 1.0)]
         )
         # one choice per row for the whole way
         moved = _select_channel(change.bound < third.bound, change, third)
@@ -239,16 +235,11 @@ class HeadPath:
         part = self._times(piece)[0] * at.spread / end
         return self._channel(gram, size, part, at.sums["upper_a"].sqrt() + bend, at.p.upper)
 
-    def curvature(self, piece: int) -> Channel:
-        """``integral (1 - t) Cov_t(v, s'')``: logits are bilinear, ``s'' = 2 <A e_i, e_j>``."""
-        sums = self.at[piece].sums
-        return self._curved(sums, 2 * self._times(piece)[1])
+    def curvature(self, sums: dict[str, Tensor], part: float) -> Channel:
+        """``integral (1 - t) Cov_t(v, s'')``: logits are bilinear, ``s'' = 2 <A e_i, e_j>``.
 
-    def curvature_at_centre(self) -> Channel:
-        """``integral Cov(v, t s'')``, the same with the weights at X."""
-        return self._curved(self.still.sums, 1.0)
-
-    def _curved(self, sums: dict[str, Tensor], part: float) -> Channel:
+        Or ``integral Cov(v, t s'')`` with the weights at X, by the ``sums`` there.
+        """
         size, parts = sums["upper_v"].sqrt(), torch.full_like(self.bend, part)
         return self._channel(sums["upper_y"], size, parts, self.bend, torch.zeros_like(self.c.p))
 
