@@ -34,8 +34,8 @@ def attention_alone(net: Network) -> DotProduct | None:
     if len(net.branches) != 1 or net.tail:
         return None
     (only,) = net.branches
-    alone = isinstance(only.part, DotProduct) and only.norm is None and not only.skip
-    return only.part if alone else None
+    part = only.part
+    return part if isinstance(part, DotProduct) and only.norm is None and not only.skip else None
 
 
 def read_out_radius(net: Network, x: Float[Tensor, "n d"], ball: BallName) -> tuple[float, int]:

@@ -66,30 +66,20 @@ _BLOCK = 2**22  # numbers of the embeddings that are read at a time
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DecisionCertificate(NetworkCertificate):
-    """The decision of a model, and the radius within which no move of its tokens changes it.
+    """The decision of a model, and the radius within which no move of its tokens changes it."""
 
-    Attributes:
-        model: Name of the model.
-        by: What decides, in words.
-        words: The tokens that may move.
-        nearest: Distance from such a token's embedding to the nearest one of another word; None
-            where no token ids are read, or where the stream of a later layer moves.
-        words_within: Embeddings of other words within the radius of such a token.
-        id: Row of sigma beside it in a run folder, or None.
-        sample: Index of the window or entry.
-        at_layer: The attention layer before which tokens move.
-        map: ``model``, or ``attention``: that layer by itself, its output pooled.
-    """
-
-    model: str
-    by: str
+    model: str  # its name
+    by: str  # what decides, in words
+    # ``model``, or ``attention``: that layer by itself, its output pooled
     map: DecisionMap = "model"
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # the tokens that may move
+    # distance from such a token's embedding to the nearest one of another word; None where no token
+    # ids are read, or where the stream of a later layer moves
     nearest: float | None = None
-    words_within: int | None = None
-    id: str | None = None
-    sample: int = 0
-    at_layer: int = 0
+    words_within: int | None = None  # embeddings of other words within the radius of such a token
+    id: str | None = None  # of the row of sigma beside it in a run folder
+    sample: int = 0  # index of the window or entry
+    at_layer: int = 0  # the attention layer before which tokens move
 
     @property
     def violated(self) -> bool:
@@ -496,12 +486,14 @@ def word_distances(
 
     def look(module: nn.Module, args: Any, kwargs: Any) -> None:
         for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor) and value.shape[-2:] == (n, d) and value.ndim == 3:
-                if not entry and len(value) == 1 and _near(value[0], x):
-                    entry.append(module)
-                if entry and module is entry[0]:
-                    taken.append(value.detach().to("cpu", torch.float64))
-                    raise _EntryError
+            if not isinstance(value, Tensor) or value.ndim != 3 or value.shape[-2:] != (n, d):
+                continue
+            stream = value.detach().to("cpu", torch.float64)
+            if not entry and len(stream) == 1 and (stream[0] - x).norm() <= _SAME * x.norm():
+                entry.append(module)
+            if entry and module is entry[0]:
+                taken.append(stream)
+                raise _EntryError
 
     def streams_of(words: Tensor) -> Tensor | None:
         taken.clear()
@@ -543,10 +535,6 @@ def word_distances(
     if table.padding_idx is not None:  # which is no word
         apart[table.padding_idx] = torch.inf
     return apart
-
-
-def _near(a: Tensor, x: Tensor) -> bool:
-    return bool((a.detach().to("cpu", torch.float64) - x).norm() <= _SAME * x.norm())
 
 
 # --- shown

@@ -312,8 +312,9 @@ def bounds_at(
         raise InputError(
             f"`names` should be of theorems in `lipscope.catalogue()`. Found `{unknown[0]}`."
         )
-    asked = AskedLayer(getattr(layer, "attention", layer), map, head, x)
-    question = _question(layer, _BoundsAt(asked, num_tokens, radius, floor))
+    attention = layer.attention if isinstance(layer, Normed | Residual) else layer
+    told = _BoundsAt(AskedLayer(attention, map, head, x), num_tokens, radius, floor)
+    question = _question(layer, told)
     found = []
     for theorem in catalogue():
         if metric is not None and theorem.metric != metric:

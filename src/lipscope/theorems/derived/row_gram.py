@@ -293,12 +293,14 @@ class JacobianRows:
     def _sizes(self, rows: slice) -> Tensor:
         """Of the parts of every block, head by head, before they cancel, ``(r, H, n)``."""
         c, y = self._at_rows(rows)
-        reach = self.key_size * self.at.q[:, rows].norm(dim=-1)
-        sizes = c * (self.value_size + y.norm(dim=-1) * reach.T[..., None])
-        sizes[diagonal(rows)] += (
-            self._covariance(rows).flatten(2).norm(dim=2) * self.query_size[:, 0]
-        )
+        sizes = c * (self.value_size + y.norm(dim=-1) * self._reach(rows))
+        covariance = self._covariance(rows).flatten(2).norm(dim=2)
+        sizes[diagonal(rows)] += covariance * self.query_size[:, 0]
         return sizes
+
+    def _reach(self, rows: slice) -> Tensor:
+        """``>= |a_ij|``, in what the keys' weights and queries are, ``(r, H, 1)``."""
+        return (self.key_size * self.at.q[:, rows].norm(dim=-1)).T[..., None]
 
     def _hidden(self, weights: Tensor, rows: slice) -> Tensor:
         """What rounding may take off ``ω_i``, in units of what cancels in its Gram matrix."""
@@ -514,14 +516,11 @@ class JacobianColumns(JacobianRows):
         return (bent + bent.mT) / 2
 
     def _sizes(self, rows: slice) -> Tensor:
-        """Of the parts of every block, head by head, before they cancel, ``(r, H, n)``."""
-        c, y = self._at_rows(rows)
-        reach = self.key_size * self.at.q.norm(dim=-1)
-        sizes = c * (self.value_size + y.norm(dim=-1) * reach)
-        sizes[diagonal(rows)] += (
-            self._covariance(rows).flatten(2).norm(dim=2) * self.query_size[:, 0]
-        )
+        sizes = super()._sizes(rows)
         return sizes if self.slope is None else self.slope[rows, None, None] * sizes
+
+    def _reach(self, rows: slice) -> Tensor:
+        return self.key_size * self.at.q.norm(dim=-1)
 
 
 _ROUNDS = 6  # of the search for weights; more of them gain next to nothing
