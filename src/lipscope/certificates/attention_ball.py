@@ -82,6 +82,7 @@ class AttentionBall:
 
     def __init__(self, at: AttentionAt, radius: float, pieces: int = PIECES) -> None:
         self.at, self.radius, self.pieces = at, radius, pieces
+        self.centre = at.spread(at.p), at.bent_rows(at.p, at.key_spread(at.p))
         r = at.p.new_tensor([radius * (k + 1) / pieces for k in range(pieces)])
         some = r.split(max(1, _PAIRS // at.apart.numel()))
         upper, lower, first = map(torch.cat, zip(*map(self._weights, some), strict=True))
@@ -91,7 +92,8 @@ class AttentionBall:
         """``U``, ``L`` and ``|P'/P - 1 - s'|`` on some of the balls."""
         at, p, r = self.at, self.at.p, radius[:, None, None, None]
         s = at.a.norm(dim=-1) * r + at.bend * r.square()
-        v = at.spread_centre * r[..., 0] + at.bent_centre * r[..., 0].square()
+        spread, bent = self.centre
+        v = spread * r[..., 0] + bent * r[..., 0].square()
         # the logits' changes have P-mean 0: Jensen below, Bennett above
         z = 1 + v.square() * _bennett(s.amax(-1))  # infinite or not a number: nothing holds so far
         r = r[..., None]

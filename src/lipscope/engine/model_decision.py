@@ -261,20 +261,13 @@ class ModelDecision(Shown):
 
         how: dict[str, Any] = {"progress": told, "before": before}
         found = certify_network(self.network, self.x, ball=ball, tokens=moving, **how)
-        near, apart = self._to_words, None
-        if near is not None:
+        about = {name: getattr(self, name) for name in ("model", "by", "sample", "at_layer", "map")}
+        about["words"] = tuple(self.words[i] for i in tokens)
+        if (near := self._to_words) is not None:
             apart = near[:, list(tokens)]
-        return DecisionCertificate(
-            **asdict(found),
-            model=self.model,
-            by=self.by,
-            words=tuple(self.words[i] for i in tokens),
-            nearest=None if apart is None else finite(float(apart.min())),
-            words_within=None if apart is None else int((apart <= found.radius).sum()),
-            sample=self.sample,
-            at_layer=self.at_layer,
-            map=self.map,
-        )
+            about["nearest"] = finite(float(apart.min()))
+            about["words_within"] = int((apart <= found.radius).sum())
+        return DecisionCertificate(**asdict(found), **about)
 
 
 def one_sample(

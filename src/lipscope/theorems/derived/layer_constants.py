@@ -203,11 +203,6 @@ class LayerHeads:
         """``|Q^T b_K|``."""
         return self.scale * product_above(self.q, self.bk[..., None])
 
-    @property
-    def unit(self) -> Float[Tensor, "h k k"]:
-        """The identity of every head's values."""
-        return _eye(self.v)
-
     def writes(self, mean: Tensor, biased: float = 1.0) -> Float[Tensor, ""]:
         """``>= |y_i|`` where the heads' own parts are at most ``mean``; rows may read nothing."""
         fixed = biased * (self.o @ self.bv[..., None])[..., 0].sum(0) + self.bo
@@ -295,7 +290,7 @@ def _softmax(at: LayerHeads, norm: BoundNorm) -> Constant:
         slope = torch.ones_like(radius)
         if value_norm is not None:
             slope, radius = _normed(value_norm, at.v, at.bv, at.radius, at.layer.value_width)
-            right = at.unit
+            right = _eye(at.v)
         row = _scores(at, radius, slope)
     root = _column_root(at, row, norm)
     moves = gain * (root * row.others + row.own)
@@ -433,8 +428,8 @@ def sigmoid_moves(at: LayerHeads) -> tuple[Tensor, Tensor, Tensor]:
 
 def _sigmoid(at: LayerHeads) -> Constant:
     moves, size, top = sigmoid_moves(at)
-    most = at.together(at.unit, reach(size, top)) + length(at.bo)
-    return Constant(at.together(at.unit, moves), most, moves.amax())
+    most = at.together(_eye(at.v), reach(size, top)) + length(at.bo)
+    return Constant(at.together(_eye(at.v), moves), most, moves.amax())
 
 
 def _of_all_rows(at: LayerHeads, norm: BoundNorm) -> Constant:
@@ -442,7 +437,7 @@ def _of_all_rows(at: LayerHeads, norm: BoundNorm) -> Constant:
     if isinstance(at.layer, SinkhornAttention):
         right, moves = at.v, 1 + 2 * reach(at.norm_a, at.radius.square())
     else:
-        right, moves = at.unit, CONSTANT * spectral_norm(torch.cat([at.q, at.k, at.v], 1))
+        right, moves = _eye(at.v), CONSTANT * spectral_norm(torch.cat([at.q, at.k, at.v], 1))
     if norm == "max-token" and at.n is None:
         raise NotApplicableError(_TOKENS)
     times = 1.0 if norm == "frobenius" or at.n is None else math.sqrt(at.n)
