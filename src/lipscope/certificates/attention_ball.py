@@ -65,9 +65,9 @@ class Reach:
         )
         self.path = (r[0] * (self.spread_upper + self.own_bent)).cumsum(0)  # of sd'(velocity)
         length = torch.minimum(self.change.norm(dim=-1), self.total / 2**0.5)
-        length = torch.minimum(length, upper.amax(-1).sqrt() * self.path)
-        # >= |P' - P|_2 of the keys whose values move, and the largest that is varied
-        self.value_length = torch.minimum(length, (self.change * at.carries).norm(dim=-1))
+        self.length = torch.minimum(length, upper.amax(-1).sqrt() * self.path)  # >= |P' - P|_2
+        # of the keys whose values move: the same, and the largest that is varied
+        self.value_length = torch.minimum(self.length, (self.change * at.carries).norm(dim=-1))
         self.carried = (self.varied * at.carries).amax(-1)
 
     def of(self, balls: Bool[Tensor, " b"]) -> Reach:

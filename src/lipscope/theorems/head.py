@@ -443,15 +443,8 @@ class HeadAt(AtInput):
 
     @property
     def pieces(self) -> Iterable[tuple[slice, Tensor, Tensor]]:
-        """`chunks` with their ``y`` and ``z``; these are kept where there is one chunk."""
-        return [self._only] if len(self.chunks) == 1 else map(self._piece, self.chunks)
-
-    @cached_property
-    def _only(self) -> tuple[slice, Tensor, Tensor]:
-        return self._piece(self.chunks[0])
-
-    def _piece(self, rows: slice) -> tuple[slice, Tensor, Tensor]:
-        return rows, self.y(rows), self.z(rows)
+        """`chunks` with their ``y`` and ``z``, made when they are asked for."""
+        return ((rows, self.y(rows), self.z(rows)) for rows in self.chunks)
 
     @cached_property
     def allowed(self) -> Bool[Tensor, "n n"]:
