@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lipscope.attacks.ascent import sigma_gradient
 from lipscope.attention import Attention, DotProduct, Map
-from lipscope.certificates import check_ball, in_double, sigma_of, tokens_of
+from lipscope.certificates import check_ball, in_double, sigma_of
 from lipscope.display import Shown
-from lipscope.theorems import BallName, per_token
+from lipscope.theorems import BallName, per_token, tokens_in_double
 
 Function = Callable[[Tensor], Tensor]
 _KRYLOV_STEPS = 4  # of an ascent of sigma, from the last iterate's singular vector
@@ -124,7 +124,7 @@ def attack_in_ball(
     of: Map | None = None
     if isinstance(layer, Attention):
         layer, of = in_double(layer, head), map
-        x = tokens_of(layer, x)
+        x = tokens_in_double(x, layer.query.shape[1])
     radii = per_token(eps, len(x), ball)
     top = sigma_of(layer, x, of, seed)
     if not bool((radii > 0).any()):

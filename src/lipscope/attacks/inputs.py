@@ -82,7 +82,7 @@ def head_for(layer: Attention, head: int, num_tokens: int, radius: float, *, lea
         raise InputError("not available: logits depend on position; use ascent.")
     try:
         (one,) = heads_of(layer.head(head))
-        if one.mask is not None:
+        if one.layer.mask is not None:
             one.allowed(num_tokens)  # the mask was made for this many tokens
         one.causal_or_unmasked()
     except NotApplicableError as why:

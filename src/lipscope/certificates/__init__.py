@@ -8,7 +8,6 @@ from lipscope.certificates.balls import (
     check_ball as check_ball,
     in_double as in_double,
     sigma_of as sigma_of,
-    tokens_of as tokens_of,
 )
 from lipscope.certificates.map_ball import certify_map as certify_map
 from lipscope.certificates.margin import NetworkBall as NetworkBall

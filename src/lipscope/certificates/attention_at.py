@@ -141,16 +141,6 @@ class AttentionAt:
         return ((both - 2 * self.gram_a).clamp_min(0) + _CANCELS * both).sqrt()
 
     @cached_property
-    def spread_centre(self) -> Tensor:
-        """`spread` of ``P``."""
-        return self.spread(self.p)
-
-    @cached_property
-    def bent_centre(self) -> Tensor:
-        """`bent_rows` of ``P``."""
-        return self.bent_rows(self.p, self.key_spread(self.p))
-
-    @cached_property
     def keys_moved(self) -> Bool[Tensor, " j"]:
         """Tokens whose key or value moves in some head; one where none does."""
         moved = ((self.key != 0).any(-1).any(-1) | (self.value != 0).any(-1).any(-1)).any(0)

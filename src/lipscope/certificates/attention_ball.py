@@ -5,8 +5,8 @@ On balls of a grid of radii. Derived here; proofs: ``docs/theory/decision.md``.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
@@ -34,33 +34,47 @@ _PAIRS = 2_000_000  # of keys of a row, of which is held at a time how far their
 PIECES = 16  # radii of the grid on which what grows with the radius is bounded
 
 
-@dataclass(frozen=True, eq=False)
 class Reach:
     """What holds of the weights all over each ball ``b`` of a grid of radii."""
 
-    radius: Tensor  # (b,)
-    upper: Tensor  # U, (b, h, i, j)
-    lower: Tensor
-    change: Tensor  # D >= |P' - P|
-    beyond: Tensor  # >= |P' - P - P a(e)|
-    total: Tensor  # tv >= sum_j |P' - P|, (b, h, i)
-    length: Tensor  # >= |P' - P|_2
-    key_upper: Tensor  # `key_spread` of U, and of D
-    key_change: Tensor
-    varied: Tensor  # sum_j varied_j g_j^2 >= Var'(g) where g_j = 0 for keys that stay, (b, h, i, j)
-    carried: Tensor  # its largest, and `length`, of the keys whose values move, (b, h, i)
-    value_length: Tensor
-    own_bent: Tensor  # sd'(alpha), (E' alpha^2)^(1/2), and by D
-    mean_bent: Tensor
-    change_bent: Tensor
-    path: Tensor  # integral of sd'(velocity)
-    spread_upper: Tensor  # `spread` of U, D, and what is beyond
-    spread_change: Tensor
-    spread_beyond: Tensor
+    def __init__(
+        self, at: AttentionAt, radius: Tensor, upper: Tensor, lower: Tensor, first: Tensor
+    ) -> None:
+        p, r = at.p, radius[:, None, None]
+        self.radius = radius  # (b,)
+        self.upper, self.lower = upper, lower  # U, L, (b, h, i, j)
+        self.change = torch.maximum(upper - p, p - lower).clamp_min(0)  # D >= |P' - P|
+        # tv >= sum_j |P' - P|, (b, h, i)
+        self.total = 2 * torch.minimum((upper - p).sum(-1), (p - lower).sum(-1)).clamp_min(0)
+        # >= |P' - P - P a(e)|
+        beyond = p * (first + at.bend * r[..., None].square())
+        moved = self.change + p * at.a.norm(dim=-1) * r[..., None]
+        self.beyond = torch.minimum(beyond, moved)
+        self.key_upper, self.key_change = (graded(at.key_spread, w) for w in (upper, self.change))
+        # sum_j varied_j g_j^2 >= Var'(g) where g_j = 0 for keys that stay, (b, h, i, j): of one key
+        # alone the largest p (1 - p)
+        largest = torch.maximum(upper * (1 - upper), lower * (1 - lower))
+        largest = torch.where((lower < 0.5) & (upper > 0.5), 0.25, largest)
+        self.varied = torch.where(at.single, largest, upper)
+        # sd'(alpha), (E' alpha^2)^(1/2), and by D
+        self.own_bent = 2 * r * at.bent_rows(self.varied, self.key_upper)
+        self.mean_bent = 2 * r * at.bent_rows(upper, self.key_upper)
+        self.change_bent = 2 * r * at.bent_rows(self.change, self.key_change)
+        self.spread_upper, self.spread_change, self.spread_beyond = (
+            graded(at.spread, w) for w in (upper, self.change, self.beyond)
+        )
+        self.path = (r[0] * (self.spread_upper + self.own_bent)).cumsum(0)  # of sd'(velocity)
+        length = torch.minimum(self.change.norm(dim=-1), self.total / 2**0.5)
+        self.length = torch.minimum(length, upper.amax(-1).sqrt() * self.path)  # >= |P' - P|_2
+        # of the keys whose values move: the same, and the largest that is varied
+        self.value_length = torch.minimum(self.length, (self.change * at.carries).norm(dim=-1))
+        self.carried = (self.varied * at.carries).amax(-1)
 
     def of(self, balls: Bool[Tensor, " b"]) -> Reach:
         """Some of the balls."""
-        return Reach(**{name: value[balls] for name, value in vars(self).items()})
+        found = copy.copy(self)
+        vars(found).update({name: value[balls] for name, value in vars(self).items()})
+        return found
 
 
 class AttentionBall:
@@ -68,16 +82,18 @@ class AttentionBall:
 
     def __init__(self, at: AttentionAt, radius: float, pieces: int = PIECES) -> None:
         self.at, self.radius, self.pieces = at, radius, pieces
+        self.centre = at.spread(at.p), at.bent_rows(at.p, at.key_spread(at.p))
         r = at.p.new_tensor([radius * (k + 1) / pieces for k in range(pieces)])
         some = r.split(max(1, _PAIRS // at.apart.numel()))
         upper, lower, first = map(torch.cat, zip(*map(self._weights, some), strict=True))
-        self.grid = self._reach(r, upper, lower, first)
+        self.grid = Reach(at, r, upper, lower, first)
 
     def _weights(self, radius: Float[Tensor, " b"]) -> tuple[Tensor, Tensor, Tensor]:
         """``U``, ``L`` and ``|P'/P - 1 - s'|`` on some of the balls."""
         at, p, r = self.at, self.at.p, radius[:, None, None, None]
         s = at.a.norm(dim=-1) * r + at.bend * r.square()
-        v = at.spread_centre * r[..., 0] + at.bent_centre * r[..., 0].square()
+        spread, bent = self.centre
+        v = spread * r[..., 0] + bent * r[..., 0].square()
         # the logits' changes have P-mean 0: Jensen below, Bennett above
         z = 1 + v.square() * _bennett(s.amax(-1))  # infinite or not a number: nothing holds so far
         r = r[..., None]
@@ -94,47 +110,6 @@ class AttentionBall:
         )
         upper, lower = (w.masked_fill(at.hidden, 0.0) for w in (upper, lower))
         return upper, lower, torch.maximum(torch.expm1(s) - s, s.exp() * (1 - 1 / z)[..., None])
-
-    def _reach(self, radius: Tensor, upper: Tensor, lower: Tensor, first: Tensor) -> Reach:
-        at, p = self.at, self.at.p
-        r = radius[:, None, None]
-        change = torch.maximum(upper - p, p - lower).clamp_min(0)
-        total = 2 * torch.minimum((upper - p).sum(-1), (p - lower).sum(-1)).clamp_min(0)
-        beyond = p * (first + at.bend * r[..., None].square())
-        beyond = torch.minimum(beyond, change + p * at.a.norm(dim=-1) * r[..., None])
-        key_upper, key_change = (graded(at.key_spread, w) for w in (upper, change))
-        # of one key alone: the largest p (1 - p)
-        largest = torch.maximum(upper * (1 - upper), lower * (1 - lower))
-        largest = torch.where((lower < 0.5) & (upper > 0.5), 0.25, largest)
-        varied = torch.where(at.single, largest, upper)
-        own_bent = 2 * r * at.bent_rows(varied, key_upper)
-        spread_upper, spread_change, spread_beyond = (
-            graded(at.spread, w) for w in (upper, change, beyond)
-        )
-        path = (r[0] * (spread_upper + own_bent)).cumsum(0)
-        length = torch.minimum(change.norm(dim=-1), total / 2**0.5)
-        length = torch.minimum(length, upper.amax(-1).sqrt() * path)
-        return Reach(
-            radius=radius,
-            upper=upper,
-            lower=lower,
-            change=change,
-            beyond=beyond,
-            total=total,
-            length=length,
-            key_upper=key_upper,
-            key_change=key_change,
-            mean_bent=2 * r * at.bent_rows(upper, key_upper),
-            change_bent=2 * r * at.bent_rows(change, key_change),
-            varied=varied,
-            carried=(varied * at.carries).amax(-1),
-            value_length=torch.minimum(length, (change * at.carries).norm(dim=-1)),
-            own_bent=own_bent,
-            path=path,
-            spread_upper=spread_upper,
-            spread_change=spread_change,
-            spread_beyond=spread_beyond,
-        )
 
     # --- change of the Jacobian
 

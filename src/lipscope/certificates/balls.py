@@ -179,11 +179,6 @@ def in_double(layer: Attention, head: int | None) -> DotProduct:
     return (layer if head is None else layer.head(head)).in_double()
 
 
-def tokens_of(layer: DotProduct, x: Tensor) -> Tensor:
-    """Tokens of the layer's width in float64 on the CPU, checked."""
-    return tokens_in_double(x, layer.query.shape[1])
-
-
 _OVERFLOW = "No certificate: every form overflows; choose a smaller `eps`."
 _WIDE = 100.0  # times sigma at X, from which on a certificate says so
 
@@ -267,7 +262,7 @@ def certify_ball(
         raise InputError(f"`steps` should be at least 1. Found `steps = {steps}`.")
     check_ball(ball)
     own = in_double(layer, head)
-    x = tokens_of(own, x)
+    x = tokens_in_double(x, own.query.shape[1])
     radii = per_token(eps, len(x), ball)
     try:
         bound = BallLayer(own, x, map, sharp)
@@ -353,7 +348,7 @@ def certified_changes(
     [0.0]
     """
     own = in_double(layer, None)
-    x = tokens_of(own, x)
+    x = tokens_in_double(x, own.query.shape[1])
     try:
         bound = BallLayer(own, x, "attention", sharp)
     except NotApplicableError as error:
@@ -370,14 +365,10 @@ def certified_changes(
                 straight = size * around
             except (NotApplicableError, OverflowError):
                 along = straight = math.inf
-            reach = min(_or_infinite(along), _or_infinite(straight), reach)
+            reach = min(one for one in (along, straight, reach) if not math.isnan(one))
         before = size
         found.append(reach if math.isfinite(reach) else None)
     return found
-
-
-def _or_infinite(value: float) -> float:
-    return math.inf if math.isnan(value) else value
 
 
 def refusal(error: NotApplicableError) -> InputError:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipscope.attention import Rotary
 from lipscope.linalg import eigenvalue
 from lipscope.theorems import Ball, BallName, HeadAt
 
@@ -65,7 +64,7 @@ class Summed:
     def norm(self) -> float:
         """``>= ‖sum_h W_h r_h(E)‖ / ‖E‖``; infinite where it overflows."""
         channels = self.channels
-        if not all(c.finite for c in channels):
+        if not all(bool(one.isfinite().all()) for c in channels for one in vars(c).values()):
             return math.inf
         own = torch.stack([c.own for c in channels])
         reach = torch.stack([c.own + c.read for c in channels])
@@ -122,11 +121,10 @@ class Summed:
         """``sqrt(max_j (mine_j + lam_max(sum_i sum_h w_hi weights_hij h_hij h_hij^T)))``."""
         found, grams = [], []
         for j in range(len(mine)):
+            queries = (c.turned_back(slice(j, j + 1), c.q[:, None])[:, 0] for c in self.centres)
             rows = torch.cat([
-                (w * channel.weights[:, j]).sqrt()[:, None] * (_query_at(c, j) @ keys.T)
-                for w, channel, c, keys in zip(
-                    weights, channels, self.centres, self.keys, strict=True
-                )
+                (w * channel.weights[:, j]).sqrt()[:, None] * (q @ keys.T)
+                for w, channel, q, keys in zip(weights, channels, queries, self.keys, strict=True)
             ])  # fmt: skip
             gram = rows @ rows.T if rows.shape[0] < rows.shape[1] else rows.T @ rows
             grams.append(gram)
@@ -155,12 +153,6 @@ class Channel:
         """``>= |r_i| / ‖E‖``."""
         return self.size * (self.own + self.read)
 
-    @property
-    def finite(self) -> bool:
-        """Whether nothing overflowed."""
-        parts = (self.gram, self.size, self.own, self.weights, self.read)
-        return all(bool(torch.isfinite(part).all()) for part in parts)
-
 
 class HeadPath:
     """One head from ``X`` to ``X + E``, in pieces; intervals hold up to the end of each.
@@ -181,10 +173,11 @@ class HeadPath:
         """All parts of the rest of this head as one."""
         pieces = range(_PIECES)
         third = _merged_channels(
-            [part(k) for part in (self.cumulant, self.curvature) for k in pieces]
+            [self.cumulant(k) for k in pieces]
+            + [self.curvature(self.at[k].sums, 2 * self._times(k)[1]) for k in pieces]
         )
         change = _merged_channels(
-            [*(self.difference(k) for k in pieces), self.curvature_at_centre()]
+            [*(self.difference(k) for k in pieces), self.curvature(self.still.sums, 1.0)]
         )
         # one choice per row for the whole way
         moved = _select_channel(change.bound < third.bound, change, third)
@@ -242,16 +235,11 @@ class HeadPath:
         part = self._times(piece)[0] * at.spread / end
         return self._channel(gram, size, part, at.sums["upper_a"].sqrt() + bend, at.p.upper)
 
-    def curvature(self, piece: int) -> Channel:
-        """``integral (1 - t) Cov_t(v, s'')``: logits are bilinear, ``s'' = 2 <A e_i, e_j>``."""
-        sums = self.at[piece].sums
-        return self._curved(sums, 2 * self._times(piece)[1])
+    def curvature(self, sums: dict[str, Tensor], part: float) -> Channel:
+        """``integral (1 - t) Cov_t(v, s'')``: logits are bilinear, ``s'' = 2 <A e_i, e_j>``.
 
-    def curvature_at_centre(self) -> Channel:
-        """``integral Cov(v, t s'')``, the same with the weights at X."""
-        return self._curved(self.still.sums, 1.0)
-
-    def _curved(self, sums: dict[str, Tensor], part: float) -> Channel:
+        Or ``integral Cov(v, t s'')`` with the weights at X, by the ``sums`` there.
+        """
         size, parts = sums["upper_v"].sqrt(), torch.full_like(self.bend, part)
         return self._channel(sums["upper_y"], size, parts, self.bend, torch.zeros_like(self.c.p))
 
@@ -269,14 +257,10 @@ def _channel_size(part: Tensor, channel: Channel) -> Tensor:
 
 
 def _select_channel(mask: Tensor, a: Channel, b: Channel) -> Channel:
-    rows = mask[:, None]
-    return Channel(
-        torch.where(rows[..., None], a.gram, b.gram),
-        torch.where(mask, a.size, b.size),
-        torch.where(mask, a.own, b.own),
-        torch.where(rows, a.weights, b.weights),
-        torch.where(mask, a.read, b.read),
-    )
+    def chosen(x: Tensor, y: Tensor) -> Tensor:
+        return torch.where(mask.view(-1, *(x.ndim - 1) * [1]), x, y)
+
+    return Channel(*map(chosen, vars(a).values(), vars(b).values()))
 
 
 def _merged_channels(channels: list[Channel]) -> Channel:
@@ -303,11 +287,3 @@ def _logit_speed(c: HeadAt, eps: Tensor, bend: Tensor, ball: BallName) -> Tensor
         apart = (c.mu.square() + c.rho.square()).sqrt() * eps[:, None]
         both = torch.where(torch.eye(len(eps), dtype=torch.bool), both, apart)
     return both.masked_fill(~c.allowed, 0.0).amax(-1) + bend * eps
-
-
-def _query_at(c: HeadAt, j: int) -> Tensor:
-    """``R_j^T q_i`` for every row i, ``(n, k)``."""
-    if c.rotary is None:
-        return c.q
-    turned = Rotary(c.rotary.cos[j : j + 1], c.rotary.sin[j : j + 1])
-    return turned.transpose(c.q[:, None])[:, 0]

@@ -23,7 +23,7 @@ from lipscope.certificates.forms import (
     positive_part,
     young,
 )
-from lipscope.certificates.segment import Secant, Segment
+from lipscope.certificates.segment import Secant, Segment, distance, square_axes
 from lipscope.errors import InputError
 from lipscope.models import Branch, Network
 
@@ -101,21 +101,19 @@ class NetworkBall:
         self.radius, self.chain = radius, [self._first]
         try:
             self._first.grow(radius)
-            for k in range(1, len(self.cuts)):
+            for k in range(1, len(self.cuts) + self.pooled):
                 below = self.chain[-1]
-                x = below.through(below.x)[-1]
-                mixed = any(one.mixes for one in self.chain)
-                moving = torch.ones_like(self.tokens) if mixed else self.tokens
-                t = self._axes(below.secant(below.x, 0.0), x, moving)
-                self.chain.append(self._segment(k, x, t))
-                self.chain[-1].grow(radius)
-            if self.pooled:
-                below = self.chain[-1]
-                whole = self._pool(below.secant(below.x, 0.0))
-                value = (self.share @ below.through(below.x)[-1])[None]
-                t = self._axes(whole, value, self.tokens.new_ones(1))
-                self.chain.append(Segment(self.net.tail, value, t, last=True))
-                self.chain[-1].grow(radius)
+                x, secant = below.through(below.x)[-1], below.secant(below.x, 0.0)
+                if k < len(self.cuts):
+                    mixed = any(one.mixes for one in self.chain)
+                    moving = torch.ones_like(self.tokens) if mixed else self.tokens
+                    above = self._segment(k, x, self._axes(secant, x, moving))
+                else:  # behind the pool
+                    x, secant = (self.share @ x)[None], self._pool(secant)
+                    t = self._axes(secant, x, self.tokens.new_ones(1))
+                    above = Segment(self.net.tail, x, t, last=True)
+                self.chain.append(above)
+                above.grow(radius)
         except OutOfReachError:
             self.chain = []
         return bool(self.chain)
@@ -164,9 +162,7 @@ class NetworkBall:
         j = torch.einsum("n,ndp->dp", share, end.jacobian)
         rest = end.rest
         if reads.ball is not None:
-            rows = reads.rows.mean(0)
-            rows = rows if reads.entry is None else rows + reads.entry.drift_rows
-            rest = rest + torch.linalg.matrix_norm(end.lin, 2) * rows * self.radius
+            rest = rest + torch.linalg.matrix_norm(end.lin, 2) * reads.rows_moved * self.radius
         return (w @ j).norm(dim=1) * self.radius + w.norm(dim=1) * float(share.abs() @ rest)
 
     def lower(
@@ -184,9 +180,7 @@ class NetworkBall:
             if above is self.chain[-1] and self.pooled:
                 out = (self.share @ out)[None]
             anchors.append(out)
-            rows, side = _square_axes(above)
-            apart = torch.linalg.solve(side, (out - above.x).flatten()[rows])
-            starts.append(min(float(apart.norm()), self.radius))
+            starts.append(min(distance(above.t, out - above.x), self.radius))
         w = self.net.head[label] - self.net.head[rival]
         slope = w[None] if self.pooled else self.share[:, None] * w
         # parabolas are chosen for what is about as far from an anchor as least margins are; any do
@@ -203,7 +197,7 @@ class NetworkBall:
                 s = self._pool(s) if self.pooled and k == len(self.chain) - 2 else s
                 b = b - _carried(s, carried)
             if k:
-                rows, side = _square_axes(one)
+                rows, side = square_axes(one.t)
                 inverse = torch.zeros_like(one.t.flatten(0, 1).T)
                 inverse[:, rows] = torch.linalg.inv(side)
                 slope = (inverse.T @ g).view(one.x.shape)
@@ -216,12 +210,6 @@ class NetworkBall:
         if balls is None:
             return least_in_ball(value, g, b, self.radius)
         return least_in_balls(value, g, b, self.radius / balls**0.5, balls), move
-
-
-def _square_axes(one: Segment) -> tuple[Bool[Tensor, " nd"], Float[Tensor, "p p"]]:
-    """Coordinates of the tokens of a segment's input that move, and its axes there."""
-    rows = (one.t != 0).flatten(1).any(1).repeat_interleave(one.x.shape[1])
-    return rows, one.t.flatten(0, 1)[rows]
 
 
 def _carried(s: Secant, k: Tensor) -> Tensor:

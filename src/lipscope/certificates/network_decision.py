@@ -119,11 +119,9 @@ class _Question:
         """Of all margins, by tokens that move."""
         head, few = self.net.head, len(self.net.head) <= self.net.head.shape[1]
         found = jacobian(self.net if few else self.net.pooled, self.x)[:, self.tokens]
-        return (
-            found[self.label] - found
-            if few
-            else torch.einsum("cd,dse->cse", head[self.label] - head, found)
-        )
+        if few:
+            return found[self.label] - found
+        return torch.einsum("cd,dse->cse", head[self.label] - head, found)
 
     @cached_property
     def bounds(self) -> NetworkBall:
@@ -141,9 +139,12 @@ class _Question:
 
     def project(self, e: Float[Tensor, "b s d"], radius: float) -> Tensor:
         """Moves back in the ball."""
+        return e * (radius / self._sizes(e).clamp_min(1e-300)).clamp_max(1)
+
+    def _sizes(self, e: Float[Tensor, "b s d"]) -> Tensor:
+        """Norms that the ball bounds: of every token, or of all together."""
         size = e.norm(dim=-1, keepdim=True)
-        size = size if self.ball == "each" else size.norm(dim=1, keepdim=True)
-        return e * (radius / size.clamp_min(1e-300)).clamp_max(1)
+        return size if self.ball == "each" else size.norm(dim=1, keepdim=True)
 
     def descend(
         self,
@@ -170,11 +171,8 @@ class _Question:
             self.tell()
             e = e.detach().requires_grad_(True)
             (g,) = torch.autograd.grad(margins(e).sum(), e)
-            size_of = g.norm(dim=-1, keepdim=True)
-            if self.ball != "each":
-                size_of = size_of.norm(dim=1, keepdim=True)
             step = radius * 0.5 * 0.02 ** (k / steps)
-            e = self.project(e.detach() - step * g / (size_of + 1e-300), radius)
+            e = self.project(e.detach() - step * g / (self._sizes(g) + 1e-300), radius)
         found = margins(e)
         found = found.where(found.isfinite(), math.inf)  # what overflows is no flip
         best = int(found.argmin())
@@ -297,9 +295,9 @@ def certify_network(
     check_memory(net, x.shape, int(tokens.sum()), ball)
     with few_threads(x.numel(), _SMALL):
         asked = _Question(net, x.double(), ball, tokens, progress)
-        found = _Found(0.0, None, asked.others[0])
+        found = _Found(asked.others[0])
         if before is not None:
-            found = _Found(before.radius, before.attack, asked.others[0], before.bound)
+            found = _Found(asked.others[0], before.radius, before.attack, before.bound)
         try:
             _search(asked, found)
         except KeyboardInterrupt:
@@ -307,19 +305,14 @@ def certify_network(
     return NetworkCertificate(
         decision=asked.label,
         decision_name=net.name(asked.label),
-        rival=found.rival,
         rival_name=net.name(found.rival),
         margin=float(asked.margins[found.rival]),
         slope=float(asked.slopes[found.rival]),
         ball=ball,
         tokens=tuple(tokens.nonzero()[:, 0].tolist()),
-        radius=found.radius,
         first_order=asked.first_order,
-        attack=found.attack,
         seconds=time.monotonic() - began,
-        bound=found.bound,
-        note=found.note,
-        stopped=found.stopped,
+        **vars(found),
     )
 
 
@@ -327,9 +320,9 @@ def certify_network(
 class _Found:
     """What is known so far: all of it holds at any time."""
 
-    radius: float
-    attack: float | None  # the smallest flip
     rival: int  # the class that limits the radius
+    radius: float = 0.0
+    attack: float | None = None  # the smallest flip
     bound: DecisionBound = "expansion"
     note: str | None = None
     stopped: bool = False

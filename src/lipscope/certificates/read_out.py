@@ -34,8 +34,8 @@ def attention_alone(net: Network) -> DotProduct | None:
     if len(net.branches) != 1 or net.tail:
         return None
     (only,) = net.branches
-    plain = isinstance(only.part, DotProduct) and only.norm is None and not only.skip
-    return only.part if plain and isinstance(only.part, DotProduct) else None
+    part = only.part
+    return part if isinstance(part, DotProduct) and only.norm is None and not only.skip else None
 
 
 def read_out_radius(net: Network, x: Float[Tensor, "n d"], ball: BallName) -> tuple[float, int]:
@@ -178,39 +178,25 @@ class ReadOut:
     def _scale(self, margins: Tensor) -> float:
         """A radius that nearly keeps all margins: half of it does; 0 if none does."""
         top = min(float((margins / self.slope).min()), _OVERFLOWS)  # no larger one can be certified
-        while top > 1 / _OVERFLOWS and not self._keeps(top / 2, margins):
-            top /= 2
-        return top if top > 1 / _OVERFLOWS else 0.0
-
-    def _keeps(self, radius: float, margins: Tensor) -> bool:
-        moved = radius * self.slope + radius**2 / 2 * self.curvature(radius)
-        return bool((moved < margins).all())
+        while top > 1 / _OVERFLOWS:
+            half = top / 2
+            moved = half * self.slope + half**2 / 2 * self.curvature(half)
+            if bool((moved < margins).all()):
+                return top
+            top = half
+        return 0.0
 
     def curvature(self, radius: float) -> Tensor:
         """``>= |<E, H_r(X') E>|`` for X' within ``radius`` and E in the unit ball, ``(r,)``."""
         rows = [_Rows(Ball(c, radius, self.ball)) for c in self.centres]
         if self.ball == "token":
-            found = torch.stack([self._over_tokens(r) for r in rows]).sum(0) @ self.share
-        else:
-            found = self._over_frobenius(rows)
+            found = torch.stack([r.over_tokens for r in rows]).sum(0) @ self.share
+        else:  # `min_κ max_j d_j`
+            balance = self.x.new_tensor(_BALANCES)[:, None, None]
+            each = (r.balanced(self.share, balance) for r in rows)
+            found = sum(each, balance.new_zeros(())).amax(-1).amin(0)
         # the slack, and no NaN from infinities that meet
         return torch.nan_to_num(found * (1 + _SLACK), nan=math.inf, posinf=math.inf)
-
-    def _over_tokens(self, rows: _Rows) -> Tensor:
-        own, cross, others = rows.second
-        return own + 2 * cross * rows.spread + others * rows.spread**2
-
-    def _over_frobenius(self, rows: list[_Rows]) -> Tensor:
-        """``min_κ max_j d_j``: the quadratic form made diagonal by ``2 A S <= κ A^2 + S^2 / κ``."""
-        balance = self.x.new_tensor(_BALANCES)[:, None, None]
-        total = sum(self._balanced(one, balance) for one in rows)
-        assert isinstance(total, Tensor)
-        return total.amax(-1).amin(0)
-
-    def _balanced(self, rows: _Rows, balance: Float[Tensor, "k 1 1"]) -> Float[Tensor, "k r n"]:
-        own, cross, others = rows.second
-        found = self.share * (own + balance * cross)
-        return found + (self.share * (others + cross / balance)) @ rows.weights
 
 
 class _Rows:
@@ -284,10 +270,20 @@ class _Rows:
         along = (c.head.value @ c.head.key.T @ c.q.T).abs()
         return (v * rho + torch.minimum(along + v * c.norm_a * self.ball.eps, v * rho)) / 2
 
-    @cached_property
-    def spread(self) -> Tensor:
-        """``sqrt(Var)`` of the moves that a row reads, in the unit token ball, ``(n,)``."""
-        return self.ball.spread / self.ball.eps
+    @property
+    def over_tokens(self) -> Tensor:
+        """The forms' largest values in the unit token ball, ``(r, n)``."""
+        own, cross, others = self.second
+        spread = self.ball.spread / self.ball.eps
+        return own + 2 * cross * spread + others * spread**2
+
+    def balanced(
+        self, share: Float[Tensor, " n"], balance: Float[Tensor, "k 1 1"]
+    ) -> Float[Tensor, "k r n"]:
+        """The sum of the rows made diagonal in tokens, by ``2 A S <= κ A^2 + S^2 / κ``."""
+        own, cross, others = self.second
+        found = share * (own + balance * cross)
+        return found + (share * (others + cross / balance)) @ self.weights
 
     @cached_property
     def weights(self) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lipscope.attention import DotProduct
@@ -92,10 +92,7 @@ class Secant:
 
     def slack(self, reads: Float[Tensor, "n k d"] | None = None) -> Tensor:
         """``>= |B sum G Z f| / |f|``."""
-        found = self.middle.new_zeros(())
-        for one in self.loose:
-            found = found + one.slack(reads)
-        return found
+        return sum((one.slack(reads) for one in self.loose), self.middle.new_zeros(()))
 
     def read(self, f: Callable[[Tensor], Tensor], *more: Loose) -> Secant:
         """Another map of the output, applied to columns; with more that it leaves open."""
@@ -281,6 +278,12 @@ class Reads:
         return self.ball.change_of(eye, None if lead is None else lead[0][:, None])[..., 0]
 
     @property
+    def rows_moved(self) -> Float[Tensor, " n"]:
+        """``>= |R_i| / r``: the average of `rows`, and what a norm in front leaves out."""
+        rows = self.rows.mean(0)
+        return rows if self.entry is None else rows + self.entry.drift_rows
+
+    @property
     def _eye(self) -> Tensor:
         assert self.at is not None
         n, d = len(self.at.rows), self.at.output.shape[1]
@@ -300,10 +303,7 @@ class Reads:
         if self.ball is None:
             return moved
         lin = at.lin if m is None else m @ at.lin
-        rows = self.rows.mean(0)
-        if self.entry is not None:
-            rows = rows + self.entry.drift_rows
-        return moved + norm_above(lin) * rows * self.r
+        return moved + norm_above(lin) * self.rows_moved * self.r
 
 
 class Entry:
@@ -359,14 +359,11 @@ class Entry:
         """``>= |(J_A q)_i| / r``."""
         return norm_above(self.blocks) @ self.bent
 
-    def apart(self, x: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
-        """``>= ‖S_i - D_i‖`` of secants of the norm from ``x``."""
-        return self.norm.slope_change(x, self.radius)
-
     def error(self, x: Float[Tensor, "n d"]) -> Tensor:
         """``>= ‖T_y^(-1) S T - W‖`` of secants from ``x``, ``W = T_y^(-1) D T``."""
         keep = self.own > 0
-        each = (self.apart(x) * self.own)[keep].square() / self.bent[keep]
+        apart = self.norm.slope_change(x, self.radius)
+        each = (apart * self.own)[keep].square() / self.bent[keep]
         return (each.sum() * self.w[1] / self.bent.sum()).sqrt()
 
     def pulled(self, form: Tensor, x: Float[Tensor, "n d"]) -> Tensor:
@@ -379,9 +376,21 @@ class Entry:
     def lost(self, x: Tensor, half: Tensor | None = None) -> Tensor:
         """``>= |half J_A (S - D) T f| / |f|``, all rows together."""
         j = norm_above(self.blocks if half is None else half[:, None] @ self.blocks)
-        j = j * self.apart(x)
+        j = j * self.norm.slope_change(x, self.radius)
         # one f moves every token, each by its own norm of T at most
         return torch.minimum((j @ self.own).norm(), norm_above(j) * self.whole)
+
+
+def square_axes(t: Float[Tensor, "n d p"]) -> tuple[Bool[Tensor, " nd"], Float[Tensor, "p p"]]:
+    """Coordinates of the tokens that move, and the axes there."""
+    rows = (t != 0).flatten(1).any(1).repeat_interleave(t.shape[1])
+    return rows, t.flatten(0, 1)[rows]
+
+
+def distance(t: Float[Tensor, "n d p"], v: Float[Tensor, "n d"]) -> float:
+    """``|xi|`` with ``T xi = v``."""
+    rows, side = square_axes(t)
+    return float(torch.linalg.solve(side, v.flatten()[rows]).norm())
 
 
 def _scaled(branch: Branch) -> bool:
@@ -481,10 +490,8 @@ class Segment:
         """How far an anchor is from the centre, in what attention sees."""
         if self.entry is None:
             return start
-        keep = (self.entry.own > 0).repeat_interleave(x.shape[1])
         y = self.entry.norm.norm(x) - self.entry.y
-        side = self.entry.t.flatten(0, 1)[keep]
-        return min(float(torch.linalg.solve(side, y.flatten()[keep]).norm()), self.r)
+        return min(distance(self.entry.t, y), self.r)
 
     def minorant(
         self, x: Tensor, start: float, slope: Tensor, spread: float

@@ -168,31 +168,30 @@ class Units:
     def secants(self, z: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """Middle and half width of ``s`` in ``hidden(z') - hidden(z) = sum_a s_a (z'_a - z_a)``."""
         low, high = torch.minimum(low, z), torch.maximum(high, z)
-        name, w = self.feed.activation, self.width
-        least, most = _slopes(name, z[:, :w], low[:, :w], high[:, :w])
-        if self.gated:
-            # act(z') u' - act(z) u = u slope (z' - z) + act(z') (u' - u)
-            u = z[:, w:]
-            ends = torch.stack([least * u, most * u])
-            rest = _range(_smooth(name)[0], low[:, :w], high[:, :w])
-            least, most = (
-                torch.cat([a, b], 1)
-                for a, b in zip((ends.amin(0), ends.amax(0)), rest, strict=True)
-            )
+        w = self.width
+        slopes = _slopes(self.feed.activation, z[:, :w], low[:, :w], high[:, :w])
+        # act(z') u' - act(z) u = u slope (z' - z) + act(z') (u' - u)
+        least, most = self._with_gate(slopes, (z,), low, high)
         return (least + most) / 2, (most - least) / 2
 
     def tangents(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """Range of ``s`` in ``d hidden = sum_a s_a dz_a`` for arguments between the ends."""
-        name, w = self.feed.activation, self.width
-        z, u, v = low[:, :w], low[:, w:], high[:, w:]
-        if name == "relu":
-            least, most = ((one[:, :w] > 0).to(z.dtype) for one in (low, high))
+        z, end = low[:, : self.width], high[:, : self.width]
+        if self.feed.activation == "relu":
+            slopes = (z > 0).to(z.dtype), (end > 0).to(z.dtype)
         else:
-            least, most = _range(_smooth(name)[1], z, high[:, :w])
+            slopes = _range(_smooth(self.feed.activation)[1], z, end)
+        return self._with_gate(slopes, (low, high), low, high)
+
+    def _with_gate(
+        self, slopes: tuple[Tensor, Tensor], at: tuple[Tensor, ...], low: Tensor, high: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Ranges of slopes of the units alone, those of both arguments where there is a gate."""
         if not self.gated:
-            return least, most
-        ends = torch.stack([least * u, most * u, least * v, most * v])
-        rest = _range(_smooth(name)[0], z, high[:, :w])
+            return slopes
+        w = self.width
+        ends = torch.stack([slope * one[:, w:] for one in at for slope in slopes])
+        rest = _range(_smooth(self.feed.activation)[0], low[:, :w], high[:, :w])
         return torch.cat([ends.amin(0), rest[0]], 1), torch.cat([ends.amax(0), rest[1]], 1)
 
     def through(self, s: Float[Tensor, "n a"]) -> Float[Tensor, "n d_out d"]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 from jaxtyping import Float
@@ -21,7 +21,6 @@ from lipscope.certificates import (
     certify_network,
     check_memory,
     in_double,
-    tokens_of,
 )
 from lipscope.display import Card, Piece, Shown, pieces, rounded_down
 from lipscope.engine.answer import finite
@@ -51,7 +50,7 @@ from lipscope.models import (
 from lipscope.pages import empty_table, number
 from lipscope.records import Bound, stable_id
 from lipscope.sources import default_text
-from lipscope.theorems import DERIVED
+from lipscope.theorems import DERIVED, tokens_in_double
 
 DecisionMap = Literal["model", "attention"]
 BALLS: tuple[DecisionBall, ...] = ("joint", "token", "each")
@@ -67,30 +66,20 @@ _BLOCK = 2**22  # numbers of the embeddings that are read at a time
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DecisionCertificate(NetworkCertificate):
-    """The decision of a model, and the radius within which no move of its tokens changes it.
+    """The decision of a model, and the radius within which no move of its tokens changes it."""
 
-    Attributes:
-        model: Name of the model.
-        by: What decides, in words.
-        words: The tokens that may move.
-        nearest: Distance from such a token's embedding to the nearest one of another word; None
-            where no token ids are read, or where the stream of a later layer moves.
-        words_within: Embeddings of other words within the radius of such a token.
-        id: Row of sigma beside it in a run folder, or None.
-        sample: Index of the window or entry.
-        at_layer: The attention layer before which tokens move.
-        map: ``model``, or ``attention``: that layer by itself, its output pooled.
-    """
-
-    model: str
-    by: str
+    model: str  # its name
+    by: str  # what decides, in words
+    # ``model``, or ``attention``: that layer by itself, its output pooled
     map: DecisionMap = "model"
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # the tokens that may move
+    # distance from such a token's embedding to the nearest one of another word; None where no token
+    # ids are read, or where the stream of a later layer moves
     nearest: float | None = None
-    words_within: int | None = None
-    id: str | None = None
-    sample: int = 0
-    at_layer: int = 0
+    words_within: int | None = None  # embeddings of other words within the radius of such a token
+    id: str | None = None  # of the row of sigma beside it in a run folder
+    sample: int = 0  # index of the window or entry
+    at_layer: int = 0  # the attention layer before which tokens move
 
     @property
     def violated(self) -> bool:
@@ -132,52 +121,33 @@ class TokenRadii(Shown):
     each: tuple[DecisionCertificate, ...]
 
 
-class _Deciding(NamedTuple):
-    """What decides: a module, and what is laid on what it gives."""
-
-    module: nn.Module
-    by: str
-    head: Tensor | None = None
-    bias: Tensor | None = None
-    names: tuple[str, ...] = ()
-
-
+@dataclass(repr=False, eq=False)
 class ModelDecision(Shown):
     """What a model, or a read-out of one of its layers, decides at an input, and by how much.
 
     Attributes:
-        network: The model from the stream of tokens on, in float64, held against the model; or the
-            layer.
-        x: The stream, ``(n, d)``.
-        words: Its tokens.
-        model: Name of the model.
-        by: What decides, in words.
         answer: Class with the largest score; ``answer_name`` is what it is called.
         runner_up: The class with the next one; ``runner_up_name`` likewise.
         margin: Difference of their scores.
         slope: Frobenius norm of the margin's gradient.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        x: Float[Tensor, "n d"],
-        words: Sequence[str],
-        *,
-        model: str,
-        by: str,
-        distances: Callable[[], Tensor | None] = lambda: None,
-        sample: int = 0,
-        place: str = "",
-        at_layer: int = 0,
-        map: DecisionMap = "model",
-    ) -> None:
-        self.network, self.x, self.words = network, x, tuple(words)
-        self.model, self.by = model, by
-        self.map: DecisionMap = map
-        self.sample, self._place, self.at_layer = sample, place, at_layer
-        self._distances = distances
-        scores = network(x)
+    # the model from the stream of tokens on, in float64, held against the model; or the layer
+    network: Network
+    x: Float[Tensor, "n d"]  # the stream
+    words: Sequence[str]  # its tokens
+    _: KW_ONLY
+    model: str  # its name
+    by: str  # what decides, in words
+    # of each token to what other words would be there, ``(words, n)``
+    distances: Callable[[], Tensor | None] = lambda: None
+    sample: int = 0
+    place: str = ""
+    at_layer: int = 0
+    map: DecisionMap = "model"
+
+    def __post_init__(self) -> None:
+        self.words, scores = tuple(self.words), self.network(self.x)
         if len(scores) < 2 or not bool(scores.isfinite().all()):
             raise InputError(
                 "A decision should be between two finite scores at least. Found "
@@ -185,7 +155,7 @@ class ModelDecision(Shown):
             )
         self.answer, self.runner_up = scores.topk(2).indices.tolist()
         self.answer_name, self.runner_up_name = (
-            network.name(one) for one in (self.answer, self.runner_up)
+            self.network.name(one) for one in (self.answer, self.runner_up)
         )
         self.margin = float(scores[self.answer] - scores[self.runner_up])
 
@@ -201,8 +171,7 @@ class ModelDecision(Shown):
 
     @cached_property
     def _to_words(self) -> Tensor | None:
-        """Distances from each token to what other words would be there, ``(words, n)``."""
-        return self._distances()
+        return self.distances()
 
     @overload
     def certify(
@@ -292,37 +261,13 @@ class ModelDecision(Shown):
 
         how: dict[str, Any] = {"progress": told, "before": before}
         found = certify_network(self.network, self.x, ball=ball, tokens=moving, **how)
-        near, apart = self._to_words, None
-        if near is not None:
+        about = {name: getattr(self, name) for name in ("model", "by", "sample", "at_layer", "map")}
+        about["words"] = tuple(self.words[i] for i in tokens)
+        if (near := self._to_words) is not None:
             apart = near[:, list(tokens)]
-        return DecisionCertificate(
-            **asdict(found),
-            model=self.model,
-            by=self.by,
-            words=tuple(self.words[i] for i in tokens),
-            nearest=None if apart is None else finite(float(apart.min())),
-            words_within=None if apart is None else int((apart <= found.radius).sum()),
-            sample=self.sample,
-            at_layer=self.at_layer,
-            map=self.map,
-        )
-
-    def display_lines(self) -> Iterator[tuple[str, str]]:
-        """The lines of its display."""
-        yield "model", self.model
-        yield (
-            "tokens",
-            f"{len(self.words)}: {' '.join(self.words[:8])}" + " …" * (len(self.words) > 8),
-        )
-        if self._place:
-            yield "sample", self._place
-        yield "answer", self.answer_name
-        yield "runner-up", self.runner_up_name
-        yield "decided by", self.by
-        yield "margin", f"{self.margin:.4g}"
-        yield "gradient norm", f"{self.slope:.4g}"
-        if self.slope > 0:
-            yield "first order", f"{self.margin / self.slope:.4g} (to the runner-up, no bound)"
+            about["nearest"] = finite(float(apart.min()))
+            about["words_within"] = int((apart <= found.radius).sum())
+        return DecisionCertificate(**asdict(found), **about)
 
 
 def one_sample(
@@ -393,26 +338,20 @@ def decision_at(
         return decision_of_layer(model.model, item.arguments[0], given, pool, **about)
     model = model.in_memory("A decision of a model")
     with eval_mode(model.model):
-        deciding = _deciding(model, given, between, pool, special_tokens)
-        network, x = read_network(
-            deciding.module,
-            item.arguments,
-            at_layer=at_layer,
-            head=deciding.head,
-            bias=deciding.bias,
-            names=deciding.names,
-            pool=pool,
-        )
-    if not network.names and (names := _words_of(model, deciding.module, len(network.bias))):
+        module, by, given = _deciding(model, given, between, pool, special_tokens)
+        how: dict[str, Any] = {"at_layer": at_layer, "pool": pool}
+        if given is not None:
+            how |= {"head": given.weight, "bias": given.bias, "names": given.names}
+        network, x = read_network(module, item.arguments, **how)
+    if not network.names and (names := _words_of(model, module, len(network.bias))):
         network = replace(network, names=names)
 
     def distances() -> Tensor | None:
-        return None if at_layer else word_distances(deciding.module, item.arguments, x)
+        return None if at_layer else word_distances(module, item.arguments, x)
 
     words = names_of(model.loaded, item, len(x))
-    how: dict[str, Any] = {"model": model.name, "by": deciding.by, "at_layer": at_layer}
-    how |= {"sample": item.sample, "place": item.place}
-    return ModelDecision(network, x, words, distances=distances, **how)
+    about: Any = {"model": model.name, "sample": item.sample, "place": item.place}
+    return ModelDecision(network, x, words, by=by, distances=distances, at_layer=at_layer, **about)
 
 
 def _check_pool(pool: Any) -> None:
@@ -436,7 +375,7 @@ def decision_of_layer(
     """The decision of a read-out of one attention layer's pooled output, at its input."""
     assert isinstance(layer, Attention)
     own = in_double(layer, None)
-    x = tokens_of(own, x)
+    x = tokens_in_double(x, own.query.shape[1])
     _check_pool(pool)
     width, bias = own(x).shape[1], given.bias
     if given.weight.shape[1] != width or (bias is not None and len(bias) != len(given.weight)):
@@ -479,17 +418,16 @@ def _deciding(
     between: Sequence[str] | None,
     pool: Any,
     special_tokens: bool,
-) -> _Deciding:
-    """The module that decides: with its own head, or without one and with what was given."""
+) -> tuple[nn.Module, str, Classifier | None]:
+    """The module that decides, what does in words, and what is laid on its output if anything."""
     if given is None and between is None:
         module = with_own_head(model.loaded)
         nexts = getattr(module, "get_output_embeddings", lambda: None)() is not None
-        return _Deciding(module, "the model's next token" if nexts else "the model's own scores")
+        return module, "the model's next token" if nexts else "the model's own scores", None
     body = model.model.get_submodule(body_of(model.model))
     if given is None:
         given = nearest_by_angle(_texts(model, body, between or (), pool, special_tokens))
-    by = given.by.replace("this layer's", "the model's")
-    return _Deciding(body, by, given.weight, given.bias, given.names)
+    return body, given.by.replace("this layer's", "the model's"), given
 
 
 def _texts(
@@ -544,12 +482,14 @@ def word_distances(
 
     def look(module: nn.Module, args: Any, kwargs: Any) -> None:
         for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor) and value.shape[-2:] == (n, d) and value.ndim == 3:
-                if not entry and len(value) == 1 and _near(value[0], x):
-                    entry.append(module)
-                if entry and module is entry[0]:
-                    taken.append(value.detach().to("cpu", torch.float64))
-                    raise _EntryError
+            if not isinstance(value, Tensor) or value.ndim != 3 or value.shape[-2:] != (n, d):
+                continue
+            stream = value.detach().to("cpu", torch.float64)
+            if not entry and len(stream) == 1 and (stream[0] - x).norm() <= _SAME * x.norm():
+                entry.append(module)
+            if entry and module is entry[0]:
+                taken.append(stream)
+                raise _EntryError
 
     def streams_of(words: Tensor) -> Tensor | None:
         taken.clear()
@@ -593,16 +533,26 @@ def word_distances(
     return apart
 
 
-def _near(a: Tensor, x: Tensor) -> bool:
-    return bool((a.detach().to("cpu", torch.float64) - x).norm() <= _SAME * x.norm())
-
-
 # --- shown
 
 
 @pieces.register
 def _decision(found: ModelDecision) -> Iterator[Piece]:
-    yield Card("ModelDecision", tuple(found.display_lines()))
+    words = found.words
+    lines = [
+        ("model", found.model),
+        ("tokens", f"{len(words)}: {' '.join(words[:8])}" + " …" * (len(words) > 8)),
+        *([("sample", found.place)] if found.place else []),
+        ("answer", found.answer_name),
+        ("runner-up", found.runner_up_name),
+        ("decided by", found.by),
+        ("margin", f"{found.margin:.4g}"),
+        ("gradient norm", f"{found.slope:.4g}"),
+    ]
+    if found.slope > 0:
+        at_first = f"{found.margin / found.slope:.4g} (to the runner-up, no bound)"
+        lines.append(("first order", at_first))
+    yield Card("ModelDecision", tuple(lines))
 
 
 @pieces.register

@@ -207,7 +207,7 @@ def first_token_gain(
     p = torch.sigmoid((a * s).sum(-1, keepdim=True) - others.log())
     zero, one, two = ((p**2 * (1 - p) ** j).sum(-1)[..., None, None] for j in range(3))
     moved = s @ head.value.T
-    if not head.causal:  # all rows are alike: the Gram matrix of the outputs is a smaller one
+    if not head.layer.causal:  # all rows are alike: the Gram matrix of the outputs is a smaller one
         drawn, size = a @ head.value.T, a.square().sum(-1)[..., None, None]
         square, gram = moved[..., :, None] * moved[..., None, :], head.value @ head.value.T
         cross = moved[..., :, None] * drawn[..., None, :]
@@ -230,7 +230,7 @@ def split_gain(head: Head, first: Tensor, rest: Tensor, num_tokens: int) -> floa
 
     Source: derived here (``docs/theory/inputs.md``).
     """
-    if head.causal or num_tokens < 3:
+    if head.layer.causal or num_tokens < 3:
         return 0.0
     s = first - rest
     p = float(torch.sigmoid(_reads(head, rest) @ s - torch.tensor(float(num_tokens - 1)).log()))

@@ -14,7 +14,7 @@ factor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -44,11 +44,7 @@ class Head:
     # softmax (without rotary embedding), those of values shift
     query_bias: Float[Tensor, " k"]
     key_bias: Float[Tensor, " k"]  # ``b_K``, ``(k,)``; matters with a rotary embedding only
-    causal: bool = False  # whether token i reads tokens j <= i only
-    mask: Bool[Tensor, "n n"] | None = None  # ``(n, n)``, True where i may read j, or None
-    rotary: Rotary | None = None  # rotary embedding, or None
-    window: int | None = None  # token i reads tokens j > i - window only, or None
-    score_bias: Float[Tensor, "n n"] | None = None  # ``B``, ``(n, n)``, or None
+    layer: DotProduct  # the head by itself: its mask, rotary embedding and bias ``B`` of the logits
     # ``‖W_h‖_F ‖V‖_F`` where that product is folded into ``value``, which may cancel in it; None
     # where nothing is
     size: float | None = None
@@ -78,31 +74,25 @@ class Head:
     @cached_property
     def rotation_norm(self) -> float:
         """Largest norm of a rotation; above 1 where a long-context scaling is part of it."""
-        assert self.rotary is not None
-        return self.rotary.norm(self.query.shape[0])
+        rotary = self.layer.rotary
+        return 1.0 if rotary is None else rotary.norm(self.query.shape[0])
 
     def visible(self, num_tokens: int) -> Tensor:
         """``N_i``: how many keys each of ``num_tokens`` rows may read, ``(n,)``."""
-        n = num_tokens
-        if self.mask is not None or self.window is not None:
+        n, layer = num_tokens, self.layer
+        if layer.mask is not None or layer.window is not None:
             return self.allowed(n).sum(-1)
-        return torch.arange(1, n + 1) if self.causal else torch.full((n,), n)
+        return torch.arange(1, n + 1) if layer.causal else torch.full((n,), n)
 
     def allowed(self, num_tokens: int) -> Bool[Tensor, "n n"]:
         """True where row i may read key j."""
-        n = num_tokens
-        allowed = torch.ones(n, n, dtype=torch.bool)
-        if self.causal:
-            allowed = allowed.tril()
-        if self.window is not None:
-            allowed = allowed.triu(1 - self.window)
-        if self.mask is not None:
-            if self.mask.shape[-1] != n:
-                raise NotApplicableError(
-                    f"its mask was captured for {self.mask.shape[-1]} tokens, not for {n}"
-                )
-            allowed = allowed & self.mask
-        return allowed
+        mask, every = self.layer.mask, slice(0, num_tokens)
+        if mask is not None and mask.shape[-1] != num_tokens:
+            raise NotApplicableError(
+                f"its mask was captured for {mask.shape[-1]} tokens, not for {num_tokens}"
+            )
+        found = self.layer.visible(every, every)
+        return torch.ones(num_tokens, num_tokens, dtype=torch.bool) if found is None else found
 
     def biased(self, scores: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
         """Logits from inner products: with the bias, -inf where hidden."""
@@ -110,36 +100,43 @@ class Head:
         allowed = self.allowed(n)
         if not bool(allowed.any(-1).all()):
             raise NotApplicableError("one of its rows may read no token at all")
-        if self.score_bias is not None:
+        if self.layer.score_bias is not None:
             scores = scores + self._score_bias(n)
         return scores.masked_fill(~allowed, -torch.inf)
 
     def bias_range(self, num_tokens: int) -> Float[Tensor, " n"]:
         """``max_j B_ij - min_j B_ij`` over the keys that row i may read."""
-        if self.score_bias is None:
+        if self.layer.score_bias is None:
             return torch.zeros(num_tokens, dtype=torch.float64)
         bias, hidden = self._score_bias(num_tokens), ~self.allowed(num_tokens)
         top = bias.masked_fill(hidden, -torch.inf).amax(-1)
         return (top - bias.masked_fill(hidden, torch.inf).amin(-1)).clamp_min(0)
 
     def _score_bias(self, num_tokens: int) -> Tensor:
-        assert self.score_bias is not None
-        if self.score_bias.shape[-1] != num_tokens:
+        bias = self.layer.score_bias
+        assert bias is not None
+        if bias.shape[-1] != num_tokens:
             raise NotApplicableError(
-                f"its bias of the logits was captured for {self.score_bias.shape[-1]} tokens, "
+                f"its bias of the logits was captured for {bias.shape[-1]} tokens, "
                 f"not for {num_tokens}"
             )
-        return self.score_bias
+        return bias
+
+    @property
+    def _hides(self) -> bool:
+        """Whether a window or a mask hides keys."""
+        mask = self.layer.mask
+        return self.layer.window is not None or (mask is not None and not bool(mask.all()))
 
     def without_rotary(self) -> None:
         """Raise if inner products depend on positions."""
-        if self.rotary is not None:
+        if self.layer.rotary is not None:
             raise NotApplicableError("its logits depend on positions (rotary embedding)")
 
     def without_positions(self) -> None:
         """Raise if logits depend on positions in any way beyond the mask."""
         self.without_rotary()
-        if self.score_bias is not None:
+        if self.layer.score_bias is not None:
             raise NotApplicableError("its logits depend on positions (relative bias)")
 
     def without_bias(self) -> None:
@@ -149,20 +146,18 @@ class Head:
 
     def unmasked(self) -> None:
         """Raise if any row cannot read every token."""
-        hides = self.mask is not None and not bool(self.mask.all())
-        if self.causal or self.window is not None or hides:
+        if self.layer.causal or self._hides:
             raise NotApplicableError("it is masked")
 
     def causal_or_unmasked(self) -> None:
         """Raise for masks other than none and the causal one."""
-        hides = self.mask is not None and not bool(self.mask.all())
-        if self.window is not None or hides:
+        if self._hides:
             raise NotApplicableError("its mask is neither empty nor causal")
 
     def only_causal(self) -> None:
         """Raise for every other mask, and for none."""
         self.causal_or_unmasked()
-        if not self.causal:
+        if not self.layer.causal:
             raise NotApplicableError("it is not causal")
 
     def plain(self) -> None:
@@ -197,19 +192,9 @@ def head_from(one: DotProduct, *, fold: bool, turn: bool = True) -> Head:
         size = float(one.output.norm() * value.norm())
         output = torch.linalg.qr(one.output, mode="r").R if turn else one.output
         value = output @ value
-    return Head(
-        one.query * one.scale,
-        one.key,
-        value,
-        zeros if one.query_bias is None else one.query_bias * one.scale,
-        zeros if one.key_bias is None else one.key_bias,
-        one.causal,
-        one.mask,
-        one.rotary,
-        one.window,
-        one.score_bias,
-        size,
-    )
+    query_bias, key_bias = (zeros if b is None else b for b in (one.query_bias, one.key_bias))
+    scale = one.scale
+    return Head(one.query * scale, one.key, value, query_bias * scale, key_bias, one, size)
 
 
 def check_scores(layer: DotProduct) -> None:
@@ -251,7 +236,7 @@ class AtInput:
 
     def __init__(self, heads: Sequence[Head], x: Float[Tensor, "n d"]) -> None:
         self.heads, self.x = tuple(heads), tokens_in_double(x, heads[0].query.shape[1])
-        self.rotary = heads[0].rotary  # with one, ``a_ij`` depends on ``j``
+        self.rotary = heads[0].layer.rotary  # with one, ``a_ij`` depends on ``j``
 
     def joined(self, parts: Iterable[Tensor]) -> Tensor:
         """One tensor from those of the heads."""
@@ -297,7 +282,7 @@ class AtInput:
     def rounding(self) -> Float[Tensor, "*h n"]:
         """How far float64 may shift a logit of a row; 0 where one token has all weight."""
         heads, size = self.heads, self.x.norm(dim=-1)
-        turned = 1.0 if self.rotary is None else max(h.rotation_norm for h in heads) ** 2
+        turned = max(h.rotation_norm for h in heads) ** 2
         queries, keys = (
             self.joined(size * w.norm() + b.norm() for w, b in pairs)
             for pairs in (
@@ -307,7 +292,7 @@ class AtInput:
         )
         terms = sum(heads[0].query.shape)
         shift = UNIT * terms**0.5 * turned * queries * keys.amax(-1, keepdim=True)
-        if any(h.score_bias is not None for h in heads):
+        if any(h.layer.score_bias is not None for h in heads):
             shift = shift + UNIT * self.s.masked_fill(self.s == -torch.inf, 0.0).abs().amax(-1)
         best, second = self.s.topk(min(2, len(size)), -1).values[..., (0, -1)].unbind(-1)
         alone = (self.s > -torch.inf).sum(-1) == 1
@@ -330,9 +315,8 @@ class AtInput:
         unit = UNIT * n**0.5
         for h, (head, outer) in enumerate(zip(self.heads, self.outer, strict=True)):
             p, q, k, v, o, middle, shift = (t.view(len(self.heads), n, -1)[h] for t in kept)
-            turned = 1.0 if head.rotary is None else head.rotation_norm
-            reach = turned * head.key.norm() * q.norm(dim=-1)
-            turn = turned * head.query.norm()
+            reach = head.rotation_norm * head.key.norm() * q.norm(dim=-1)
+            turn = head.rotation_norm * head.query.norm()
             apart = torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist")
             keys = torch.cdist(middle, k, compute_mode="donot_use_mm_for_euclid_dist")
             most_v = head.size_v * self.x.norm(dim=-1).max()
@@ -406,12 +390,14 @@ class AtInput:
             )
         return self.rotary(w)
 
-    def _back(self, rows: slice, w: Tensor) -> Tensor:
-        """Every row ``(h, r, m, k)`` turned back by its own position."""
+    def turned_back(self, rows: slice, w: Float[Tensor, "*b r k"]) -> Float[Tensor, "*b r k"]:
+        """Every row turned back by its own position."""
         if self.rotary is None:
             return w
-        own = Rotary(self.rotary.cos[rows], self.rotary.sin[rows])
-        return own.transpose(w.transpose(-3, -2)).transpose(-3, -2)
+        return Rotary(self.rotary.cos[rows], self.rotary.sin[rows]).transpose(w)
+
+    def _back(self, rows: slice, w: Float[Tensor, "*h r m k"]) -> Float[Tensor, "*h r m k"]:
+        return self.turned_back(rows, w.transpose(-3, -2)).transpose(-3, -2)
 
 
 class HeadsAt(AtInput):
@@ -425,6 +411,10 @@ class HeadsAt(AtInput):
     ) -> None:
         super().__init__(heads, x)
         self.output = output
+        # of all heads, ``(h, k, d)``; queries scaled
+        self.query = torch.stack([head.query for head in heads])
+        self.key = torch.stack([head.key for head in heads])
+        self.value = torch.stack([head.value for head in heads])
 
     @property
     def alive(self) -> bool:
@@ -437,21 +427,6 @@ class HeadsAt(AtInput):
         if self.output is None:
             return super().outer
         return [float(part.norm()) for part in self.output.chunk(len(self.heads), 1)]
-
-    @cached_property
-    def query(self) -> Float[Tensor, "h k d"]:
-        """``Q`` of every head, scaled."""
-        return self.joined(head.query for head in self.heads)
-
-    @cached_property
-    def key(self) -> Float[Tensor, "h k d"]:
-        """``K`` of every head."""
-        return self.joined(head.key for head in self.heads)
-
-    @cached_property
-    def value(self) -> Float[Tensor, "h kv d"]:
-        """``V`` of every head."""
-        return self.joined(head.value for head in self.heads)
 
 
 class HeadAt(AtInput):
@@ -466,11 +441,10 @@ class HeadAt(AtInput):
         (one,) = parts
         return one
 
-    @cached_property
+    @property
     def pieces(self) -> Iterable[tuple[slice, Tensor, Tensor]]:
-        """`chunks` with their ``y`` and ``z``; these are kept where there is one chunk."""
-        found = _Pieces(self)
-        return [*found] if len(self.chunks) == 1 else found
+        """`chunks` with their ``y`` and ``z``, made when they are asked for."""
+        return ((rows, self.y(rows), self.z(rows)) for rows in self.chunks)
 
     @cached_property
     def allowed(self) -> Bool[Tensor, "n n"]:
@@ -481,7 +455,7 @@ class HeadAt(AtInput):
     def norm_a(self) -> float:
         """``‖A‖``, or what bounds every ``‖A_ij‖`` under a rotary embedding."""
         head = self.head
-        if head.rotary is None:
+        if self.rotary is None:
             return head.norm_a
         return head.rotation_norm**2 * norm_in_double(head.query) * norm_in_double(head.key)
 
@@ -526,16 +500,6 @@ class HeadAt(AtInput):
     def tokens_in_queries(self) -> Float[Tensor, "n k"]:
         """``A^T x_i`` in the basis of ``Q``'s factor, without a bias or a rotation."""
         return (self.x @ self.head.key.T) @ self.factor_q.T
-
-
-class _Pieces:
-    """Rows of a head with what is large there, made anew in every pass."""
-
-    def __init__(self, at: HeadAt) -> None:
-        self.at = at
-
-    def __iter__(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        return ((rows, self.at.y(rows), self.at.z(rows)) for rows in self.at.chunks)
 
 
 def tokens_in_double(x: Tensor, width: int) -> Float[Tensor, "n d"]:

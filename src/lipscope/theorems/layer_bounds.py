@@ -312,7 +312,9 @@ def bounds_at(
         raise InputError(
             f"`names` should be of theorems in `lipscope.catalogue()`. Found `{unknown[0]}`."
         )
-    question = _question(layer, _Told(x, num_tokens, radius, floor, map, head))
+    attention = layer.attention if isinstance(layer, Normed | Residual) else layer
+    told = _BoundsAt(AskedLayer(attention, map, head, x), num_tokens, radius, floor)
+    question = _question(layer, told)
     found = []
     for theorem in catalogue():
         if metric is not None and theorem.metric != metric:
@@ -370,9 +372,9 @@ class _BoundsAt:
     layer: AskedLayer
     num_tokens: int | None
     radius: float | None
+    floor: float | None
     slope: Tensor | None = None
     steepest: Tensor | None = None
-    floor: float | None = None
     residual: Residual | None = None
     x: Tensor | None = None
 
@@ -404,58 +406,42 @@ class _BoundsAt:
         return self.residual.at(self.layer.attention, heads, self.x)
 
 
-@dataclass(frozen=True)
-class _Told:
-    """What `bounds_at` was told besides the layer."""
-
-    x: Tensor | None
-    num_tokens: int | None
-    radius: float | None
-    floor: float | None
-    map: Map
-    head: int | None
-
-
-def _question(layer: Attention | Normed | Residual, told: _Told) -> _BoundsAt:
+def _question(layer: Attention | Normed | Residual, told: _BoundsAt) -> _BoundsAt:
+    """With what follows from what was told; of a norm in front and what is around attention."""
     if isinstance(layer, Normed):
         return _normed_question(layer, told)
-    if isinstance(layer, Residual):
-        return _residual_question(layer, told)
-    if told.floor is not None:
+    if told.floor is not None and not isinstance(layer, Residual):
         raise InputError(
             "`floor` should be left out for attention without a norm in front. Found "
             f"`floor = {told.floor}`."
         )
-    told = _completed(told, layer)
-    return _BoundsAt(AskedLayer(layer, told.map, told.head, told.x), told.num_tokens, told.radius)
-
-
-def _residual_question(layer: Residual, told: _Told) -> _BoundsAt:
-    """The question about attention, or about it and the norm in front, with what is around it."""
-    if told.head is not None or told.map != "attention":
+    if not isinstance(layer, Residual):
+        return _completed(told)
+    head, map, x = told.layer.head, told.layer.map, told.layer.x
+    if head is not None or map != "attention":
         raise InputError(
             "`map` and `head` should be left out for a layer that is added to its input. Found "
-            f"`map = {told.map!r}`, `head = {told.head}`."
+            f"`map = {map!r}`, `head = {head}`."
         )
     _ = layer.width, layer.norms  # refused at once
-    x = None if told.x is None else told.x.detach().to("cpu", torch.float64)
+    x = None if x is None else x.detach().to("cpu", torch.float64)
     return replace(_question(layer.branch, told), residual=layer, x=x)
 
 
-def _normed_question(layer: Normed, told: _Told) -> _BoundsAt:
+def _normed_question(layer: Normed, told: _BoundsAt) -> _BoundsAt:
     """The question about the absorbed layer that answers the one about a layer and its norm."""
     if told.radius is not None:
         raise InputError(
             "`radius` should be left out for a layer with a norm in front, which takes tokens of "
             f"every norm to one ellipsoid. Found `radius = {told.radius}`."
         )
-    if told.map != "attention":
+    if told.layer.map != "attention":
         raise InputError(
             "`map` should be 'attention' for a layer with a norm in front. Found "
-            f"`map = {told.map!r}`."
+            f"`map = {told.layer.map!r}`."
         )
-    told = _completed(told, layer.attention)
-    norm, x, floor = layer.constants, told.x, told.floor
+    told = _completed(told)
+    norm, x, floor = layer.constants, told.layer.x, told.floor
     sphere, slope, smallest = None, None, 0.0
     if x is not None:
         sphere, slope, smallest = norm.direction(x), norm.slope(x), float(norm.size(x).min())
@@ -469,18 +455,19 @@ def _normed_question(layer: Normed, told: _Told) -> _BoundsAt:
         )
     floor = floor if x is None else min(floor, smallest)
     steepest = torch.tensor([norm.steepest(floor)], dtype=torch.float64)
-    asked = AskedLayer(layer.absorbed, "attention", told.head, sphere)
-    return _BoundsAt(asked, told.num_tokens, 1.0, slope, steepest, floor)
+    asked = AskedLayer(layer.absorbed, "attention", told.layer.head, sphere)
+    return _BoundsAt(asked, told.num_tokens, 1.0, floor, slope, steepest)
 
 
-def _completed(told: _Told, layer: Attention) -> _Told:
+def _completed(told: _BoundsAt) -> _BoundsAt:
     """With what follows from ``x``; one line for what makes no sense."""
-    x, num_tokens, radius = told.x, told.num_tokens, told.radius
+    x, num_tokens, radius, map = told.layer.x, told.num_tokens, told.radius, told.layer.map
+    layer = told.layer.attention
     check_layer(layer)
-    if told.map not in ("attention", "heads"):
-        raise InputError(f"`map` should be 'attention' or 'heads'. Found `map = {told.map!r}`.")
-    if told.head is not None:
-        layer.check_head(told.head)
+    if map not in ("attention", "heads"):
+        raise InputError(f"`map` should be 'attention' or 'heads'. Found `map = {map!r}`.")
+    if told.layer.head is not None:
+        layer.check_head(told.layer.head)
     if radius is not None and radius != 0:  # which it is of zeros
         check_positive("radius", radius)
     for name, weight in layer.state_dict().items():
@@ -506,4 +493,4 @@ def _completed(told: _Told, layer: Attention) -> _Told:
     zeros = x is not None and not bool(x.any())  # the one input whose radius is 0
     if radius == 0 and not zeros:
         raise InputError(f"`radius` should be positive. Found `radius = {radius}`.")
-    return replace(told, x=x, num_tokens=num_tokens, radius=radius)
+    return replace(told, layer=replace(told.layer, x=x), num_tokens=num_tokens, radius=radius)

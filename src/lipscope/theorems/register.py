@@ -73,29 +73,11 @@ class Theorem:
         """First line of the docstring."""
         return (inspect.getdoc(self.function) or "").splitlines()[0]
 
-    def record(
-        self,
-        value: float | None,
-        reason: str = "",
-        *,
-        radius: float | None = None,
-        floor: float | None = None,
-    ) -> Bound:
+    def record(self, value: float | None, reason: str = "", **more: Any) -> Bound:
         """Its value for a layer, or why it has none."""
-        return Bound(
-            theorem=self.name,
-            statement=self.statement,
-            cite=self.cite,
-            kind=self.kind,
-            scope=self.scope,
-            metric=self.metric,
-            value=value,
-            radius=radius,
-            floor=floor,
-            reason=reason,
-            note=self.note,
-            sound=self.sound,
-        )
+        names = ("statement", "cite", "kind", "scope", "metric", "note", "sound")
+        said = {name: getattr(self, name) for name in names}
+        return Bound(theorem=self.name, value=value, reason=reason, **said, **more)
 
 
 _CATALOGUE: dict[str, Theorem] = {}

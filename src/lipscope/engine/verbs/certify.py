@@ -44,7 +44,6 @@ from lipscope.engine.runs import (
     is_text,
     of_one_input,
 )
-from lipscope.engine.session import MapAtInput
 from lipscope.engine.spec import OF_QUESTION, Options, Verb
 from lipscope.errors import InputError, stated
 from lipscope.models import Chain, Pooled, eval_mode, read_map
@@ -62,30 +61,18 @@ _OF_ATTENTION = (_USUAL, "heads")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CertifiedBall(BallCertificate):
-    """A certificate of a model's layer in a ball, and an attack on it.
+    """A certificate of a model's layer in a ball, and an attack on it."""
 
-    Attributes:
-        model: Name of the model.
-        layer: Index of the layer; None for the map ``model``.
-        head: The query head, or None for all.
-        map: ``attention``, ``heads``, ``residual``, ``block``, ``stack`` or ``model``.
-        num_tokens: Number of tokens of the input.
-        largest_ratio: Largest ``‖f(X') - f(X)‖ / ‖X' - X‖`` that the attack found in the ball;
-            None if there was none.
-        largest_sigma: Largest sigma that it found there, or None.
-        attempts: Random points and ascents that it tried.
-        file: Name of the file with the worst input in the run folder, or None.
-    """
-
-    model: str
-    layer: int | None
-    head: int | None
-    map: MapName
-    num_tokens: int
+    model: str  # its name
+    layer: int | None  # its index; None for the map ``model``
+    head: int | None  # the query head, or None for all
+    map: MapName  # ``attention``, ``heads``, ``residual``, ``block``, ``stack`` or ``model``
+    num_tokens: int  # of the input
+    # largest ``‖f(X') - f(X)‖ / ‖X' - X‖`` and sigma that the attack found in the ball, if any
     largest_ratio: float | None = None
     largest_sigma: float | None = None
-    attempts: int = 0
-    file: str | None = None
+    attempts: int = 0  # random points and ascents that it tried
+    file: str | None = None  # of the worst input in the run folder
 
     @property
     def over_attack(self) -> float | None:
@@ -185,7 +172,9 @@ def certify(
 
         def find() -> dict[str, Any]:
             at = run.at(run.jobs[0])
-            of: Any = _layer_of(at, head) if map in _OF_ATTENTION else _chain_of(run, map)
+            of: Any = at.attention if map in _OF_ATTENTION else _chain_of(run, map)
+            if head is not None:
+                of.check_head(head)
             rows = run.rows(progress, keep=False)
             row = rows[head or 0]
             if row.sigma is None or row.upper is None:
@@ -214,16 +203,6 @@ def certify(
     held.pop("sha256", None)
     heads = tuple(HeadCertificate(**one) for one in held.pop("heads"))
     return CertifiedBall(heads=heads, file=file, **held)
-
-
-def _layer_of(at: MapAtInput, head: int | None) -> Attention:
-    """The attention layer, which has this head."""
-    own = at.attention
-    if head is not None and not 0 <= head < own.num_heads:
-        raise InputError(
-            f"`head` should be between 0 and {own.num_heads - 1}. Found `head = {head}`."
-        )
-    return own
 
 
 def _chain_of(run: LocalRun, map: MapName) -> Chain:
@@ -283,25 +262,15 @@ def sharp_seconds(layer: Attention, x: Tensor, map: Map, head: int | None = None
 
 def as_bounds(found: BallCertificate, row: Measurement) -> list[Bound]:
     """A certificate as records of the row of sigma at its centre."""
-    values = {"certificate": found.value, "sigma_bound": found.sigma_bound}
-    said = {
-        "certificate": "‖f(X') − f(X)‖ ≤ L ‖X' − X‖",
-        "sigma_bound": "sigma anywhere in the ball",
-    }
+    about: Any = {"cite": theorems.DERIVED, "kind": "upper", "scope": "ball", "eps": found.eps}
+    about |= {"id": row.id, "metric": "frobenius", "note": found.note or ""}
+    said = (
+        ("certificate", "‖f(X') − f(X)‖ ≤ L ‖X' − X‖", found.value),
+        ("sigma_bound", "sigma anywhere in the ball", found.sigma_bound),
+    )
     return [
-        Bound(
-            id=row.id,
-            theorem=f"{name}_{found.ball}",
-            statement=said[name],
-            cite=theorems.DERIVED,
-            kind="upper",
-            scope="ball",
-            metric="frobenius",
-            value=value,
-            eps=found.eps,
-            note=found.note or "",
-        )
-        for name, value in values.items()
+        Bound(theorem=f"{name}_{found.ball}", statement=statement, value=value, **about)
+        for name, statement, value in said
     ]
 
 

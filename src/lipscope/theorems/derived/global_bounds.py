@@ -147,7 +147,7 @@ def global_rotary(head: Head, num_tokens: int, radius: float) -> float:
 
     Source: derived here (``docs/theory/global-bounds.md``).
     """
-    if head.rotary is None:
+    if head.layer.rotary is None:
         raise NotApplicableError("it has no rotary embedding; `global_rows_capped` is sharper")
     rho = head.rotation_norm
     norm_q, norm_k = norm_in_double(head.query), norm_in_double(head.key)
@@ -230,7 +230,7 @@ def _largest_attention(head: Head, num_tokens: int, gap: float) -> Tensor:
 
 def _largest_column(head: Head, rows: Tensor) -> float:
     """``max_j Σ_{i sees j} rows_i``; without mask and for causal ones token 1 is seen by all."""
-    if head.mask is None and head.window is None:
+    if head.layer.mask is None and head.layer.window is None:
         return float(rows.sum())
     allowed = head.allowed(len(rows)).to(rows.dtype)
     return float((rows @ allowed).max())

@@ -203,17 +203,6 @@ class LayerHeads:
         """``|Q^T b_K|``."""
         return self.scale * product_above(self.q, self.bk[..., None])
 
-    @property
-    def every(self) -> bool:
-        """Whether every token reads every other."""
-        layer = self.layer
-        return not layer.causal and layer.mask is None and layer.window is None
-
-    @property
-    def unit(self) -> Float[Tensor, "h k k"]:
-        """The identity of every head's values."""
-        return _eye(self.v)
-
     def writes(self, mean: Tensor, biased: float = 1.0) -> Float[Tensor, ""]:
         """``>= |y_i|`` where the heads' own parts are at most ``mean``; rows may read nothing."""
         fixed = biased * (self.o @ self.bv[..., None])[..., 0].sum(0) + self.bo
@@ -295,13 +284,13 @@ def _softmax(at: LayerHeads, norm: BoundNorm) -> Constant:
         row, radius = _distances(at, gain), reach(gain, radius)
     elif not isinstance(layer, InnerProduct) or not layer.by_token:
         raise NotApplicableError("no bound of its kind is known")
-    elif value_norm is None and _plain(layer):
+    elif _plain(layer):
         row = _inner_products(at)
     else:
         slope = torch.ones_like(radius)
         if value_norm is not None:
             slope, radius = _normed(value_norm, at.v, at.bv, at.radius, at.layer.value_width)
-            right = at.unit
+            right = _eye(at.v)
         row = _scores(at, radius, slope)
     root = _column_root(at, row, norm)
     moves = gain * (root * row.others + row.own)
@@ -347,7 +336,9 @@ def _column_root(at: LayerHeads, row: _Row, norm: BoundNorm) -> Tensor:
     if norm == "max-token":
         return row.others.new_ones(())
     sums = None if at.n is None else at.n * row.others.new_ones(()) * at.largest**2
-    if at.every and at.layer.score_bias is None and row.logits is not None:
+    layer = at.layer
+    hides = layer.causal or layer.mask is not None or layer.window is not None
+    if not hides and layer.score_bias is None and row.logits is not None:
         near = row.logits.clamp_max(700).exp()
         sums = near if sums is None else torch.minimum(sums, near)
     if sums is None:
@@ -437,8 +428,8 @@ def sigmoid_moves(at: LayerHeads) -> tuple[Tensor, Tensor, Tensor]:
 
 def _sigmoid(at: LayerHeads) -> Constant:
     moves, size, top = sigmoid_moves(at)
-    most = at.together(at.unit, reach(size, top)) + length(at.bo)
-    return Constant(at.together(at.unit, moves), most, moves.amax())
+    most = at.together(_eye(at.v), reach(size, top)) + length(at.bo)
+    return Constant(at.together(_eye(at.v), moves), most, moves.amax())
 
 
 def _of_all_rows(at: LayerHeads, norm: BoundNorm) -> Constant:
@@ -446,7 +437,7 @@ def _of_all_rows(at: LayerHeads, norm: BoundNorm) -> Constant:
     if isinstance(at.layer, SinkhornAttention):
         right, moves = at.v, 1 + 2 * reach(at.norm_a, at.radius.square())
     else:
-        right, moves = at.unit, CONSTANT * spectral_norm(torch.cat([at.q, at.k, at.v], 1))
+        right, moves = _eye(at.v), CONSTANT * spectral_norm(torch.cat([at.q, at.k, at.v], 1))
     if norm == "max-token" and at.n is None:
         raise NotApplicableError(_TOKENS)
     times = 1.0 if norm == "frobenius" or at.n is None else math.sqrt(at.n)

@@ -13,12 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lipscope.attention import Rotary
 from lipscope.linalg import eigenvalue, norm_in_double
 from lipscope.theorems.head import UNIT, HeadAt, HeadsAt
 from lipscope.theorems.register import DERIVED, theorem
@@ -29,17 +27,6 @@ _CHUNK = 2**23  # bytes of the largest tensor of the rows that are taken at a ti
 _FLOOR = 1e-6  # smallest weight beside the largest one
 _PERRON = 100  # steps to the Perron vector at the most; the weights need no more of it
 _CANCELLATION = 1e-13  # rounding of a difference of matrices, beside the trace of the first
-
-
-def _kept(make: Callable[[Any, slice], Any]) -> Callable[[Any, slice], Any]:
-    """Keep what is made of the last rows: pass after pass asks for all those of a short input."""
-
-    def ask(self: JacobianRows, rows: slice) -> Any:
-        if make not in self.kept or self.kept[make][0] != rows:
-            self.kept[make] = rows, make(self, rows)
-        return self.kept[make][1]
-
-    return ask
 
 
 class JacobianRows:
@@ -57,7 +44,6 @@ class JacobianRows:
         self, at: HeadsAt, slope: Tensor | None = None, around: Around | None = None
     ) -> None:
         self.at, self.slope, self.around = at, slope, around
-        self.kept: dict[Callable[..., Any], tuple[slice, Any]] = {}
         heads, n, kv = at.v.shape
         self.concat = heads * kv
         # ‖W Y‖ = ‖R Y‖ for W = U R; without projection R is the identity.
@@ -73,7 +59,7 @@ class JacobianRows:
         self.value_query = self.values @ at.query.flatten(0, 1).T
         self.key_query = at.key.flatten(0, 1) @ at.query.flatten(0, 1).T
         self.support = (at.p > 0).any(0) | torch.eye(n, dtype=torch.bool)
-        turned = 1.0 if at.rotary is None else at.heads[0].rotation_norm
+        turned = at.heads[0].rotation_norm
         self.query_size, self.key_size, self.value_size = (
             factor * w.flatten(1).norm(dim=1, keepdim=True)
             for w, factor in ((at.query, turned), (at.key, turned), (at.value, 1.0))
@@ -145,7 +131,6 @@ class JacobianRows:
 
     # Below, r rows are in front of every tensor, heads next.
 
-    @_kept
     def _at_rows(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Weights of the values, and values less the row's mean: ``(r, H, n)`` and ``(…, k_v)``."""
         return self.at.p[:, rows].transpose(0, 1), self.at.y(rows).transpose(0, 1)
@@ -159,16 +144,12 @@ class JacobianRows:
         """``R_j^T R_i q_i``, ``(r, H, m, k)``."""
         return self.at.pulled(rows).transpose(0, 1)
 
-    @_kept
     def _covariance(self, rows: slice) -> Tensor:
         return self.at.covariance(rows).transpose(0, 1)
 
     def _query(self, rows: slice) -> Tensor:
         """What ``K_h^T`` reads in the diagonal block, ``(r, H, k)``."""
-        q, rotary = self.at.q[:, rows], self.at.rotary
-        if rotary is not None:
-            q = Rotary(rotary.cos[rows], rotary.sin[rows]).transpose(q)
-        return q.transpose(0, 1)
+        return self.at.turned_back(rows, self.at.q[:, rows]).transpose(0, 1)
 
     def _seen(self, probes: Tensor, rows: slice) -> Tensor:
         """Some rows of `seen`: ``J_ij^T z = sum_h c_hj (V_h^T z_h + a_hj <y_hj, z_h>)``."""
@@ -297,12 +278,14 @@ class JacobianRows:
     def _sizes(self, rows: slice) -> Tensor:
         """Of the parts of every block, head by head, before they cancel, ``(r, H, n)``."""
         c, y = self._at_rows(rows)
-        reach = self.key_size * self.at.q[:, rows].norm(dim=-1)
-        sizes = c * (self.value_size + y.norm(dim=-1) * reach.T[..., None])
-        sizes[diagonal(rows)] += (
-            self._covariance(rows).flatten(2).norm(dim=2) * self.query_size[:, 0]
-        )
+        sizes = c * (self.value_size + y.norm(dim=-1) * self._reach(rows))
+        covariance = self._covariance(rows).flatten(2).norm(dim=2)
+        sizes[diagonal(rows)] += covariance * self.query_size[:, 0]
         return sizes
+
+    def _reach(self, rows: slice) -> Tensor:
+        """``>= |a_ij|``, in what the keys' weights and queries are, ``(r, H, 1)``."""
+        return (self.key_size * self.at.q[:, rows].norm(dim=-1)).T[..., None]
 
     def _hidden(self, weights: Tensor, rows: slice) -> Tensor:
         """What rounding may take off ``ω_i``, in units of what cancels in its Gram matrix."""
@@ -391,6 +374,7 @@ class JacobianColumns(JacobianRows):
         self.outer = outer.view(-1, heads, kv).transpose(0, 1)  # (H, width out, k_v)
         self.outer_gram = outer.T @ outer
         self.support = self.support.T
+        self.slopes = torch.ones_like(self.slopes)  # which `_bent` sees to
 
     def squares(self) -> tuple[Tensor, Tensor]:
         """Squared norms of the columns, from below and above, as far as rounding may hide them."""
@@ -408,7 +392,6 @@ class JacobianColumns(JacobianRows):
         root = (1 - self.left[rows, None, None]) / (x.mT @ x).clamp_min(1e-300)
         return self.slope[rows, None, None] * (m - x @ (x.mT @ m) * root)
 
-    @_kept
     def _at_rows(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Weights of the values, and values less the mean of the row that reads them."""
         at = self.at
@@ -417,11 +400,8 @@ class JacobianColumns(JacobianRows):
 
     def _readers(self, rows: slice) -> Tensor:
         """``R_j^T R_k q_k`` for every row ``k``, ``(r, H, n, k)``."""
-        q, rotary = self.at.q[:, :, None], self.at.rotary
-        q = q.expand(-1, -1, rows.stop - rows.start, -1)
-        if rotary is not None:
-            q = Rotary(rotary.cos[rows], rotary.sin[rows]).transpose(q)
-        return q.permute(2, 0, 1, 3)
+        q = self.at.q[:, :, None].expand(-1, -1, rows.stop - rows.start, -1)
+        return self.at.turned_back(rows, q).permute(2, 0, 1, 3)
 
     def _seen(self, probes: Tensor, rows: slice) -> Tensor:
         """Sizes of ``J_kj z``, ``(r, n)``."""
@@ -467,9 +447,6 @@ class JacobianColumns(JacobianRows):
             return self._bent(rows, back + through(queries.T, on_queries))
 
         return product
-
-    def _inverse(self, weights: Tensor, rows: slice) -> Tensor:
-        return torch.where(self.support[rows], 1 / weights[rows], 0.0)
 
     def _parts(self, weights: Tensor, rows: slice) -> tuple[Tensor, ...]:
         """Gram matrices before their weights, ``V^T A V + V^T M K + (…)^T + K^T C K`` each.
@@ -523,14 +500,11 @@ class JacobianColumns(JacobianRows):
         return (bent + bent.mT) / 2
 
     def _sizes(self, rows: slice) -> Tensor:
-        """Of the parts of every block, head by head, before they cancel, ``(r, H, n)``."""
-        c, y = self._at_rows(rows)
-        reach = self.key_size * self.at.q.norm(dim=-1)
-        sizes = c * (self.value_size + y.norm(dim=-1) * reach)
-        sizes[diagonal(rows)] += (
-            self._covariance(rows).flatten(2).norm(dim=2) * self.query_size[:, 0]
-        )
+        sizes = super()._sizes(rows)
         return sizes if self.slope is None else self.slope[rows, None, None] * sizes
+
+    def _reach(self, rows: slice) -> Tensor:
+        return self.key_size * self.at.q.norm(dim=-1)
 
 
 _ROUNDS = 6  # of the search for weights; more of them gain next to nothing
