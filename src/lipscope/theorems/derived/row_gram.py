@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,17 @@ _CHUNK = 2**23  # bytes of the largest tensor of the rows that are taken at a ti
 _FLOOR = 1e-6  # smallest weight beside the largest one
 _PERRON = 100  # steps to the Perron vector at the most; the weights need no more of it
 _CANCELLATION = 1e-13  # rounding of a difference of matrices, beside the trace of the first
+
+
+def _kept(make: Callable[[Any, slice], Any]) -> Callable[[Any, slice], Any]:
+    """Keep what is made of the last rows: pass after pass asks for all those of a short input."""
+
+    def ask(self: JacobianRows, rows: slice) -> Any:
+        if make not in self.kept or self.kept[make][0] != rows:
+            self.kept[make] = rows, make(self, rows)
+        return self.kept[make][1]
+
+    return ask
 
 
 class JacobianRows:
@@ -44,6 +56,7 @@ class JacobianRows:
         self, at: HeadsAt, slope: Tensor | None = None, around: Around | None = None
     ) -> None:
         self.at, self.slope, self.around = at, slope, around
+        self.kept: dict[Callable[..., Any], tuple[slice, Any]] = {}
         heads, n, kv = at.v.shape
         self.concat = heads * kv
         # ‖W Y‖ = ‖R Y‖ for W = U R; without projection R is the identity.
@@ -131,6 +144,7 @@ class JacobianRows:
 
     # Below, r rows are in front of every tensor, heads next.
 
+    @_kept
     def _at_rows(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Weights of the values, and values less the row's mean: ``(r, H, n)`` and ``(…, k_v)``."""
         return self.at.p[:, rows].transpose(0, 1), self.at.y(rows).transpose(0, 1)
@@ -144,6 +158,7 @@ class JacobianRows:
         """``R_j^T R_i q_i``, ``(r, H, m, k)``."""
         return self.at.pulled(rows).transpose(0, 1)
 
+    @_kept
     def _covariance(self, rows: slice) -> Tensor:
         return self.at.covariance(rows).transpose(0, 1)
 
@@ -392,6 +407,7 @@ class JacobianColumns(JacobianRows):
         root = (1 - self.left[rows, None, None]) / (x.mT @ x).clamp_min(1e-300)
         return self.slope[rows, None, None] * (m - x @ (x.mT @ m) * root)
 
+    @_kept
     def _at_rows(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Weights of the values, and values less the mean of the row that reads them."""
         at = self.at
