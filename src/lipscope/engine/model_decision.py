@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 from jaxtyping import Float
@@ -26,7 +26,7 @@ from lipscope.certificates import (
 from lipscope.display import Card, Piece, Shown, pieces, rounded_down
 from lipscope.engine.answer import finite
 from lipscope.engine.checks import argument, is_whole, items, one_of, whole_number
-from lipscope.engine.classifier import Classifier, classifier_of_texts, nearest_by_angle
+from lipscope.engine.classifier import By, Classifier, classifier_of_texts, nearest_by_angle
 from lipscope.engine.direction_words import Texts, body_of, mean_outputs, names_of
 from lipscope.engine.ready_model import ReadyModel
 from lipscope.engine.runs import AnyData, LocalRun, is_text, of_one_window
@@ -130,16 +130,6 @@ class TokenRadii(Shown):
     """How far each token may move alone: a certificate a token."""
 
     each: tuple[DecisionCertificate, ...]
-
-
-class _Deciding(NamedTuple):
-    """What decides: a module, and what is laid on what it gives."""
-
-    module: nn.Module
-    by: str
-    head: Tensor | None = None
-    bias: Tensor | None = None
-    names: tuple[str, ...] = ()
 
 
 class ModelDecision(Shown):
@@ -372,9 +362,8 @@ def whole_input(
 def decision_at(
     model: ReadyModel,
     item: Sample,
+    by: By = None,
     *,
-    given: Classifier | None = None,
-    between: Sequence[str] | None = None,
     pool: Any = None,
     at_layer: int = 0,
     special_tokens: bool = True,
@@ -384,30 +373,25 @@ def decision_at(
     _check_pool(pool)
     if isinstance(model.model, Attention):
         assert isinstance(item.arguments, tuple)
-        if given is None or between is not None:
+        if not isinstance(by, Classifier):
             raise InputError("A layer by itself decides by a `read_out`. Found none.")
         about: Any = {"model": model.name, "sample": item.sample, "place": item.place}
-        return decision_of_layer(model.model, item.arguments[0], given, pool, **about)
+        return decision_of_layer(model.model, item.arguments[0], by, pool, **about)
     model = model.in_memory("A decision of a model")
     with eval_mode(model.model):
-        deciding = _deciding(model, given, between, pool, special_tokens)
-        network, x = read_network(
-            deciding.module,
-            item.arguments,
-            at_layer=at_layer,
-            head=deciding.head,
-            bias=deciding.bias,
-            names=deciding.names,
-            pool=pool,
-        )
-    if not network.names and (names := _words_of(model, deciding.module, len(network.bias))):
+        module, said, read = _deciding(model, by, pool, special_tokens)
+        on_top: Any = {}
+        if read is not None:
+            on_top = {"head": read.weight, "bias": read.bias, "names": read.names}
+        network, x = read_network(module, item.arguments, at_layer=at_layer, pool=pool, **on_top)
+    if not network.names and (names := _words_of(model, module, len(network.bias))):
         network = replace(network, names=names)
 
     def distances() -> Tensor | None:
-        return None if at_layer else word_distances(deciding.module, item.arguments, x)
+        return None if at_layer else word_distances(module, item.arguments, x)
 
     words = names_of(model.loaded, item, len(x))
-    how: dict[str, Any] = {"model": model.name, "by": deciding.by, "at_layer": at_layer}
+    how: dict[str, Any] = {"model": model.name, "by": said, "at_layer": at_layer}
     how |= {"sample": item.sample, "place": item.place}
     return ModelDecision(network, x, words, distances=distances, **how)
 
@@ -447,46 +431,36 @@ def decision_of_layer(
 
 
 def decision_at_layer(
-    at: MapAtInput,
-    given: Classifier | None,
-    between: Sequence[str] | None,
-    pool: Any,
-    *,
-    special_tokens: bool,
+    at: MapAtInput, by: Classifier | Sequence[str], *, pool: Any, special_tokens: bool
 ) -> ModelDecision:
     """The decision of a read-out of a layer's pooled output in a model, given or by texts."""
     layer = at.job.layer or 0
-    if given is None:
+    if not isinstance(by, Classifier):
         pool = pool or "mean"
         if pool not in ("mean", "first"):
             raise InputError(
                 f"`pool` should be mean or first with `between`. Found `{shown(pool)}`."
             )
         how: Any = {"layer": layer, "pool": pool, "special_tokens": special_tokens}
-        given = classifier_of_texts(at.model, between or (), **how)
+        by = classifier_of_texts(at.model, by, **how)
     about: Any = {"model": at.model.name, "words": at.tokens, "at_layer": layer}
     about |= {"sample": at.job.sample, "place": at.item.place}
     with at.window.ready():
-        return decision_of_layer(at.attention, at.x, given, pool, **about)
+        return decision_of_layer(at.attention, at.x, by, pool, **about)
 
 
 def _deciding(
-    model: ReadyModel,
-    given: Classifier | None,
-    between: Sequence[str] | None,
-    pool: Any,
-    special_tokens: bool,
-) -> _Deciding:
-    """The module that decides: with its own head, or without one and with what was given."""
-    if given is None and between is None:
+    model: ReadyModel, by: By, pool: Any, special_tokens: bool
+) -> tuple[nn.Module, str, Classifier | None]:
+    """The module that decides, how in words, and the read-out where it is not its own head."""
+    if by is None:
         module = with_own_head(model.loaded)
         nexts = getattr(module, "get_output_embeddings", lambda: None)() is not None
-        return _Deciding(module, "the model's next token" if nexts else "the model's own scores")
+        return module, "the model's next token" if nexts else "the model's own scores", None
     body = model.model.get_submodule(body_of(model.model))
-    if given is None:
-        given = nearest_by_angle(_texts(model, body, between or (), pool, special_tokens))
-    by = given.by.replace("this layer's", "the model's")
-    return _Deciding(body, by, given.weight, given.bias, given.names)
+    if not isinstance(by, Classifier):
+        by = nearest_by_angle(_texts(model, body, by, pool, special_tokens))
+    return body, by.by.replace("this layer's", "the model's"), by
 
 
 def _texts(

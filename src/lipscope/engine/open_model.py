@@ -172,8 +172,7 @@ class OpenModel(Shown, ReadyModel):
         return decision_at(
             self,
             item,
-            given=decides_by(between, read_out),
-            between=between,
+            decides_by(between, read_out),
             pool=pool,
             at_layer=at_layer,
             special_tokens=options.get("special_tokens") is not False,
@@ -448,14 +447,14 @@ class LayerAtInput(Shown):
             InputError: If neither or both were given, the layer is at one head or another map, or
                 is not read in closed form.
         """
-        given = read_out_of(between, read_out)
+        by = read_out_of(between, read_out)
         self._asked("decision", {}, whole=True)
         if self._map.job.map != "attention":
             raise InputError(
                 "A decision reads the layer's attention. Found a layer at `map = "
                 f"{self._map.job.map}`; ask `model.at` without `map`."
             )
-        return decision_at_layer(self._map, given, between, pool, special_tokens=special_tokens)
+        return decision_at_layer(self._map, by, pool=pool, special_tokens=special_tokens)
 
     def split(self, **options: Any) -> Splitting:
         """Tokens that are better split than moved, as `split` finds them."""

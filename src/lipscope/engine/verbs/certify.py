@@ -44,7 +44,6 @@ from lipscope.engine.runs import (
     is_text,
     of_one_input,
 )
-from lipscope.engine.session import MapAtInput
 from lipscope.engine.spec import OF_QUESTION, Options, Verb
 from lipscope.errors import InputError, stated
 from lipscope.models import Chain, Pooled, eval_mode, read_map
@@ -185,7 +184,9 @@ def certify(
 
         def find() -> dict[str, Any]:
             at = run.at(run.jobs[0])
-            of: Any = _layer_of(at, head) if map in _OF_ATTENTION else _chain_of(run, map)
+            of: Any = at.attention if map in _OF_ATTENTION else _chain_of(run, map)
+            if head is not None:
+                of.check_head(head)
             rows = run.rows(progress, keep=False)
             row = rows[head or 0]
             if row.sigma is None or row.upper is None:
@@ -214,16 +215,6 @@ def certify(
     held.pop("sha256", None)
     heads = tuple(HeadCertificate(**one) for one in held.pop("heads"))
     return CertifiedBall(heads=heads, file=file, **held)
-
-
-def _layer_of(at: MapAtInput, head: int | None) -> Attention:
-    """The attention layer, which has this head."""
-    own = at.attention
-    if head is not None and not 0 <= head < own.num_heads:
-        raise InputError(
-            f"`head` should be between 0 and {own.num_heads - 1}. Found `head = {head}`."
-        )
-    return own
 
 
 def _chain_of(run: LocalRun, map: MapName) -> Chain:
@@ -362,7 +353,7 @@ def certify_decision(
     ball = argument(one_of(*BALLS), "ball", ball)
     if tokens is not None:
         tokens = [argument(whole_number(0, 10**6), "tokens", one) for one in items(tokens)]
-    given = decides_by(between, read_out)
+    by = decides_by(between, read_out)
     asked: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
     map = argument(one_of("model", "attention"), "map", asked.pop("map", "model"))
     check_double(asked)
@@ -370,11 +361,10 @@ def certify_decision(
         model = ready_model(model, **{name: asked[name] for name in _LOADING if name in asked})
         asked = {k: v for k, v in asked.items() if k not in ("tokenizer", "revision")}
         data = whole_input(model, data, special_tokens=asked.get("special_tokens", True))
-    own = given is None and between is None
-    if own and map == "attention":
+    if by is None and map == "attention":
         raise InputError("A layer decides by `between` or `read_out`. Found neither.")
     asked |= of_one_input(data, asked, length)
-    beside = "margin" if own else map  # the map of the row that a folder has beside the radii
+    beside = "margin" if by is None else map  # of the row that a folder has beside the radii
     if map == "attention" or out is None:
         layer = argument(whole_number(0, 10_000), "at_layer", at_layer) if map != "model" else 0
         beside, asked["layers"] = "attention", [layer]
@@ -382,16 +372,15 @@ def certify_decision(
     several = {"verb": "certify"}
     with LocalRun(model, data, asked, _DECISION, more=more, out=out, asked=several) as run:
         about: dict[str, Any] = {"between": between, "pool": pool, "at_layer": at_layer}
-        about |= {"read_out": given and given.digests}
+        about |= {"read_out": by.digests if isinstance(by, Classifier) else None}
 
         def find() -> dict[str, Any]:
-            how: dict[str, Any] = {"given": given, "between": between, "pool": pool}
-            how["special_tokens"] = run.spec.special_tokens
+            how: dict[str, Any] = {"pool": pool, "special_tokens": run.spec.special_tokens}
             at = run.at(run.jobs[0])
-            if map == "attention":
-                decision = decision_at_layer(at, **how)
+            if map == "attention" and by is not None:
+                decision = decision_at_layer(at, by, **how)
             else:
-                decision = decision_at(run.model, at.item, at_layer=at_layer, **how)
+                decision = decision_at(run.model, at.item, by, at_layer=at_layer, **how)
             groups = decision.groups(ball, tokens)
             return {"keys": _certified_groups(run, decision, ball, groups, about, tell)}
 
