@@ -445,9 +445,7 @@ def _certificate_line(
     if hasattr(found, "heads"):
         more = {"certificate": "value", "over_attack": "over_attack"}
         said |= {name: getattr(found, key) for name, key in more.items()}
-    said["violated"] = found.violated
-    endless = {name for name, v in said.items() if isinstance(v, float) and not math.isfinite(v)}
-    return {name: None if name in endless else value for name, value in said.items()}
+    return records.plain_values(said | {"violated": found.violated})
 
 
 def _of_ball(found: engine.CertifiedBall) -> Iterator[str]:

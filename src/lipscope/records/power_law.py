@@ -57,11 +57,6 @@ class Growth:
     beyond: Growth | None = None
 
     @property
-    def num_lengths(self) -> int:
-        """Number of lengths that were compared."""
-        return len(self.lengths)
-
-    @property
     def fits(self) -> bool | None:
         """Whether a power law describes the means; null if that was not tested.
 
