@@ -79,7 +79,13 @@ Piece: TypeAlias = Table | Card | Drawing | str
 
 
 def card(result: Any, **ends: Rounding) -> Iterator[Piece]:
-    """A record as its attributes, then those that show themselves; ``ends`` are more of `ENDS`."""
+    """A record as its attributes, then those that show themselves; ``ends`` are more of `ENDS`.
+
+    What has ``display_lines`` is shown by these.
+    """
+    if hasattr(result, "display_lines"):
+        yield Card(type(result).__name__, tuple(result.display_lines()))
+        return
     ends = ENDS | ends
     pairs = [(field.name, getattr(result, field.name)) for field in dataclasses.fields(result)]
     cells = [

@@ -23,7 +23,7 @@ from lipscope.certificates import (
     in_double,
     tokens_of,
 )
-from lipscope.display import Card, Piece, Shown, pieces, rounded_down
+from lipscope.display import Piece, Shown, pieces, rounded_down
 from lipscope.engine.answer import finite
 from lipscope.engine.checks import argument, is_whole, items, one_of, whole_number
 from lipscope.engine.classifier import By, Classifier, classifier_of_texts, nearest_by_angle
@@ -569,11 +569,6 @@ def _near(a: Tensor, x: Tensor) -> bool:
 
 
 # --- shown
-
-
-@pieces.register
-def _decision(found: ModelDecision) -> Iterator[Piece]:
-    yield Card("ModelDecision", tuple(found.display_lines()))
 
 
 @pieces.register

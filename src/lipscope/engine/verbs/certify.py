@@ -327,17 +327,13 @@ def certify_decision(
 
     An interrupt from the keyboard ends it: the last certificate has what was proved so far and is
     ``stopped``. The same request on the same folder goes on from there.
-    ``model`` and ``data`` are as for `measure`.
+    ``model`` and ``data`` are as for `measure`; ``between``, ``read_out``, ``pool``, ``at_layer``
+    and ``length`` as for `OpenModel.decision`.
 
     Args:
-        between: Texts: the one whose mean output is at the smallest angle decides.
-        read_out: A matrix of classes in a file, or a `Classifier`, in their place.
-        pool: Which tokens are read where the model does not pool them itself.
         ball: ``joint``: all tokens together; ``each``: every one by less than the radius;
             ``token``: one after the other, a certificate a token.
         tokens: Indices of the tokens that may move; all if None.
-        at_layer: The attention layer before which they move; 0: the embeddings.
-        length: Number of tokens of the text; all of it, at most 64, if None.
         out: Run folder for the row of sigma, of the map ``margin``, ``model`` or ``attention``, and
             the radii; tokens that it holds are not certified again. Whole maps need their blocks in
             a list, which without ``out`` is not asked for.
