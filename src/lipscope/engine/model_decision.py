@@ -67,30 +67,19 @@ _BLOCK = 2**22  # numbers of the embeddings that are read at a time
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DecisionCertificate(NetworkCertificate):
-    """The decision of a model, and the radius within which no move of its tokens changes it.
+    """The decision of a model, and the radius within which no move of its tokens changes it."""
 
-    Attributes:
-        model: Name of the model.
-        by: What decides, in words.
-        words: The tokens that may move.
-        nearest: Distance from such a token's embedding to the nearest one of another word; None
-            where no token ids are read, or where the stream of a later layer moves.
-        words_within: Embeddings of other words within the radius of such a token.
-        id: Row of sigma beside it in a run folder, or None.
-        sample: Index of the window or entry.
-        at_layer: The attention layer before which tokens move.
-        map: ``model``, or ``attention``: that layer by itself, its output pooled.
-    """
-
-    model: str
-    by: str
-    map: DecisionMap = "model"
-    words: tuple[str, ...]
+    model: str  # name of the model
+    by: str  # what decides, in words
+    map: DecisionMap = "model"  # or ``attention``: that layer by itself, its output pooled
+    words: tuple[str, ...]  # the tokens that may move
+    # Distance from such a token's embedding to the nearest one of another word; None where no token
+    # ids are read, or where the stream of a later layer moves
     nearest: float | None = None
-    words_within: int | None = None
-    id: str | None = None
-    sample: int = 0
-    at_layer: int = 0
+    words_within: int | None = None  # embeddings of other words within the radius of such a token
+    id: str | None = None  # row of sigma beside it in a run folder, or None
+    sample: int = 0  # index of the window or entry
+    at_layer: int = 0  # the attention layer before which tokens move
 
     @property
     def violated(self) -> bool:
