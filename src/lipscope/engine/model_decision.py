@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, overload
 
@@ -121,51 +121,39 @@ class TokenRadii(Shown):
     each: tuple[DecisionCertificate, ...]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ModelDecision(Shown):
-    """What a model, or a read-out of one of its layers, decides at an input, and by how much.
+    """What a model, or a read-out of one of its layers, decides at an input, and by how much."""
 
-    Attributes:
-        network: The model from the stream of tokens on, in float64, held against the model; or the
-            layer.
-        x: The stream, ``(n, d)``.
-        words: Its tokens.
-        model: Name of the model.
-        by: What decides, in words.
-        answer: Class with the largest score; ``answer_name`` is what it is called.
-        runner_up: The class with the next one; ``runner_up_name`` likewise.
-        margin: Difference of their scores.
-        slope: Frobenius norm of the margin's gradient.
-    """
+    network: (
+        Network  # from the stream of tokens on, in float64, held against the model or the layer
+    )
+    x: Float[Tensor, "n d"]  # the stream
+    words: tuple[str, ...]  # its tokens
+    model: str  # name of the model
+    by: str  # what decides, in words
+    sample: int = 0  # index of the window or entry
+    place: str = ""  # the same in words
+    at_layer: int = 0  # the attention layer before which tokens move
+    map: DecisionMap = "model"  # or ``attention``: that layer by itself, its output pooled
+    # Gives distances from each token to what other words would be there, ``(words, n)``
+    distances: Callable[[], Tensor | None] = lambda: None
+    answer: int = field(init=False)  # class with the largest score
+    answer_name: str = field(init=False)
+    runner_up: int = field(init=False)  # the class with the next one
+    runner_up_name: str = field(init=False)
+    margin: float = field(init=False)  # difference of their scores
 
-    def __init__(
-        self,
-        network: Network,
-        x: Float[Tensor, "n d"],
-        words: Sequence[str],
-        *,
-        model: str,
-        by: str,
-        distances: Callable[[], Tensor | None] = lambda: None,
-        sample: int = 0,
-        place: str = "",
-        at_layer: int = 0,
-        map: DecisionMap = "model",
-    ) -> None:
-        self.network, self.x, self.words = network, x, tuple(words)
-        self.model, self.by = model, by
-        self.map: DecisionMap = map
-        self.sample, self._place, self.at_layer = sample, place, at_layer
-        self._distances = distances
-        scores = network(x)
+    def __post_init__(self) -> None:
+        scores = self.network(self.x)
         if len(scores) < 2 or not bool(scores.isfinite().all()):
             raise InputError(
                 "A decision should be between two finite scores at least. Found "
                 f"`{scores[:2].tolist()}`."
             )
         self.answer, self.runner_up = scores.topk(2).indices.tolist()
-        self.answer_name, self.runner_up_name = (
-            network.name(one) for one in (self.answer, self.runner_up)
-        )
+        self.answer_name = self.network.name(self.answer)
+        self.runner_up_name = self.network.name(self.runner_up)
         self.margin = float(scores[self.answer] - scores[self.runner_up])
 
     @cached_property
@@ -180,8 +168,7 @@ class ModelDecision(Shown):
 
     @cached_property
     def _to_words(self) -> Tensor | None:
-        """Distances from each token to what other words would be there, ``(words, n)``."""
-        return self._distances()
+        return self.distances()
 
     @overload
     def certify(
@@ -293,8 +280,8 @@ class ModelDecision(Shown):
             "tokens",
             f"{len(self.words)}: {' '.join(self.words[:8])}" + " …" * (len(self.words) > 8),
         )
-        if self._place:
-            yield "sample", self._place
+        if self.place:
+            yield "sample", self.place
         yield "answer", self.answer_name
         yield "runner-up", self.runner_up_name
         yield "decided by", self.by
@@ -379,10 +366,17 @@ def decision_at(
     def distances() -> Tensor | None:
         return None if at_layer else word_distances(module, item.arguments, x)
 
-    words = names_of(model.loaded, item, len(x))
-    how: dict[str, Any] = {"model": model.name, "by": said, "at_layer": at_layer}
-    how |= {"sample": item.sample, "place": item.place}
-    return ModelDecision(network, x, words, distances=distances, **how)
+    return ModelDecision(
+        network=network,
+        x=x,
+        words=tuple(names_of(model.loaded, item, len(x))),
+        model=model.name,
+        by=said,
+        sample=item.sample,
+        place=item.place,
+        at_layer=at_layer,
+        distances=distances,
+    )
 
 
 def _check_pool(pool: Any) -> None:
@@ -415,8 +409,9 @@ def decision_of_layer(
             f"{tuple(given.weight.shape)}."
         )
     network = layer_network(own, len(x), given.weight, bias, pool=pool or "mean", names=given.names)
-    said: Any = {"model": model, "by": given.by, "map": "attention", **about}
-    return ModelDecision(network, x, words or [*map(str, range(len(x)))], **said)
+    tokens = tuple(words or map(str, range(len(x))))
+    about |= {"model": model, "by": given.by, "map": "attention"}
+    return ModelDecision(network=network, x=x, words=tokens, **about)
 
 
 def decision_at_layer(

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +30,6 @@ _EVERY = 10  # of its steps the cap is enforced
 MOVE = 0.01  # of the norm of the embeddings: how far an attack moves them
 _ASCENTS = 10  # its gradients
 Progress = Callable[[str], None]
-
-
-class SmoothOptions(TypedDict, total=False):
-    """Options of `smooth`, which says what they mean."""
-
-    force: bool
-    seed: int
-    allow_pickle: bool
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,8 +60,10 @@ def smooth(
     length: int = 64,
     samples: int = 4,
     steps: int = 0,
+    force: bool = False,
+    seed: int = 0,
+    allow_pickle: bool = False,
     progress: Progress | None = None,
-    **options: Unpack[SmoothOptions],
 ) -> Smoothed:
     """Rescale a model's attention layers to a largest sigma on a text, and save it.
 
@@ -92,9 +86,10 @@ def smooth(
         length: Tokens of a window.
         samples: Windows.
         steps: Steps of training.
+        force: Write into a folder that holds something.
+        seed: Of random starts, and of the weights of a random model.
+        allow_pickle: As for `measure`.
         progress: Told what is being done.
-        **options: ``force``: write into a folder that holds something; ``seed=0``: of random
-            starts, and of the weights of a random model; ``allow_pickle`` as for `measure`.
 
     Raises:
         InputError: If the target cannot be reached, the folder is taken, or the model cannot be
@@ -104,10 +99,7 @@ def smooth(
         raise InputError(f"`progress` should be a function. Found `{type(progress).__name__}`.")
     tell = progress or (lambda _: None)
     steps = argument(whole_number(0, 1_000_000), "steps", steps)
-    force = argument(flag, "force", options.pop("force", False))
-    seed, allow_pickle = options.pop("seed", 0), options.pop("allow_pickle", False)
-    for name in options:
-        raise TypeError(f"smooth() got an unexpected keyword argument {name!r}")
+    force = argument(flag, "force", force)
     length = argument(whole_number(1, 10**6), "length", length)
     samples = argument(whole_number(1, 100_000), "samples", samples)
     if not is_number(target) or not 0 < target < _LARGEST:
