@@ -151,7 +151,7 @@ def directions(
     input and the output, what these moves read as in the vocabulary, the model's logits or
     the other tokens, and which heads carry the answer. More options: docs/commands.md.
     """
-    options["layer"] = indices(options.pop("layers"), "layers")
+    options["layer"] = indices(options.pop("layers"))
     found, folder = ask("directions", model, options, k=k)
     if options["jsonl"]:
         for one in found.directions:

@@ -123,8 +123,11 @@ class LocalRun:
             self.survey, held = surveyed(known, self.folder, key, look)
             tell_fewer(self.spec, self.survey)
             self.jobs: list[Job] = plan(self.spec, [self.survey])
-            if self._verb.one_input:
-                self._check_one_input()
+            inputs = len({job.window for job in self.jobs if job.input == REAL})
+            if self._verb.one_input and inputs > 1:  # a batch, or pictures of several sizes
+                raise InputError(
+                    f"`data` should be one input here. Found {inputs}; give one of them."
+                )
             if not held:
                 self._note_model()
             self._stack = stack.pop_all()
@@ -150,18 +153,15 @@ class LocalRun:
         origin = provenance(
             device=str(device_of(self.spec.device)), **source_of(self.data, self.spec.images)
         )
-        place = folder_of(self._out)
-        folder = RunFolder(place, self._as_written(), origin, growing=self._asked is None)
+        written = self.spec.as_dict() | ({"asked": dict(self._asked)} if self._asked else {})
+        written |= {name: written.pop(several) for name, several in AXES.items()}  # as in the call
+        place, growing = folder_of(self._out), self._asked is None
+        folder = RunFolder(place, written, origin, growing=growing)
         stack.enter_context(folder)
         grown = {name: folder.spec[name] for name in ("layers", "lengths", "samples")}
         plain = {k: tuple(v) if isinstance(v, list) else v for k, v in grown.items()}
         self.spec = replace(self.spec, **plain)
         return folder
-
-    def _check_one_input(self) -> None:
-        found = len({job.window for job in self.jobs if job.input == REAL})
-        if found > 1:  # a batch, or pictures of several sizes
-            raise InputError(f"`data` should be one input here. Found {found}; give one of them.")
 
     def _note_model(self) -> None:
         if self.folder is not None:
@@ -324,11 +324,6 @@ class LocalRun:
                 raise
             about = self.model.loaded.about
             return failed_rows(self.spec, job, self.survey.shape, explained(problem), about)
-
-    def _as_written(self) -> dict[str, Any]:
-        """The specification in the words of the call."""
-        plain = self.spec.as_dict() | ({"asked": dict(self._asked)} if self._asked else {})
-        return plain | {name: plain.pop(several) for name, several in AXES.items()}
 
 
 def _with_held(one: Finished, held: Measurement | None) -> Finished:

@@ -285,11 +285,10 @@ class _Pool:
         lost = self.batches.give_back(worker.jobs, begun=begun) if worker.jobs else None
         if len(self.batches):
             self._start_one()
-        return [] if lost is None else [self._lost(lost, status)]
-
-    def _lost(self, job: Job, status: int) -> Result:
+        if lost is None:
+            return []
         error = f"The worker process {_how(status)}, {TRIES} times in a row; {AGAIN}"
-        return failed(self.spec, job, self.shapes[job.model], error)
+        return [failed(self.spec, lost, self.shapes[lost.model], error)]
 
 
 def _how(status: int) -> str:
