@@ -36,7 +36,7 @@ from lipscope.errors import InputError
 from lipscope.records import tables
 from lipscope.records.folder import Finished, RunFolder, read_run
 from lipscope.records.manifest import Place
-from lipscope.records.rows import AGAIN
+from lipscope.records.rows import AGAIN, TokenShare
 from rows import SPEC, append, row, tokens_of
 from sweeps import in_this_process
 
@@ -215,7 +215,7 @@ def test_a_power_cut_at_any_moment_loses_no_row_that_was_finished(tmp_path, monk
             assert len(read_run(after).measurements()) >= count
         with RunFolder(after, SPEC) as folder:
             assert [one.row for one in wanted[:count]] == [*folder.done.values()][:count]
-            assert len(folder.tokens()) == 2 * len(folder.done)
+            assert len(folder.beside(TokenShare)) == 2 * len(folder.done)
     told("power cuts", Count(len(disk.states), 0, len(disk.states)))
 
 

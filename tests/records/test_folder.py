@@ -17,7 +17,7 @@ from typing import Any
 import polars
 import pytest
 
-from lipscope import Measurement
+from lipscope import Measurement, TokenShare
 from lipscope.errors import InputError
 from lipscope.records.folder import RunFolder
 from lipscope.records.tables import with_checksum
@@ -51,7 +51,7 @@ def test_a_folder_gives_its_rows_back(tmp_path):
     rows = filled(tmp_path / "run")
     again = RunFolder(tmp_path / "run", SPEC)
     assert again.done == {r.id: r for r in rows}
-    assert [t.text for t in again.tokens()] == ["a", "b\n", "é"] * 3
+    assert [t.text for t in again.beside(TokenShare)] == ["a", "b\n", "é"] * 3
 
 
 def without_copies(path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_torn_last_line_is_cut_off(tmp_path, file, copies):
             assert [*folder.done.values()] == (rows if copies else rows[:2])
             if not copies:
                 append(folder, rows[2], tokens_of(rows[2], ["a", "b\n", "é"]))
-            assert len(folder.tokens()) == 9
+            assert len(folder.beside(TokenShare)) == 9
             if copies or file == "rows.jsonl":
                 assert (path / file).read_bytes() == data  # the row stands where it stood
         for name, content in before.items():
@@ -159,7 +159,7 @@ def test_a_line_torn_in_the_middle_of_a_file_is_as_good_as_not_written(tmp_path,
     with RunFolder(path, SPEC) as folder:
         kept = [rows[0], rows[2]] if file == "rows.jsonl" else rows[1:]
         assert list(folder.done.values()) == kept
-        assert len(folder.tokens()) == 6
+        assert len(folder.beside(TokenShare)) == 6
     aside = (path / file.replace("jsonl", "damaged")).read_text()
     assert aside == f"{torn}{whole[1]}\n{torn}\n"
 
@@ -255,9 +255,9 @@ def test_tokens_of_a_row_that_was_never_finished_do_not_count(tmp_path):
             with_checksum(json.dumps(vars(t))).decode() for t in tokens_of(lost, ["x", "y"])
         )
     folder = RunFolder(path, SPEC)
-    assert {t.id for t in folder.tokens()} == {r.id for r in rows}
+    assert {t.id for t in folder.beside(TokenShare)} == {r.id for r in rows}
     append(folder, lost, tokens_of(lost, ["x", "y"]))  # measured again, written again
-    assert len([t for t in folder.tokens() if t.id == lost.id]) == 2
+    assert len([t for t in folder.beside(TokenShare) if t.id == lost.id]) == 2
 
 
 @pytest.mark.parametrize("left", [[], [".manifest.json.12.part"], ["manifest.json"]])

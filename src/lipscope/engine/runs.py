@@ -33,10 +33,12 @@ from lipscope.pages import Rows
 from lipscope.records import (
     SURVEY,
     Bound,
+    Direction,
     Finished,
     Measurement,
     Place,
     RunFolder,
+    TokenShare,
     provenance,
     sha256_of,
     stable_id,
@@ -202,9 +204,11 @@ class LocalRun:
         if folder is not None and folder is not self._out and keep:
             folder.planned(ids)
         done = self._held(ids)
-        tokens = folder.tokens(done) if folder is not None and self.spec.tokens else []
-        bounds = folder.bounds(done) if folder is not None and self.spec.theorems else []
-        parts = folder.directions(done) if folder is not None and self.spec.directions else []
+        tokens = folder.beside(TokenShare, done) if folder is not None and self.spec.tokens else []
+        bounds = folder.beside(Bound, done) if folder is not None and self.spec.theorems else []
+        parts = (
+            folder.beside(Direction, done) if folder is not None and self.spec.directions else []
+        )
         tell(sum(one in done for one in ids), len(ids), None)
         left = left_over(self.jobs, [self.survey.shape], done)
         for job in self.session.ordered(left):
@@ -289,7 +293,7 @@ class LocalRun:
         """Write one of the rows, with other bounds than those that the run itself asks for."""
         assert self.folder is not None
         tokens = tuple(one for one in rows.tokens if one.id == row.id)
-        held = {(one.id, one.theorem, one.eps) for one in self.folder.bounds()}
+        held = {(one.id, one.theorem, one.eps) for one in self.folder.beside(Bound)}
         new = tuple(one for one in bounds if (one.id, one.theorem, one.eps) not in held)
         if new or row.id not in self.folder.done:
             self.folder.extend([Finished(row, tokens, new)])
@@ -304,8 +308,10 @@ class LocalRun:
         held = {one: done[one] for one in ids if one in done}
         if folder is None or folder is not self._out:
             return held
-        bounded = {one.id for one in folder.bounds(held)} if self.spec.theorems else held
-        worded = {one.id for one in folder.directions(held)} if self.spec.directions else held
+        bounded = {one.id for one in folder.beside(Bound, held)} if self.spec.theorems else held
+        worded = (
+            {one.id for one in folder.beside(Direction, held)} if self.spec.directions else held
+        )
         asked = {"sigma_rest": self.spec.rest, "frobenius": self.spec.average}
 
         def complete(row: Measurement) -> bool:

@@ -335,7 +335,7 @@ class RunFolder:
         _, *sides, _ = self._tables
         held: dict[str, Counter[str]] = {}
         for side in sides:
-            records = self._beside(side.kind, again)
+            records = self.beside(side.kind, again)
             records += [record for one in finished for record in getattr(one, side.name)]
             keys = {tuple(getattr(record, name) for name in side.key) for record in records}
             held[side.name] = Counter(key[0] for key in keys)
@@ -370,19 +370,8 @@ class RunFolder:
         self._manifest["models"][name] = found
         self._write_manifest()
 
-    def tokens(self, ids: Iterable[str] | None = None) -> list[TokenShare]:
-        """The tokens of finished rows, of all or of some, each once."""
-        return self._beside(TokenShare, ids)
-
-    def bounds(self, ids: Iterable[str] | None = None) -> list[Bound]:
-        """The bounds of finished rows, of all or of some, each once."""
-        return self._beside(Bound, ids)
-
-    def directions(self, ids: Iterable[str] | None = None) -> list[Direction]:
-        """The directions of finished rows, of all or of some, each part once."""
-        return self._beside(Direction, ids)
-
-    def _beside(self, kind: type[T], ids: Iterable[str] | None) -> list[T]:
+    def beside(self, kind: type[T], ids: Iterable[str] | None = None) -> list[T]:
+        """The tokens, bounds or directions of finished rows, of all or of some, each once."""
         wanted = [one for one in (self.done if ids is None else ids) if one in self.done]
         return records_of(kind, self._read(kind), wanted) if wanted else []
 

@@ -81,9 +81,9 @@ def sweep(
             _write_results(request, folder, results, progress, ids)
         return Rows(
             [folder.done[one] for one in ids],
-            tokens=folder.tokens() if request.spec.tokens else (),
+            tokens=folder.beside(records.TokenShare) if request.spec.tokens else (),
             windows=request.spec.windows,
-            bounds=folder.bounds(),
+            bounds=folder.beside(records.Bound),
         )
 
 
