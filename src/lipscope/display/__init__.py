@@ -110,10 +110,13 @@ class Shown:
     __slots__ = ()
 
     def __repr__(self) -> str:
-        return as_text(self)
+        parts = list(pieces(self))
+        texts = (_text(parts, most) for most in (LINES, 8, 5, 3))
+        text = next((one for one in texts if one.count("\n") < HEIGHT), None)
+        return _within_height(_text(parts, 2) if text is None else text, ".")
 
     def _repr_html_(self) -> str:
-        return as_html(self)
+        return "".join(_html(part, LINES) for part in pieces(self))
 
 
 class Sheet(Shown):
@@ -143,16 +146,6 @@ def _sheet(sheet: Sheet) -> Iterator[Piece]:
 
 
 # --- at a prompt
-
-
-def as_text(result: Any) -> str:
-    """A result as at most `HEIGHT` lines of `WIDTH` letters, with shorter tables if need be."""
-    parts = list(pieces(result))
-    text = next(
-        (text for most in (LINES, 8, 5, 3) if (text := _text(parts, most)).count("\n") < HEIGHT),
-        _text(parts, 2),
-    )
-    return _within_height(text, ".")
 
 
 def _within_height(text: str, end: str) -> str:
@@ -246,11 +239,6 @@ def _sign(found: re.Match[str]) -> str:
 
 
 # --- in a notebook
-
-
-def as_html(result: Any) -> str:
-    """A result as HTML: small tables, paragraphs and figures, all text escaped."""
-    return "".join(_html(part, LINES) for part in pieces(result))
 
 
 def _html(part: Piece, most: int | None) -> str:

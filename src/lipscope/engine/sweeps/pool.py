@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any, TextIO
@@ -323,12 +323,7 @@ def _closed(process: subprocess.Popen[Any]) -> int:
 def encoded_result(result: Result) -> str:
     """A result as one line."""
     finished = [
-        (
-            one.row.to_dict(),
-            [vars(t) for t in one.tokens],
-            [vars(b) for b in one.bounds],
-            one.radii,
-        )
+        (one.row.to_dict(), [*map(vars, one.tokens)], [*map(vars, one.bounds)], one.radii)
         for one in result.finished
     ]
     return json.dumps([*result[:3], finished], ensure_ascii=True)
@@ -337,18 +332,16 @@ def encoded_result(result: Result) -> str:
 def decoded_result(line: str | bytes) -> Result:
     """The result of a line."""
     job, model, about, finished = json.loads(line)
-    return Result(job, model, about, [_finished(*one) for one in finished])
-
-
-def _finished(
-    row: Mapping[str, Any], tokens: Sequence[Any], bounds: Sequence[Any], radii: Sequence[Any]
-) -> Finished:
-    return Finished(
-        Measurement(**row),
-        tuple(TokenShare(**one) for one in tokens),
-        tuple(Bound(**one) for one in bounds),
-        radii=tuple((key, content) for key, content in radii),
-    )
+    rows = [
+        Finished(
+            Measurement(**row),
+            tuple(TokenShare(**one) for one in tokens),
+            tuple(Bound(**one) for one in bounds),
+            radii=tuple((key, content) for key, content in radii),
+        )
+        for row, tokens, bounds, radii in finished
+    ]
+    return Result(job, model, about, rows)
 
 
 def encoded_jobs(jobs: Sequence[Job], shape: Shape) -> str:
