@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal, overload
 
 import torch
@@ -166,10 +166,6 @@ class ModelDecision(Shown):
 
         return float(torch.func.grad(margin)(self.x).norm())
 
-    @cached_property
-    def _to_words(self) -> Tensor | None:
-        return self.distances()
-
     @overload
     def certify(
         self,
@@ -258,9 +254,8 @@ class ModelDecision(Shown):
 
         how: dict[str, Any] = {"progress": told, "before": before}
         found = certify_network(self.network, self.x, ball=ball, tokens=moving, **how)
-        near, apart = self._to_words, None
-        if near is not None:
-            apart = near[:, list(tokens)]
+        near = self.distances()
+        apart = None if near is None else near[:, list(tokens)]
         return DecisionCertificate(
             **asdict(found),
             model=self.model,
@@ -363,6 +358,7 @@ def decision_at(
     if not network.names and (names := _words_of(model, module, len(network.bias))):
         network = replace(network, names=names)
 
+    @cache  # for every token that moves alone
     def distances() -> Tensor | None:
         return None if at_layer else word_distances(module, item.arguments, x)
 

@@ -57,7 +57,8 @@ def local_results(
     pool = _Pool(request, shapes, Batches(jobs, workers), workers)
     left = len(jobs)
     try:
-        pool.start()
+        for _ in range(pool.count):
+            pool.start_one()
         while left:
             results = pool.wait()
             left -= len(results)
@@ -191,10 +192,6 @@ class _Pool:
         self.unborn = 0  # deaths in a row before a job was begun
         self.told: _Told = queue.SimpleQueue()
 
-    def start(self) -> None:
-        for _ in range(self.count):
-            self._start_one()
-
     def stop(self) -> None:
         """End all processes at once."""
         for worker in self.workers:
@@ -241,7 +238,7 @@ class _Pool:
             self._give(worker)
         return [result]
 
-    def _start_one(self) -> None:
+    def start_one(self) -> None:
         try:
             process = subprocess.Popen(
                 COMMAND,
@@ -284,7 +281,7 @@ class _Pool:
             )
         lost = self.batches.give_back(worker.jobs, begun=begun) if worker.jobs else None
         if len(self.batches):
-            self._start_one()
+            self.start_one()
         if lost is None:
             return []
         error = f"The worker process {_how(status)}, {TRIES} times in a row; {AGAIN}"
