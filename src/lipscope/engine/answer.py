@@ -565,10 +565,7 @@ def row_of(
 def failed_rows(
     spec: Spec, job: Job, shape: Shape, error: str, about: Mapping[str, Any]
 ) -> list[Finished]:
-    """The rows of a job that has no answer: one, or one for each head.
-
-    ``about`` is `LoadedModel.about` of its model, where known.
-    """
+    """The rows of a job that has no answer: one, or one for each head."""
     text = error if error.endswith(AGAIN) else " ".join(error.split())[:300]
     answers = [
         Answer(head=head, num_tokens=job.num_tokens or 0, error=text)
