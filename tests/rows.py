@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lipscope import Bound, Measurement, TokenShare
+from lipscope.records import Finished, RunFolder
 from lipscope.records.tables import BESIDE, with_checksum
 
 # As the first issue lists them, in its order; then what sweeps added.
@@ -164,3 +165,12 @@ def bound_of(measured: Measurement, value: float | None = 6.0, **more: Any) -> B
         "sound": True,
     }
     return Bound(**(values | more))
+
+
+def append(
+    folder: RunFolder,
+    one: Measurement,
+    tokens: Iterable[TokenShare] = (),
+    bounds: Iterable[Bound] = (),
+) -> None:
+    folder.extend([Finished(one, tuple(tokens), tuple(bounds))])

@@ -14,7 +14,7 @@ import pytest
 import folders
 from lipscope import Rows, cli, report
 from lipscope.records.folder import RunFolder
-from rows import KEYS, SPEC, bound_of, row, tokens_of
+from rows import KEYS, SPEC, append, bound_of, row, tokens_of
 
 
 @pytest.fixture
@@ -22,7 +22,9 @@ def folder(tmp_path) -> Path:
     with RunFolder(tmp_path / "run", SPEC) as run:
         for layer in range(4):
             one = row(layer=layer, sigma=2.0 + layer, model="a_b & c")
-            run.append(one, tokens_of(one, ["x"] * (layer + 1)), [bound_of(one, 3.0 * (layer + 2))])
+            append(
+                run, one, tokens_of(one, ["x"] * (layer + 1)), [bound_of(one, 3.0 * (layer + 2))]
+            )
     return tmp_path / "run"
 
 
@@ -79,7 +81,7 @@ def test_every_form_holds_the_same_rows(folder, called, tmp_path):
 
 def test_latex_escapes_what_it_must(folder, called, tmp_path):
     with RunFolder(folder, SPEC) as run:
-        run.append(row(layer=9, sigma=None, model="other%"))
+        append(run, row(layer=9, sigma=None, model="other%"))
     status, out, _ = called(folder, "--to", "latex")
     lines = out.decode().splitlines()
     assert status == 0
@@ -93,7 +95,7 @@ def test_latex_escapes_what_it_must(folder, called, tmp_path):
 
 def test_printed_ends_hold(folder, called):
     with RunFolder(folder, SPEC) as run:
-        run.append(row(layer=9, sigma=13.047189, upper=13.05001, relative=0.123456))
+        append(run, row(layer=9, sigma=13.047189, upper=13.05001, relative=0.123456))
     for how in ((), ("--to", "latex")):
         _, out, _ = called(folder, *how)
         assert [part in out.decode() for part in ("13.04", "13.06", "0.1235")] == [True] * 3
@@ -189,7 +191,7 @@ def test_no_cell_is_a_formula_and_no_name_an_order_to_the_terminal(tmp_path, cal
     names = ["=1+2", "+x", "-x", "@x", "random:llama:", "\x1b[31mred", "plain=1"]
     with RunFolder(tmp_path / "run", SPEC) as run:
         for name in names:
-            run.append(row(model=name), [], [])
+            append(run, row(model=name), [], [])
     _, out, _ = called(tmp_path / "run", "--to", "csv")
     found = polars.read_csv(io.BytesIO(out))["model"].to_list()
     assert found == ["'=1+2", "'+x", "'-x", "'@x", *names[4:]]

@@ -36,8 +36,8 @@ from lipscope.errors import InputError
 from lipscope.records import tables
 from lipscope.records.folder import Finished, RunFolder, read_run
 from lipscope.records.manifest import Place
-from lipscope.records.rows import AGAIN
-from rows import SPEC, row, tokens_of
+from lipscope.records.rows import AGAIN, TokenShare
+from rows import SPEC, append, row, tokens_of
 from sweeps import in_this_process
 
 
@@ -101,7 +101,7 @@ def test_a_digit_that_flips_is_found_set_aside_and_said_in_one_line(tmp_path, ca
 def test_another_parquet_file_beside_good_lines_is_not_believed(tmp_path):
     one, other = made(tmp_path / "a", finished()), tmp_path / "b"
     with RunFolder(other, SPEC) as folder:
-        folder.append(row(layer=0, sigma=77.0))
+        append(folder, row(layer=0, sigma=77.0))
     shutil.copy(other / "rows.parquet", one / "rows.parquet")
     assert [r.sigma for r in read_run(one).measurements()] == [f.row.sigma for f in finished()]
     with RunFolder(one, SPEC):
@@ -215,7 +215,7 @@ def test_a_power_cut_at_any_moment_loses_no_row_that_was_finished(tmp_path, monk
             assert len(read_run(after).measurements()) >= count
         with RunFolder(after, SPEC) as folder:
             assert [one.row for one in wanted[:count]] == [*folder.done.values()][:count]
-            assert len(folder.tokens()) == 2 * len(folder.done)
+            assert len(folder.beside(TokenShare)) == 2 * len(folder.done)
     told("power cuts", Count(len(disk.states), 0, len(disk.states)))
 
 
@@ -282,7 +282,7 @@ def test_what_failed_for_want_of_memory_is_tried_again_and_counted(tmp_path, cap
     with RunFolder(tmp_path, SPEC) as folder:
         assert [*folder.done.values()] == [never]
         assert "1 row failed for want of a worker, memory or disk" in caplog.text
-        folder.append(row(layer=0), tokens_of(row(layer=0), ["a"]))
+        append(folder, row(layer=0), tokens_of(row(layer=0), ["a"]))
     caplog.clear()
     with RunFolder(tmp_path, SPEC) as folder:
         assert sorted(one.layer or 0 for one in folder.done.values()) == [0, 1]
@@ -299,7 +299,7 @@ def test_default_folders_are_numbered_and_found_again(tmp_path, monkeypatch):
     def go(spec: dict[str, Any], **more: Any) -> str:
         place = Place(None, "a model", **more)
         with RunFolder(place, spec) as folder:
-            folder.append(row())
+            append(folder, row())
         return place.path.name
 
     first = go({"a": 1})
@@ -383,7 +383,7 @@ def test_a_file_system_without_locks_will_do(tmp_path, monkeypatch):
 
     monkeypatch.setattr("lipscope.records.folder._lock", unsupported)
     with RunFolder(tmp_path, SPEC) as folder:
-        folder.append(row())
+        append(folder, row())
         assert len(read_run(tmp_path).rows) == 1
     with RunFolder(tmp_path, SPEC) as folder:
         assert len(folder.done) == 1
@@ -391,7 +391,7 @@ def test_a_file_system_without_locks_will_do(tmp_path, monkeypatch):
 
 def test_a_folder_of_another_version_says_so_in_one_line(tmp_path, caplog):
     with RunFolder(tmp_path, SPEC, {"lipscope": "0.0.1", "torch": "2"}) as folder:
-        folder.append(row())
+        append(folder, row())
     with RunFolder(tmp_path, SPEC, {"lipscope": "0.0.1", "torch": "2"}):
         assert caplog.messages == []
     with RunFolder(tmp_path, SPEC, {"lipscope": "0.0.2", "torch": "2"}) as folder:

@@ -211,12 +211,12 @@ def test_rows_in_a_pipe_are_never_cut(tmp_path, command, monkeypatch):
     for model in (name, name + ",vocab_size=301"):
         ls.measure(model, TEXT, lengths=[6], samples=1, layers=[0], out=out.with_name(model[-5:]))
     a, b = out.with_name(name[-5:]), out.with_name("e=301")
-    from lipscope.records.folder import RunFolder
+    from lipscope.records.folder import Finished, RunFolder
 
     with RunFolder(tmp_path / "both", {"a": 1}) as folder:
         for one in (a, b):
             run = ls.read_run(one)
-            folder.append(run.measurements()[0], run.token_shares())
+            folder.extend([Finished(run.measurements()[0], tuple(run.token_shares()))])
     shown = command("rows", str(tmp_path / "both")).out
     assert name + ",vocab_size=301" in shown and "…" not in shown
 

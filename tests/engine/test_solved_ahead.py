@@ -97,7 +97,7 @@ def test_an_answer_does_not_wait_for_those_that_share_its_products(two, monkeypa
         for i, one in enumerate(questions):
             if i == 1:
                 waited.append(made.wait(60))
-            solve = resolve_name("lipscope.engine.answer.Solve")(*one)
+            solve = resolve_name("lipscope.engine.answer.Solve")(one)
             solve.solve()
             found(i, solve)
 

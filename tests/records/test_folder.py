@@ -17,18 +17,18 @@ from typing import Any
 import polars
 import pytest
 
-from lipscope import Measurement
+from lipscope import Measurement, TokenShare
 from lipscope.errors import InputError
 from lipscope.records.folder import RunFolder
 from lipscope.records.tables import with_checksum
-from rows import SPEC, lines, row, tokens_of, write_lines
+from rows import SPEC, append, lines, row, tokens_of, write_lines
 
 
 def filled(path: Path, count: int = 3) -> list[Measurement]:
     rows = [row(layer=i, sigma=2.0 + i) for i in range(count)]
     with RunFolder(path, SPEC) as folder:
         for one in rows:
-            folder.append(one, tokens_of(one, ["a", "b\n", "é"]))
+            append(folder, one, tokens_of(one, ["a", "b\n", "é"]))
     return rows
 
 
@@ -36,7 +36,7 @@ def test_rows_are_on_the_disk_as_they_come(tmp_path):
     folder = RunFolder(tmp_path / "run", SPEC, {"machine": "here"})
     for i in range(3):
         one = row(layer=i)
-        folder.append(one, tokens_of(one, ["a", "b"]))
+        append(folder, one, tokens_of(one, ["a", "b"]))
         # read through the file system, not through the object
         assert [r["layer"] for r in lines(tmp_path / "run" / "rows.jsonl")] == list(range(i + 1))
         assert len(lines(tmp_path / "run" / "tokens.jsonl")) == 2 * (i + 1)
@@ -51,7 +51,7 @@ def test_a_folder_gives_its_rows_back(tmp_path):
     rows = filled(tmp_path / "run")
     again = RunFolder(tmp_path / "run", SPEC)
     assert again.done == {r.id: r for r in rows}
-    assert [t.text for t in again.tokens()] == ["a", "b\n", "é"] * 3
+    assert [t.text for t in again.beside(TokenShare)] == ["a", "b\n", "é"] * 3
 
 
 def without_copies(path: Path) -> None:
@@ -80,8 +80,8 @@ def test_a_torn_last_line_is_cut_off(tmp_path, file, copies):
         with RunFolder(path, SPEC) as folder:
             assert [*folder.done.values()] == (rows if copies else rows[:2])
             if not copies:
-                folder.append(rows[2], tokens_of(rows[2], ["a", "b\n", "é"]))
-            assert len(folder.tokens()) == 9
+                append(folder, rows[2], tokens_of(rows[2], ["a", "b\n", "é"]))
+            assert len(folder.beside(TokenShare)) == 9
             if copies or file == "rows.jsonl":
                 assert (path / file).read_bytes() == data  # the row stands where it stood
         for name, content in before.items():
@@ -159,7 +159,7 @@ def test_a_line_torn_in_the_middle_of_a_file_is_as_good_as_not_written(tmp_path,
     with RunFolder(path, SPEC) as folder:
         kept = [rows[0], rows[2]] if file == "rows.jsonl" else rows[1:]
         assert list(folder.done.values()) == kept
-        assert len(folder.tokens()) == 6
+        assert len(folder.beside(TokenShare)) == 6
     aside = (path / file.replace("jsonl", "damaged")).read_text()
     assert aside == f"{torn}{whole[1]}\n{torn}\n"
 
@@ -185,7 +185,7 @@ def test_a_full_disk_is_an_error_of_one_line(tmp_path, file):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def write() -> None:
-        folder.append(one, tokens_of(one, ["a"]))
+        append(folder, one, tokens_of(one, ["a"]))
         folder.compact()
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10 * (file[-1] == "l"), before[1]))
@@ -202,10 +202,10 @@ def test_what_a_full_disk_keeps_is_not_given_up(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     folder = RunFolder(tmp_path / "run", SPEC)
-    folder.append(row(layer=0))
+    append(folder, row(layer=0))
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(InputError, match="make room, and the same command goes on from what is"):
-        folder.append(row(layer=1))
+        append(folder, row(layer=1))
 
 
 # --- one process at a time
@@ -255,9 +255,9 @@ def test_tokens_of_a_row_that_was_never_finished_do_not_count(tmp_path):
             with_checksum(json.dumps(vars(t))).decode() for t in tokens_of(lost, ["x", "y"])
         )
     folder = RunFolder(path, SPEC)
-    assert {t.id for t in folder.tokens()} == {r.id for r in rows}
-    folder.append(lost, tokens_of(lost, ["x", "y"]))  # measured again, written again
-    assert len([t for t in folder.tokens() if t.id == lost.id]) == 2
+    assert {t.id for t in folder.beside(TokenShare)} == {r.id for r in rows}
+    append(folder, lost, tokens_of(lost, ["x", "y"]))  # measured again, written again
+    assert len([t for t in folder.beside(TokenShare) if t.id == lost.id]) == 2
 
 
 @pytest.mark.parametrize("left", [[], [".manifest.json.12.part"], ["manifest.json"]])

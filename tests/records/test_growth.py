@@ -39,7 +39,7 @@ def test_an_exact_power_law_is_recovered(exponent: float, paired: bool):
     assert fit.fits
     assert fit.low is not None and fit.high is not None
     assert fit.low - 1e-9 <= exponent <= fit.high + 1e-9
-    assert (fit.num_lengths, fit.num_samples, fit.num_rows) == (5, 5, 25)
+    assert (len(fit.lengths), fit.num_samples, fit.num_rows) == (5, 5, 25)
 
 
 def test_paired_rows_are_not_blurred_by_what_samples_have_in_common():
@@ -243,7 +243,7 @@ def test_inputs_beyond_the_trained_length_are_fitted_apart():
     long = of([r for r in rows if r.num_tokens > 64])
     assert long.lengths == (256, 512, 1024) and "are longer than the 128" in (long.note or "")
     # An input that was built is none of the text that a model was trained on.
-    assert of([replace(r, input="two_cluster") for r in rows]).num_lengths == 7
+    assert len(of([replace(r, input="two_cluster") for r in rows]).lengths) == 7
 
 
 def test_a_sample_that_lacks_a_length_is_dropped_whole_and_counted():

@@ -15,7 +15,7 @@ import torch
 import lipscope as ls
 from lipscope import TokenShare
 from lipscope.records.folder import RunFolder
-from rows import KEYS, SPEC, TOKEN_KEYS, lines, row, tokens_of
+from rows import KEYS, SPEC, TOKEN_KEYS, append, lines, row, tokens_of
 
 
 def types_of(path: Path) -> dict[str, str]:
@@ -33,7 +33,7 @@ def test_parquet_is_read_by_polars_duckdb_and_pandas(tmp_path, kind):
         extra |= {"solver_residual": None, "output_norm": None, "status": "non_finite"}
     rows = [row(layer=i, **extra) for i in range(3)]
     for one in rows:
-        folder.append(one, tokens_of(one, ["a", "b"]))
+        append(folder, one, tokens_of(one, ["a", "b"]))
     folder.compact()
     file = path / "rows.parquet"
     by_polars = polars.read_parquet(file)
@@ -62,7 +62,7 @@ def test_types_do_not_depend_on_the_values(tmp_path):
         folder = RunFolder(tmp_path / name, SPEC)
         norm = 1.0 if name == "full" else None
         token = TokenShare(id=one.id, index=0, text="a", share_in=norm, share_out=None, norm=norm)
-        folder.append(one, [token])
+        append(folder, one, [token])
         folder.compact()
     for file in ("rows.parquet", "tokens.parquet"):
         schemas = [polars.read_parquet(tmp_path / n / file).schema for n in ("full", "empty")]

@@ -17,7 +17,7 @@ from lipscope.errors import InputError
 from lipscope.records.comparison import comparisons, looseness
 from lipscope.records.folder import Finished, RunFolder
 from lipscope.records.tables import with_checksum
-from rows import BOUND_KEYS, SPEC, bound_of, lines, row, tokens_of, write_lines
+from rows import BOUND_KEYS, SPEC, append, bound_of, lines, row, tokens_of, write_lines
 
 
 def filled(path: Path, count: int = 3, *, start: int = 0) -> list[Measurement]:
@@ -71,7 +71,7 @@ def test_one_theorem_may_speak_of_several_balls(tmp_path):
     balls = [bound_of(one, 3.0 + eps, scope="ball", eps=eps) for eps in (0.1, 0.2)]
     for _ in range(2):  # written again: the later one counts
         with RunFolder(tmp_path, SPEC) as folder:
-            folder.append(one, (), [bound_of(one), *balls])
+            append(folder, one, (), [bound_of(one), *balls])
     assert read_run(tmp_path).bound_values() == [bound_of(one), *balls]
 
 
@@ -91,7 +91,7 @@ def test_values_are_kept_by_part_and_key(tmp_path):
 
 def test_rows_are_read_while_a_run_goes_on_and_nothing_is_written(tmp_path):
     with RunFolder(tmp_path, SPEC) as folder:
-        folder.append(row(layer=0), tokens_of(row(layer=0), ["a"]))
+        append(folder, row(layer=0), tokens_of(row(layer=0), ["a"]))
         with (tmp_path / "rows.jsonl").open("a") as file:
             file.write('{"id": "half')  # a row that is being written
         before = {f.name: f.read_bytes() for f in tmp_path.iterdir()}
@@ -102,7 +102,7 @@ def test_rows_are_read_while_a_run_goes_on_and_nothing_is_written(tmp_path):
 
 def test_a_killed_run_is_compacted_by_the_run_that_goes_on_and_by_no_reader(tmp_path):
     folder = RunFolder(tmp_path, SPEC)
-    folder.append(row(layer=0))
+    append(folder, row(layer=0))
     folder._release()  # as the system does for a process that is killed
     before = {f.name: f.read_bytes() for f in tmp_path.iterdir()}
     assert len(read_run(tmp_path).rows) == 1

@@ -151,7 +151,7 @@ def directions(
     input and the output, what these moves read as in the vocabulary, the model's logits or
     the other tokens, and which heads carry the answer. More options: docs/commands.md.
     """
-    options["layer"] = indices(options.pop("layers"), "layers")
+    options["layer"] = indices(options.pop("layers"))
     found, folder = ask("directions", model, options, k=k)
     if options["jsonl"]:
         for one in found.directions:
@@ -445,9 +445,7 @@ def _certificate_line(
     if hasattr(found, "heads"):
         more = {"certificate": "value", "over_attack": "over_attack"}
         said |= {name: getattr(found, key) for name, key in more.items()}
-    said["violated"] = found.violated
-    endless = {name for name, v in said.items() if isinstance(v, float) and not math.isfinite(v)}
-    return {name: None if name in endless else value for name, value in said.items()}
+    return records.plain_values(said | {"violated": found.violated})
 
 
 def _of_ball(found: engine.CertifiedBall) -> Iterator[str]:

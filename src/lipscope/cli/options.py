@@ -149,15 +149,14 @@ def convert(found: dict[str, Any], text: str | None) -> str | None:
     if found.get("theorems") in (["all"], ["none"]):
         (found["theorems"],) = found["theorems"]
     into = {"causal": _yes_or_no, "radius": _number_or_word}
-    into |= {"layers": lambda text: indices(text, "layers")}
-    into |= {"lengths": lambda text: text and parse_integers(text, "lengths")}
+    into |= {"layers": indices, "lengths": lambda text: text and parse_integers(text, "lengths")}
     found |= {name: into[name](found[name]) for name in into if name in found}
     return content
 
 
-def indices(text: str, option: str) -> Any:
-    """``all``, or whole numbers such as ``0,3`` or ``0:5``."""
-    return text if text == "all" else parse_integers(text, option)
+def indices(text: str) -> Any:
+    """Layers: ``all``, or whole numbers such as ``0,3`` or ``0:5``."""
+    return text if text == "all" else parse_integers(text, "layers")
 
 
 def _folder_and_sides(text: str) -> tuple[str, list[int] | None]:

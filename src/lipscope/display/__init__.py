@@ -79,7 +79,13 @@ Piece: TypeAlias = Table | Card | Drawing | str
 
 
 def card(result: Any, **ends: Rounding) -> Iterator[Piece]:
-    """A record as its attributes, then those that show themselves; ``ends`` are more of `ENDS`."""
+    """A record as its attributes, then those that show themselves; ``ends`` are more of `ENDS`.
+
+    What has ``display_lines`` is shown by these.
+    """
+    if hasattr(result, "display_lines"):
+        yield Card(type(result).__name__, tuple(result.display_lines()))
+        return
     ends = ENDS | ends
     pairs = [(field.name, getattr(result, field.name)) for field in dataclasses.fields(result)]
     cells = [
@@ -104,10 +110,13 @@ class Shown:
     __slots__ = ()
 
     def __repr__(self) -> str:
-        return as_text(self)
+        parts = list(pieces(self))
+        texts = (_text(parts, most) for most in (LINES, 8, 5, 3))
+        text = next((one for one in texts if one.count("\n") < HEIGHT), None)
+        return _within_height(_text(parts, 2) if text is None else text, ".")
 
     def _repr_html_(self) -> str:
-        return as_html(self)
+        return "".join(_html(part, LINES) for part in pieces(self))
 
 
 class Sheet(Shown):
@@ -137,16 +146,6 @@ def _sheet(sheet: Sheet) -> Iterator[Piece]:
 
 
 # --- at a prompt
-
-
-def as_text(result: Any) -> str:
-    """A result as at most `HEIGHT` lines of `WIDTH` letters, with shorter tables if need be."""
-    parts = list(pieces(result))
-    text = next(
-        (text for most in (LINES, 8, 5, 3) if (text := _text(parts, most)).count("\n") < HEIGHT),
-        _text(parts, 2),
-    )
-    return _within_height(text, ".")
 
 
 def _within_height(text: str, end: str) -> str:
@@ -240,11 +239,6 @@ def _sign(found: re.Match[str]) -> str:
 
 
 # --- in a notebook
-
-
-def as_html(result: Any) -> str:
-    """A result as HTML: small tables, paragraphs and figures, all text escaped."""
-    return "".join(_html(part, LINES) for part in pieces(result))
 
 
 def _html(part: Piece, most: int | None) -> str:

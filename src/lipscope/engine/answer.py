@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -137,78 +137,74 @@ def explained(problem: Exception) -> str:
     return f"{text.rstrip('.')}; {AGAIN}" if outside else text
 
 
+class Question(NamedTuple):
+    """A job, asked of a layer or of each of its heads."""
+
+    layer: LayerMap
+    spec: Spec
+    job: Job
+    memory: int  # bytes
+    key: str  # names the model, layer, length and sample; with the seed it fixes the starts
+    watch: Watch | None  # sees the intervals of sigma after every step, and may end the solver
+
+    @property
+    def heads(self) -> list[int | None]:
+        """The heads that are measured one by one; None for all together."""
+        if self.spec.per_head and self.layer.num_heads is not None:
+            return list(range(self.layer.num_heads))
+        return [None]
+
+
 def answer(
-    layer: LayerMap,
-    spec: Spec,
-    job: Job,
-    memory: int,
-    key: str,
-    watch: Watch | None,
+    asked: Question,
     reference: Callable[[], ReferenceModel] | None = None,
     solved: Solve | None = None,
 ) -> list[Answer]:
-    """Answer a job for a layer, or for each of its heads, within so many bytes of memory.
+    """Answer a question, within less memory where it runs out.
 
-    ``key`` names the model, layer, length and sample; with the seed it fixes the starts. With a
-    ``reference``, the model itself between the map's ends, the Jacobian is compared with its finite
-    difference along the direction that was found; it is made once that is there. ``watch`` sees the
-    intervals of sigma after every step of the solver, and may end it. ``solved`` has sigma already.
+    With a ``reference``, the model itself between the map's ends, the Jacobian is compared with its
+    finite difference along the direction that was found; it is made once that is there. ``solved``
+    has sigma already.
 
     Raises:
         InputError: If the two disagree.
     """
-    began, halved = time.perf_counter(), memory
+    began, halved = time.perf_counter(), asked.memory
     while True:
         try:
             if solved is None:
-                solved = Solve(layer, spec, job, halved, key, watch)
+                solved = Solve(asked._replace(memory=halved))
             found = solved.answers(reference)
         except (RuntimeError, MemoryError) as problem:
             if out_of_memory(problem) and halved > _LEAST_MEMORY:
                 halved //= 2
                 solved = None
                 continue
-            heads = _heads(layer, spec)
-            seconds = (time.perf_counter() - began) / len(heads)
-            return [_failed(layer, head, seconds, explained(problem)) for head in heads]
-        if halved == memory:
+            seconds, why = (time.perf_counter() - began) / len(asked.heads), explained(problem)
+            return [_failed(asked.layer, head, seconds, why) for head in asked.heads]
+        if halved == asked.memory:
             return found
         said = f"out of memory: done again with `memory = {halved / 2**20:.3g}MiB`"
         return [replace(one, notes=(*one.notes, said)) for one in found]
 
 
-def _heads(layer: LayerMap, spec: Spec) -> list[int | None]:
-    if spec.per_head and layer.num_heads is not None:
-        return list(range(layer.num_heads))
-    return [None]
-
-
 class Solve:
     """The operators of one layer and the runs on them, with an axis of heads (of one: all)."""
 
-    def __init__(
-        self,
-        layer: LayerMap,
-        spec: Spec,
-        job: Job,
-        memory: int,
-        key: str,
-        watch: Watch | None,
-    ) -> None:
+    def __init__(self, asked: Question) -> None:
         self._began = time.perf_counter()
-        self.layer, self.spec, self.job, self.watch = layer, spec, job, watch
-        self.memory, self.key, self.heads = memory, key, _heads(layer, spec)
-        self.n = layer.x.shape[0]
+        self.layer, self.spec, self.job, self.memory, self.key, self.watch = asked
+        self.heads, self.n = asked.heads, len(asked.layer.x)
         self.jacobian = self._jacobian()
-        self.norms = layer.x.norm(dim=1)
+        self.norms = self.layer.x.norm(dim=1)
         rms = self.norms.square().mean().sqrt()
         # Where the input is zero, D is too: no token may move in proportion to its norm.
         unit = self.norms / rms if rms != 0 else self.norms
-        self.scale = unit if job.metric == "token-relative" else None
+        self.scale = unit if self.job.metric == "token-relative" else None
         self.still = self.scale is not None and bool(rms == 0)
         self.rows_out = self.jacobian.out_shape[-2]
-        self.move = self._index("move", spec.move, self.n)
-        self.read = self._index("read", spec.read, self.rows_out)
+        self.move = self._index("move", self.spec.move, self.n)
+        self.read = self._index("read", self.spec.read, self.rows_out)
         self.operator = restrict(self.jacobian, move=self.move, read=self.read, scale=self.scale)
         self.tops: list[TopSingular] | None = None
         self.seconds = 0.0  # a head
@@ -440,15 +436,13 @@ class Solve:
         return "copies of a token share its position and read what it reads"
 
 
-def solved_together(
-    questions: Sequence[tuple[Any, ...]], found: Callable[[int, Solve], None]
-) -> None:
+def solved_together(questions: Sequence[Question], found: Callable[[int, Solve], None]) -> None:
     """Solves of layers of one specification: where they are alike, one product serves them all.
 
     ``found`` is called with each question's index and its solve, once that is over.
     """
     began = time.perf_counter()
-    solves = [Solve(*one) for one in questions]
+    solves = [Solve(one) for one in questions]
     first = solves[0]
 
     def join(some: Sequence[int]) -> Operator | None:
@@ -553,16 +547,14 @@ def row_of(
         head=reply.head,
         input=item.kind if item is not None else usual if job.input == REAL else job.input,
         num_tokens=reply.num_tokens,
-        start=item.start if item is not None else None,
+        start=getattr(item, "start", None),
         device=device or spec.device,
-        tokens_sha256=item.sha256 if item is not None else "",
+        tokens_sha256=getattr(item, "sha256", ""),
         version=version(),
         note="; ".join([*notes, *reply.notes]) or None,
         text=job.text or None,
         step=model.step,
-        module=of.module if of is not None else None,
-        argument=of.argument if of is not None else None,
-        projection=of.projection if of is not None else None,
+        **{name: getattr(of, name, None) for name in ("module", "argument", "projection")},
         trained_length=about.get("trained_length"),
         **{name: getattr(job, name) for name in same_in_job},
         **{name: getattr(spec, name) for name in same_in_spec},
@@ -573,10 +565,7 @@ def row_of(
 def failed_rows(
     spec: Spec, job: Job, shape: Shape, error: str, about: Mapping[str, Any]
 ) -> list[Finished]:
-    """The rows of a job that has no answer: one, or one for each head.
-
-    ``about`` is `LoadedModel.about` of its model, where known.
-    """
+    """The rows of a job that has no answer: one, or one for each head."""
     text = error if error.endswith(AGAIN) else " ".join(error.split())[:300]
     answers = [
         Answer(head=head, num_tokens=job.num_tokens or 0, error=text)

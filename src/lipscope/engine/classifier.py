@@ -51,6 +51,10 @@ class Classifier(Shown):
         return [digest(one) for one in (self.weight, self.bias) if one is not None]
 
 
+By = Classifier | Sequence[str] | None
+"""What decides: a read-out, the nearest of some texts, or the model itself."""
+
+
 def classifier_of_texts(
     model: ReadyModel, texts: Sequence[str], *, layer: int, pool: Pool, special_tokens: bool
 ) -> Classifier:
@@ -59,11 +63,7 @@ def classifier_of_texts(
     The scores of a pooled output y are ``<c_k, y> - |c_k|^2 / 2``, c_k the centroid of class k.
     Holds for layers whose weights are read in closed form. A text longer than the model's
     positions is cut.
-
-    Raises:
-        InputError: For fewer than two texts, for empty or equal ones, or as `capture` does.
     """
-    check_texts(texts)
     reader, longest, each = model.loaded.reader_of_text(), model.loaded.max_tokens, []
     for text in texts:
         ids = whole_text(text, reader, special_tokens=special_tokens, longest=longest)
@@ -93,8 +93,8 @@ def nearest_by_angle(texts: Texts) -> Classifier:
 
 def read_out_of(
     between: Sequence[str] | None, read_out: str | Path | Classifier | None
-) -> Classifier | None:
-    """The read-out that was given; None where texts, which are checked, stand for classes.
+) -> Classifier | Sequence[str]:
+    """The read-out that was given, or texts, which are checked, that stand for classes.
 
     Raises:
         InputError: If both or neither were given, or one cannot be read.
@@ -106,14 +106,14 @@ def read_out_of(
             f"`read_out` should be a file or a `Classifier`. Found `{type(read_out).__name__}`."
         )
     if read_out is None:
-        check_texts([] if between is None else between)
-    return classifier_of_file(read_out) if isinstance(read_out, str | Path) else read_out
+        texts = [] if between is None else between
+        check_texts(texts)
+        return texts
+    return read_out if isinstance(read_out, Classifier) else classifier_of_file(read_out)
 
 
-def decides_by(
-    between: Sequence[str] | None, read_out: str | Path | Classifier | None
-) -> Classifier | None:
-    """The read-out that was given; None where texts decide, or the model itself."""
+def decides_by(between: Sequence[str] | None, read_out: str | Path | Classifier | None) -> By:
+    """What was given to decide; None for the model itself."""
     return None if between is None and read_out is None else read_out_of(between, read_out)
 
 

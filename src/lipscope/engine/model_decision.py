@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, cached_property
 from typing import Any, Literal, overload
 
 import torch
@@ -22,10 +22,10 @@ from lipscope.certificates import (
     check_memory,
     in_double,
 )
-from lipscope.display import Card, Piece, Shown, pieces, rounded_down
+from lipscope.display import Piece, Shown, pieces, rounded_down
 from lipscope.engine.answer import finite
 from lipscope.engine.checks import argument, is_whole, items, one_of, whole_number
-from lipscope.engine.classifier import Classifier, classifier_of_texts, nearest_by_angle
+from lipscope.engine.classifier import By, Classifier, classifier_of_texts, nearest_by_angle
 from lipscope.engine.direction_words import Texts, body_of, mean_outputs, names_of
 from lipscope.engine.ready_model import ReadyModel
 from lipscope.engine.runs import AnyData, LocalRun, is_text, of_one_window
@@ -68,16 +68,15 @@ _BLOCK = 2**22  # numbers of the embeddings that are read at a time
 class DecisionCertificate(NetworkCertificate):
     """The decision of a model, and the radius within which no move of its tokens changes it."""
 
-    model: str  # its name
+    model: str  # name of the model
     by: str  # what decides, in words
-    # ``model``, or ``attention``: that layer by itself, its output pooled
-    map: DecisionMap = "model"
+    map: DecisionMap = "model"  # or ``attention``: that layer by itself, its output pooled
     words: tuple[str, ...]  # the tokens that may move
-    # distance from such a token's embedding to the nearest one of another word; None where no token
+    # Distance from such a token's embedding to the nearest one of another word; None where no token
     # ids are read, or where the stream of a later layer moves
     nearest: float | None = None
     words_within: int | None = None  # embeddings of other words within the radius of such a token
-    id: str | None = None  # of the row of sigma beside it in a run folder
+    id: str | None = None  # row of sigma beside it in a run folder, or None
     sample: int = 0  # index of the window or entry
     at_layer: int = 0  # the attention layer before which tokens move
 
@@ -121,42 +120,39 @@ class TokenRadii(Shown):
     each: tuple[DecisionCertificate, ...]
 
 
-@dataclass(repr=False, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class ModelDecision(Shown):
-    """What a model, or a read-out of one of its layers, decides at an input, and by how much.
+    """What a model, or a read-out of one of its layers, decides at an input, and by how much."""
 
-    Attributes:
-        answer: Class with the largest score; ``answer_name`` is what it is called.
-        runner_up: The class with the next one; ``runner_up_name`` likewise.
-        margin: Difference of their scores.
-        slope: Frobenius norm of the margin's gradient.
-    """
-
-    # the model from the stream of tokens on, in float64, held against the model; or the layer
-    network: Network
+    network: (
+        Network  # from the stream of tokens on, in float64, held against the model or the layer
+    )
     x: Float[Tensor, "n d"]  # the stream
-    words: Sequence[str]  # its tokens
-    _: KW_ONLY
-    model: str  # its name
+    words: tuple[str, ...]  # its tokens
+    model: str  # name of the model
     by: str  # what decides, in words
-    # of each token to what other words would be there, ``(words, n)``
+    sample: int = 0  # index of the window or entry
+    place: str = ""  # the same in words
+    at_layer: int = 0  # the attention layer before which tokens move
+    map: DecisionMap = "model"  # or ``attention``: that layer by itself, its output pooled
+    # Gives distances from each token to what other words would be there, ``(words, n)``
     distances: Callable[[], Tensor | None] = lambda: None
-    sample: int = 0
-    place: str = ""
-    at_layer: int = 0
-    map: DecisionMap = "model"
+    answer: int = field(init=False)  # class with the largest score
+    answer_name: str = field(init=False)
+    runner_up: int = field(init=False)  # the class with the next one
+    runner_up_name: str = field(init=False)
+    margin: float = field(init=False)  # difference of their scores
 
     def __post_init__(self) -> None:
-        self.words, scores = tuple(self.words), self.network(self.x)
+        scores = self.network(self.x)
         if len(scores) < 2 or not bool(scores.isfinite().all()):
             raise InputError(
                 "A decision should be between two finite scores at least. Found "
                 f"`{scores[:2].tolist()}`."
             )
         self.answer, self.runner_up = scores.topk(2).indices.tolist()
-        self.answer_name, self.runner_up_name = (
-            self.network.name(one) for one in (self.answer, self.runner_up)
-        )
+        self.answer_name = self.network.name(self.answer)
+        self.runner_up_name = self.network.name(self.runner_up)
         self.margin = float(scores[self.answer] - scores[self.runner_up])
 
     @cached_property
@@ -168,10 +164,6 @@ class ModelDecision(Shown):
             return scores[self.answer] - scores[self.runner_up]
 
         return float(torch.func.grad(margin)(self.x).norm())
-
-    @cached_property
-    def _to_words(self) -> Tensor | None:
-        return self.distances()
 
     @overload
     def certify(
@@ -261,13 +253,36 @@ class ModelDecision(Shown):
 
         how: dict[str, Any] = {"progress": told, "before": before}
         found = certify_network(self.network, self.x, ball=ball, tokens=moving, **how)
-        about = {name: getattr(self, name) for name in ("model", "by", "sample", "at_layer", "map")}
-        about["words"] = tuple(self.words[i] for i in tokens)
-        if (near := self._to_words) is not None:
-            apart = near[:, list(tokens)]
-            about["nearest"] = finite(float(apart.min()))
-            about["words_within"] = int((apart <= found.radius).sum())
-        return DecisionCertificate(**asdict(found), **about)
+        near = self.distances()
+        apart = None if near is None else near[:, list(tokens)]
+        return DecisionCertificate(
+            **asdict(found),
+            model=self.model,
+            by=self.by,
+            words=tuple(self.words[i] for i in tokens),
+            nearest=None if apart is None else finite(float(apart.min())),
+            words_within=None if apart is None else int((apart <= found.radius).sum()),
+            sample=self.sample,
+            at_layer=self.at_layer,
+            map=self.map,
+        )
+
+    def display_lines(self) -> Iterator[tuple[str, str]]:
+        """The lines of its display."""
+        yield "model", self.model
+        yield (
+            "tokens",
+            f"{len(self.words)}: {' '.join(self.words[:8])}" + " …" * (len(self.words) > 8),
+        )
+        if self.place:
+            yield "sample", self.place
+        yield "answer", self.answer_name
+        yield "runner-up", self.runner_up_name
+        yield "decided by", self.by
+        yield "margin", f"{self.margin:.4g}"
+        yield "gradient norm", f"{self.slope:.4g}"
+        if self.slope > 0:
+            yield "first order", f"{self.margin / self.slope:.4g} (to the runner-up, no bound)"
 
 
 def one_sample(
@@ -320,9 +335,8 @@ def whole_input(
 def decision_at(
     model: ReadyModel,
     item: Sample,
+    by: By = None,
     *,
-    given: Classifier | None = None,
-    between: Sequence[str] | None = None,
     pool: Any = None,
     at_layer: int = 0,
     special_tokens: bool = True,
@@ -332,26 +346,35 @@ def decision_at(
     _check_pool(pool)
     if isinstance(model.model, Attention):
         assert isinstance(item.arguments, tuple)
-        if given is None or between is not None:
+        if not isinstance(by, Classifier):
             raise InputError("A layer by itself decides by a `read_out`. Found none.")
         about: Any = {"model": model.name, "sample": item.sample, "place": item.place}
-        return decision_of_layer(model.model, item.arguments[0], given, pool, **about)
+        return decision_of_layer(model.model, item.arguments[0], by, pool, **about)
     model = model.in_memory("A decision of a model")
     with eval_mode(model.model):
-        module, by, given = _deciding(model, given, between, pool, special_tokens)
-        how: dict[str, Any] = {"at_layer": at_layer, "pool": pool}
-        if given is not None:
-            how |= {"head": given.weight, "bias": given.bias, "names": given.names}
-        network, x = read_network(module, item.arguments, **how)
+        module, said, read = _deciding(model, by, pool, special_tokens)
+        on_top: Any = {}
+        if read is not None:
+            on_top = {"head": read.weight, "bias": read.bias, "names": read.names}
+        network, x = read_network(module, item.arguments, at_layer=at_layer, pool=pool, **on_top)
     if not network.names and (names := _words_of(model, module, len(network.bias))):
         network = replace(network, names=names)
 
+    @cache  # for every token that moves alone
     def distances() -> Tensor | None:
         return None if at_layer else word_distances(module, item.arguments, x)
 
-    words = names_of(model.loaded, item, len(x))
-    about: Any = {"model": model.name, "sample": item.sample, "place": item.place}
-    return ModelDecision(network, x, words, by=by, distances=distances, at_layer=at_layer, **about)
+    return ModelDecision(
+        network=network,
+        x=x,
+        words=tuple(names_of(model.loaded, item, len(x))),
+        model=model.name,
+        by=said,
+        sample=item.sample,
+        place=item.place,
+        at_layer=at_layer,
+        distances=distances,
+    )
 
 
 def _check_pool(pool: Any) -> None:
@@ -384,50 +407,42 @@ def decision_of_layer(
             f"{tuple(given.weight.shape)}."
         )
     network = layer_network(own, len(x), given.weight, bias, pool=pool or "mean", names=given.names)
-    said: Any = {"model": model, "by": given.by, "map": "attention", **about}
-    return ModelDecision(network, x, words or [*map(str, range(len(x)))], **said)
+    tokens = tuple(words or map(str, range(len(x))))
+    about |= {"model": model, "by": given.by, "map": "attention"}
+    return ModelDecision(network=network, x=x, words=tokens, **about)
 
 
 def decision_at_layer(
-    at: MapAtInput,
-    given: Classifier | None,
-    between: Sequence[str] | None,
-    pool: Any,
-    *,
-    special_tokens: bool,
+    at: MapAtInput, by: Classifier | Sequence[str], *, pool: Any, special_tokens: bool
 ) -> ModelDecision:
     """The decision of a read-out of a layer's pooled output in a model, given or by texts."""
     layer = at.job.layer or 0
-    if given is None:
+    if not isinstance(by, Classifier):
         pool = pool or "mean"
         if pool not in ("mean", "first"):
             raise InputError(
                 f"`pool` should be mean or first with `between`. Found `{shown(pool)}`."
             )
         how: Any = {"layer": layer, "pool": pool, "special_tokens": special_tokens}
-        given = classifier_of_texts(at.model, between or (), **how)
+        by = classifier_of_texts(at.model, by, **how)
     about: Any = {"model": at.model.name, "words": at.tokens, "at_layer": layer}
     about |= {"sample": at.job.sample, "place": at.item.place}
     with at.window.ready():
-        return decision_of_layer(at.attention, at.x, given, pool, **about)
+        return decision_of_layer(at.attention, at.x, by, pool, **about)
 
 
 def _deciding(
-    model: ReadyModel,
-    given: Classifier | None,
-    between: Sequence[str] | None,
-    pool: Any,
-    special_tokens: bool,
+    model: ReadyModel, by: By, pool: Any, special_tokens: bool
 ) -> tuple[nn.Module, str, Classifier | None]:
-    """The module that decides, what does in words, and what is laid on its output if anything."""
-    if given is None and between is None:
+    """The module that decides, how in words, and the read-out where it is not its own head."""
+    if by is None:
         module = with_own_head(model.loaded)
         nexts = getattr(module, "get_output_embeddings", lambda: None)() is not None
         return module, "the model's next token" if nexts else "the model's own scores", None
     body = model.model.get_submodule(body_of(model.model))
-    if given is None:
-        given = nearest_by_angle(_texts(model, body, between or (), pool, special_tokens))
-    return body, given.by.replace("this layer's", "the model's"), given
+    if not isinstance(by, Classifier):
+        by = nearest_by_angle(_texts(model, body, by, pool, special_tokens))
+    return body, by.by.replace("this layer's", "the model's"), by
 
 
 def _texts(
@@ -534,25 +549,6 @@ def word_distances(
 
 
 # --- shown
-
-
-@pieces.register
-def _decision(found: ModelDecision) -> Iterator[Piece]:
-    words = found.words
-    lines = [
-        ("model", found.model),
-        ("tokens", f"{len(words)}: {' '.join(words[:8])}" + " …" * (len(words) > 8)),
-        *([("sample", found.place)] if found.place else []),
-        ("answer", found.answer_name),
-        ("runner-up", found.runner_up_name),
-        ("decided by", found.by),
-        ("margin", f"{found.margin:.4g}"),
-        ("gradient norm", f"{found.slope:.4g}"),
-    ]
-    if found.slope > 0:
-        at_first = f"{found.margin / found.slope:.4g} (to the runner-up, no bound)"
-        lines.append(("first order", at_first))
-    yield Card("ModelDecision", tuple(lines))
 
 
 @pieces.register

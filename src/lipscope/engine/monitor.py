@@ -175,11 +175,7 @@ class Monitor:
             self._before = {i: [p.detach().clone() for p in own] for i, own in kept}
 
     def after(self, loss: Tensor | float | None = None) -> None:
-        """After a step: count it, and read where it is time.
-
-        Raises:
-            InputError: If the loss is not finite.
-        """
+        """After a step: count it, `see` its loss, and read where it is time."""
         self._last += 1
         if loss is not None:
             self.see(loss)
@@ -435,12 +431,9 @@ class Monitor:
     def _named(self, revision: str) -> str:
         """The model at this step; another training in the same folder has a name of its own."""
         held = {} if self._folder is None else self._folder.models
-        for again in count(1):
-            name = self._name + (f"#{again}" if again > 1 else "")
-            name = f"{name}@{self._last}"
-            if name not in held or held[name].get("revision") == revision:
-                return name
-        raise AssertionError
+        numbered = (self._name + f"#{again}" * (again > 1) for again in count(1))
+        names = (f"{name}@{self._last}" for name in numbered)
+        return next(n for n in names if n not in held or held[n].get("revision") == revision)
 
     def _ended(self, why: str) -> InputError:
         """Training cannot go on: the run ends, and the layer whose sigma went furthest is named."""

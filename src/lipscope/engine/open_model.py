@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lipscope.attention import Attention
 from lipscope.certificates import BallCertificate
-from lipscope.display import Card, Piece, Shown, pieces
+from lipscope.display import Shown
 from lipscope.engine.checks import argument, is_whole, whole_number
 from lipscope.engine.classifier import Classifier, Pool, decides_by, read_out_of
 from lipscope.engine.model_decision import ModelDecision, decision_at, decision_at_layer, one_sample
@@ -172,8 +172,7 @@ class OpenModel(Shown, ReadyModel):
         return decision_at(
             self,
             item,
-            given=decides_by(between, read_out),
-            between=between,
+            decides_by(between, read_out),
             pool=pool,
             at_layer=at_layer,
             special_tokens=options.get("special_tokens") is not False,
@@ -190,13 +189,7 @@ class OpenModel(Shown, ReadyModel):
         """The parts of the model with its own head, from the stream of tokens on.
 
         What `lipscope.lipschitz_bound` reads of an open model: masks and rotations are those of
-        this input.
-
-        Args:
-            data: Text or a batch, as for `decision`.
-            length: Number of tokens of the text; all of it, at most 64, if None.
-            sample: Index of the window, or of the entry of a batch: the first one unless given.
-            **options: Those of `measure` about the input.
+        this input. Arguments are those of `decision`.
 
         Returns:
             Scores of a pooled row, or a chain that gives all tokens.
@@ -448,14 +441,14 @@ class LayerAtInput(Shown):
             InputError: If neither or both were given, the layer is at one head or another map, or
                 is not read in closed form.
         """
-        given = read_out_of(between, read_out)
+        by = read_out_of(between, read_out)
         self._asked("decision", {}, whole=True)
         if self._map.job.map != "attention":
             raise InputError(
                 "A decision reads the layer's attention. Found a layer at `map = "
                 f"{self._map.job.map}`; ask `model.at` without `map`."
             )
-        return decision_at_layer(self._map, given, between, pool, special_tokens=special_tokens)
+        return decision_at_layer(self._map, by, pool=pool, special_tokens=special_tokens)
 
     def split(self, **options: Any) -> Splitting:
         """Tokens that are better split than moved, as `split` finds them."""
@@ -510,11 +503,6 @@ class LayerAtInput(Shown):
         if row.top_token is not None and row.top_share is not None:
             top = tokens[row.top_token]
             yield "top token", f"{top!r} ({row.top_token}), {100 * row.top_share:.0f} %"
-
-
-@pieces.register
-def _as_card(found: OpenModel | LayerAtInput) -> Iterator[Piece]:
-    yield Card(type(found).__name__, tuple(found.display_lines()))
 
 
 def load_model(

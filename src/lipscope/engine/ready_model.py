@@ -106,18 +106,9 @@ class ReferenceModel:
 
 
 class ReadyModel:
-    """A loaded model, made ready for one question after the other.
+    """A loaded model, made ready for one question after the other, as `OpenModel` says.
 
-    Nothing has to be closed: the module is made ready (eval mode, a known attention
-    implementation) while a question is answered, and is as it was found afterwards. A copy in
-    another dtype is kept as long as this object lives.
-
-    Attributes:
-        loaded: The model with what rows say about it.
-        name: As the user gave it.
-        model: The module, as it was given.
-        tokenizer: Its tokenizer, or None.
-        is_layer: Whether it is an attention layer by itself.
+    ``is_layer``: whether it is an attention layer by itself.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:

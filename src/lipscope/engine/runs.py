@@ -33,10 +33,12 @@ from lipscope.pages import Rows
 from lipscope.records import (
     SURVEY,
     Bound,
+    Direction,
     Finished,
     Measurement,
     Place,
     RunFolder,
+    TokenShare,
     provenance,
     sha256_of,
     stable_id,
@@ -123,8 +125,11 @@ class LocalRun:
             self.survey, held = surveyed(known, self.folder, key, look)
             tell_fewer(self.spec, self.survey)
             self.jobs: list[Job] = plan(self.spec, [self.survey])
-            if self._verb.one_input:
-                self._check_one_input()
+            inputs = len({job.window for job in self.jobs if job.input == REAL})
+            if self._verb.one_input and inputs > 1:  # a batch, or pictures of several sizes
+                raise InputError(
+                    f"`data` should be one input here. Found {inputs}; give one of them."
+                )
             if not held:
                 self._note_model()
             self._stack = stack.pop_all()
@@ -150,18 +155,15 @@ class LocalRun:
         origin = provenance(
             device=str(device_of(self.spec.device)), **source_of(self.data, self.spec.images)
         )
-        place = folder_of(self._out)
-        folder = RunFolder(place, self._as_written(), origin, growing=self._asked is None)
+        written = self.spec.as_dict() | ({"asked": dict(self._asked)} if self._asked else {})
+        written |= {name: written.pop(several) for name, several in AXES.items()}  # as in the call
+        place, growing = folder_of(self._out), self._asked is None
+        folder = RunFolder(place, written, origin, growing=growing)
         stack.enter_context(folder)
         grown = {name: folder.spec[name] for name in ("layers", "lengths", "samples")}
         plain = {k: tuple(v) if isinstance(v, list) else v for k, v in grown.items()}
         self.spec = replace(self.spec, **plain)
         return folder
-
-    def _check_one_input(self) -> None:
-        found = len({job.window for job in self.jobs if job.input == REAL})
-        if found > 1:  # a batch, or pictures of several sizes
-            raise InputError(f"`data` should be one input here. Found {found}; give one of them.")
 
     def _note_model(self) -> None:
         if self.folder is not None:
@@ -202,9 +204,11 @@ class LocalRun:
         if folder is not None and folder is not self._out and keep:
             folder.planned(ids)
         done = self._held(ids)
-        tokens = folder.tokens(done) if folder is not None and self.spec.tokens else []
-        bounds = folder.bounds(done) if folder is not None and self.spec.theorems else []
-        parts = folder.directions(done) if folder is not None and self.spec.directions else []
+        tokens = folder.beside(TokenShare, done) if folder is not None and self.spec.tokens else []
+        bounds = folder.beside(Bound, done) if folder is not None and self.spec.theorems else []
+        parts = (
+            folder.beside(Direction, done) if folder is not None and self.spec.directions else []
+        )
         tell(sum(one in done for one in ids), len(ids), None)
         left = left_over(self.jobs, [self.survey.shape], done)
         for job in self.session.ordered(left):
@@ -289,7 +293,7 @@ class LocalRun:
         """Write one of the rows, with other bounds than those that the run itself asks for."""
         assert self.folder is not None
         tokens = tuple(one for one in rows.tokens if one.id == row.id)
-        held = {(one.id, one.theorem, one.eps) for one in self.folder.bounds()}
+        held = {(one.id, one.theorem, one.eps) for one in self.folder.beside(Bound)}
         new = tuple(one for one in bounds if (one.id, one.theorem, one.eps) not in held)
         if new or row.id not in self.folder.done:
             self.folder.extend([Finished(row, tokens, new)])
@@ -304,8 +308,10 @@ class LocalRun:
         held = {one: done[one] for one in ids if one in done}
         if folder is None or folder is not self._out:
             return held
-        bounded = {one.id for one in folder.bounds(held)} if self.spec.theorems else held
-        worded = {one.id for one in folder.directions(held)} if self.spec.directions else held
+        bounded = {one.id for one in folder.beside(Bound, held)} if self.spec.theorems else held
+        worded = (
+            {one.id for one in folder.beside(Direction, held)} if self.spec.directions else held
+        )
         asked = {"sigma_rest": self.spec.rest, "frobenius": self.spec.average}
 
         def complete(row: Measurement) -> bool:
@@ -324,11 +330,6 @@ class LocalRun:
                 raise
             about = self.model.loaded.about
             return failed_rows(self.spec, job, self.survey.shape, explained(problem), about)
-
-    def _as_written(self) -> dict[str, Any]:
-        """The specification in the words of the call."""
-        plain = self.spec.as_dict() | ({"asked": dict(self._asked)} if self._asked else {})
-        return plain | {name: plain.pop(several) for name, several in AXES.items()}
 
 
 def _with_held(one: Finished, held: Measurement | None) -> Finished:

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
-from lipscope.engine.answer import Answer, answer, explained, failed_rows, row_of
+from lipscope.engine.answer import Answer, Question, answer, explained, failed_rows, row_of
 from lipscope.engine.checks import COPIES, FREE, parse_bytes, parse_tokens
 from lipscope.engine.closed_form import (
     BuiltInput,
@@ -250,13 +250,13 @@ class MapAtInput:
     # --- answers
 
     @property
-    def question(self) -> tuple[LayerMap, Spec, Job, int, str, Watch | None]:
+    def question(self) -> Question:
         """What is solved, within which memory, the key that fixes the starts, and who watches."""
         spec, job = self.spec, self.job
         key = f"{spec.models[job.model].name}|{job.layer}|{job.num_tokens or ''}|{job.sample}"
         if job.input != REAL:
             key += f"|{job.input}|{job.radius or ''}"
-        return self.map, spec, job, self._session.chunks, key, self._watch
+        return Question(self.map, spec, job, self._session.chunks, key, self._watch)
 
     @property
     def answers(self) -> list[Answer]:
@@ -274,7 +274,7 @@ class MapAtInput:
             with beside, self.window.ready():
                 check = self._session.first(job) and whole_tokens
                 reference = partial(self.window.reference, self.map) if check else None
-                return answer(*self.question, reference, solved)
+                return answer(self.question, reference, solved)
 
         asked = job, spec.per_head, spec.rest, spec.average, spec.directions
         return keep_last(self.window.answers, asked, make)

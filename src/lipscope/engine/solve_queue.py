@@ -7,17 +7,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import pairwise
 from threading import Event
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from lipscope.engine.answer import Solve, solved_together
+from lipscope.engine.answer import Question, Solve, solved_together
 from lipscope.engine.plan import Job
 from lipscope.engine.ready_model import ModelAtInput
 from lipscope.engine.spec import REAL, Spec
 from lipscope.errors import InputError
 from lipscope.linalg import SPECTRAL, USUAL_STEPS, Watch, one_thread
-from lipscope.models import LayerMap
 
 _TOGETHER = 3  # layers whose products are one, at most: more fill no processor better
 _MOST_GROUPS = 4  # of them, solved at a time
@@ -38,10 +37,7 @@ class _Asked(Protocol):
     window: ModelAtInput
 
     @property
-    def map(self) -> LayerMap: ...
-
-    @property
-    def question(self) -> tuple[Any, ...]: ...
+    def question(self) -> Question: ...
 
 
 M = TypeVar("M", bound=_Asked)
@@ -138,11 +134,11 @@ class SolveQueue(Generic[M]):
         plain = one.job.input == REAL and one.job.metric in SPECTRAL
         if one.job.map not in ("attention", "heads") or not plain or self._spec.per_head:
             return False
-        x = one.map.x
+        layer, x = one.question.layer, one.question.layer.x
         basis = 2 * USUAL_STEPS * x.numel() * x.element_size()
         fits = x.numel() <= _FEW and 2 * _TOGETHER * _MOST_GROUPS * basis <= self._memory
         with one.window.ready() as ready:
-            alone = one.map.attention is not None and ready.resident is None
+            alone = layer.attention is not None and ready.resident is None
         return alone and fits and x.device.type == "cpu"
 
     def taken(self, job: Job) -> M | None:
@@ -162,7 +158,7 @@ class SolveQueue(Generic[M]):
         self._groups.clear()
 
 
-def _solve_group(questions: Sequence[tuple[Any, ...]], solves: list[Future[Solve]]) -> None:
+def _solve_group(questions: Sequence[Question], solves: list[Future[Solve]]) -> None:
     """Solve them together; each is told as soon as it is there."""
     try:
         solved_together(questions, lambda i, solve: solves[i].set_result(solve))

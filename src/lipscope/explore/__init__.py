@@ -10,9 +10,4 @@ if not (find_spec("starlette") and find_spec("uvicorn")):
         "lipscope."
     )
 
-from lipscope.explore.server import (
-    Explored as Explored,
-    Server as Server,
-    explore as explore,
-    served as served,
-)
+from lipscope.explore.server import Server as Server, explore as explore, served as served

@@ -18,6 +18,7 @@ from lipscope.errors import InputError
 from lipscope.linalg import Watch
 from lipscope.models import whole_text
 from lipscope.pages import Rows, directions_in_words, pushes_in, window_shares
+from lipscope.records import plain_values
 
 Event = dict[str, Any]
 Tell = Callable[[Event], None]
@@ -305,10 +306,7 @@ _DECIDED = ("answer_name", "runner_up_name", "by", "margin", "words")
 def _plain(one: DecisionCertificate) -> Event:
     values = {name: getattr(one, name) for name in _CERTIFIED}
     values["radius"] = rounded_down(one.radius)  # so that what is shown still holds
-    return {
-        name: None if isinstance(v, float) and not math.isfinite(v) else v
-        for name, v in values.items()
-    }
+    return plain_values(values)
 
 
 def _kept(model: OpenModel, asked: Question, check: Check, tell: Tell) -> Iterator[Event]:

@@ -11,7 +11,6 @@ import secrets
 import socket
 import threading
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
@@ -104,6 +103,15 @@ class Server:
         for solver in (*self.quick, *self._slow):
             solver.end()
 
+    def _repr_html_(self) -> str:
+        return (
+            f'<iframe title="lipscope explore" src="{html.escape(self.address)}" '
+            f'style="width:100%;height:{_HEIGHT}px;border:0"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        return f"<Explored at {self.address}: a notebook shows it; `.end()` ends it>"
+
     # --- what it answers
 
     def _app(self) -> Starlette:
@@ -113,7 +121,7 @@ class Server:
             "page.css": ("text/css", f"{asset('page.css')}\n{_asset('explore.css')}"),
         }
         routes = [
-            Route(f"/{name}", _constant(kind, text.encode()), methods=["GET"])
+            Route(f"/{name}", Response(text, media_type=kind), methods=["GET"])
             for name, (kind, text) in files.items()
         ]
         return Starlette(routes=[*routes, Route("/ask", self._ask, methods=["POST"])])
@@ -183,52 +191,17 @@ def served(
     return server
 
 
-# --- the page in a frame of a notebook
-
-
-@dataclass(frozen=True)
-class Explored:
-    """A page on an open model, which a notebook shows in a frame.
-
-    Attributes:
-        address: Where it is; a browser on this machine opens it as well.
-    """
-
-    address: str
-    server: Server
-
-    def _repr_html_(self) -> str:
-        return (
-            f'<iframe title="lipscope explore" src="{html.escape(self.address)}" '
-            f'style="width:100%;height:{_HEIGHT}px;border:0"></iframe>'
-        )
-
-    def __repr__(self) -> str:
-        return f"<Explored at {self.address}: a notebook shows it; `.end()` ends it>"
-
-    def end(self) -> None:
-        """End the page."""
-        self.server.end()
-
-
-def explore(model: OpenModel, text: str | None = None) -> Explored:
+def explore(model: OpenModel, text: str | None = None) -> Server:
     """The live page on an open model, as a notebook shows it.
 
     The page asks a module of its own, of the same weights, so that both may be asked at once.
     """
     server = served([twin(load_model(model))], text, framed=True)
     server.start()
-    return Explored(server.address, server)
+    return server
 
 
 # --- inside
-
-
-def _constant(kind: str, content: bytes) -> Any:
-    async def file(_: Request) -> Response:
-        return Response(content, media_type=kind)
-
-    return file
 
 
 def _refused(status: int, text: str) -> Response:

@@ -77,6 +77,7 @@ from .rows import (
     TokenShare as TokenShare,
     Value as Value,
     grouped as grouped,
+    plain_values as plain_values,
     provenance as provenance,
     records_of as records_of,
     stable_id as stable_id,

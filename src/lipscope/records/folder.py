@@ -319,17 +319,8 @@ class RunFolder:
         """What is known of the models of this run, by name."""
         return self._manifest["models"]
 
-    def append(
-        self,
-        row: Measurement,
-        tokens: Iterable[TokenShare] = (),
-        bounds: Iterable[Bound] = (),
-    ) -> None:
-        """Write one finished row, its tokens and bounds first, and flush all to the disk."""
-        self.extend([Finished(row, tuple(tokens), tuple(bounds))])
-
     def extend(self, finished: Sequence[Finished]) -> None:
-        """Write finished rows in one go: one wait for the disk instead of one for each."""
+        """Write finished rows, what belongs to them first, and flush all to the disk in one go."""
         rows, *sides, _ = self._tables
         lines = self._lines(finished)
         for side in sides:
@@ -344,7 +335,7 @@ class RunFolder:
         _, *sides, _ = self._tables
         held: dict[str, Counter[str]] = {}
         for side in sides:
-            records = self._beside(side.kind, again)
+            records = self.beside(side.kind, again)
             records += [record for one in finished for record in getattr(one, side.name)]
             keys = {tuple(getattr(record, name) for name in side.key) for record in records}
             held[side.name] = Counter(key[0] for key in keys)
@@ -379,25 +370,10 @@ class RunFolder:
         self._manifest["models"][name] = found
         self._write_manifest()
 
-    def tokens(self, ids: Iterable[str] | None = None) -> list[TokenShare]:
-        """The tokens of finished rows, of all or of some, each once."""
-        return self._beside(TokenShare, ids)
-
-    def bounds(self, ids: Iterable[str] | None = None) -> list[Bound]:
-        """The bounds of finished rows, of all or of some, each once."""
-        return self._beside(Bound, ids)
-
-    def directions(self, ids: Iterable[str] | None = None) -> list[Direction]:
-        """The directions of finished rows, of all or of some, each part once."""
-        return self._beside(Direction, ids)
-
-    def _beside(self, kind: type[T], ids: Iterable[str] | None) -> list[T]:
-        import polars as pl
-
+    def beside(self, kind: type[T], ids: Iterable[str] | None = None) -> list[T]:
+        """The tokens, bounds or directions of finished rows, of all or of some, each once."""
         wanted = [one for one in (self.done if ids is None else ids) if one in self.done]
-        if not wanted:
-            return []
-        return records_of(kind, self._read(kind).filter(pl.col("id").is_in(wanted)))
+        return records_of(kind, self._read(kind), wanted) if wanted else []
 
     def _read(self, kind: type) -> polars.DataFrame:
         """A table of which this process wrote or checked every line."""
@@ -538,15 +514,15 @@ class Run(Shown):
 
     def token_shares(self, ids: Sequence[str] | None = None) -> list[TokenShare]:
         """The tokens of some rows, or of all, as records."""
-        return records_of(TokenShare, _rows_of(self.tokens, ids))
+        return records_of(TokenShare, self.tokens, ids)
 
     def bound_values(self, ids: Sequence[str] | None = None) -> list[Bound]:
         """The bounds of some rows, or of all, as records."""
-        return records_of(Bound, _rows_of(self.bounds, ids))
+        return records_of(Bound, self.bounds, ids)
 
     def direction_parts(self, ids: Sequence[str] | None = None) -> list[Direction]:
         """The directions of some rows, or of all, as records."""
-        return records_of(Direction, _rows_of(self.directions, ids))
+        return records_of(Direction, self.directions, ids)
 
     def _read(self, kind: type) -> polars.DataFrame:
         (table,) = (one for one in tables(self.path) if one.kind is kind)
@@ -568,9 +544,3 @@ def read_run(path: str | Path) -> Run:
         found = "a file; name the folder of the run" if is_file else "no such folder"
         raise InputError(f"`{shown(path)}` should be a run folder. Found {found}.")
     return Run(Path(path), read_manifest(Path(path)))
-
-
-def _rows_of(frame: polars.DataFrame, ids: Sequence[str] | None) -> polars.DataFrame:
-    import polars as pl
-
-    return frame if ids is None else frame.filter(pl.col("id").is_in(list(ids)))

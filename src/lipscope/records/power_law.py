@@ -57,11 +57,6 @@ class Growth:
     beyond: Growth | None = None
 
     @property
-    def num_lengths(self) -> int:
-        """Number of lengths that were compared."""
-        return len(self.lengths)
-
-    @property
     def fits(self) -> bool | None:
         """Whether a power law describes the means; null if that was not tested.
 
@@ -236,7 +231,8 @@ def _growth(rows: Sequence[Measurement], *, paired: bool, seed: int, of: Of) -> 
     lengths = sorted({n for n, _ in logs})
     if len(lengths) < 3:
         return None
-    complete = _complete(logs, lengths) if paired else logs
+    whole = {s for _, s in logs if not paired or all((n, s) in logs for n in lengths)}
+    complete = {key: value for key, value in logs.items() if key[1] in whole}
     kept = complete or logs
     used = [row for row in rows if (row.num_tokens, row.sample) in kept]
     shared = share_text(used, paired=paired)
@@ -325,13 +321,6 @@ def _log_sigma(rows: Sequence[Measurement], of: Of) -> dict[tuple[int, int], flo
             )
         logs[key] = math.log(sigma)
     return logs
-
-
-def _complete(
-    logs: dict[tuple[int, int], float], lengths: list[int]
-) -> dict[tuple[int, int], float]:
-    whole = {s for _, s in logs if all((n, s) in logs for n in lengths)}
-    return {key: value for key, value in logs.items() if key[1] in whole}
 
 
 def share_text(rows: Sequence[Measurement], *, paired: bool) -> bool:

@@ -157,7 +157,7 @@ class Measurement(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """The row as plain values in column order; non-finite numbers are null."""
-        return _plain_values(vars(self))
+        return plain_values(vars(self))
 
     def to_json(self) -> str:
         """The row as one line of JSON."""
@@ -408,8 +408,9 @@ class PushStep:
     decision: str | None = None  # what a read-out of the layer's pooled output decides, or None
 
 
-GAINS = "tokens"
-"""The part of the values of a run folder that holds `TokenGain` records."""
+GAINS, EDITS, RADII, READINGS, ALERTS = "tokens", "edits", "radii", "monitor", "alerts"
+"""Parts of the values of a run folder: `TokenGain` and `TextEdit` records, certified radii of a
+model's decision, and what a monitor writes."""
 
 
 @dataclass(frozen=True)
@@ -431,15 +432,6 @@ class TokenGain:
         """Whether taking it apart is known to gain more than moving it."""
         return self.split > self.moved_upper
 
-
-READINGS, ALERTS = "monitor", "alerts"
-"""The parts of the values of a run folder that a monitor writes."""
-
-RADII = "radii"
-"""The part of the values of a run folder that holds certified radii of a model's decision."""
-
-EDITS = "edits"
-"""The part of the values of a run folder that holds `TextEdit` records."""
 
 SUCCEEDED, FAILED, SKIPPED = "succeeded", "failed", "skipped"
 
@@ -533,7 +525,7 @@ def grouped(things: Iterable[Thing], key: Callable[[Thing], Key]) -> dict[Key, l
 
 def to_line(values: Mapping[str, Any]) -> str:
     """The values of a record as one line of JSON; non-finite numbers are null."""
-    return json.dumps(_plain_values(values), ensure_ascii=False, allow_nan=False)
+    return json.dumps(plain_values(values), ensure_ascii=False, allow_nan=False)
 
 
 def stable_id(parts: Mapping[str, Any]) -> str:
@@ -571,12 +563,18 @@ def typed_frame(kind: type[Record], records: Iterable[Record]) -> polars.DataFra
     """A frame whose types come from the record's annotations, never from the values."""
     import polars as pl
 
-    finite = [_plain_values(vars(one)) for one in records]
+    finite = [plain_values(vars(one)) for one in records]
     return pl.DataFrame(finite, schema=schema_of(kind), orient="row")
 
 
-def records_of(kind: type[Record], frame: polars.DataFrame) -> list[Record]:
-    """The lines of a frame as records."""
+def records_of(
+    kind: type[Record], frame: polars.DataFrame, ids: Iterable[str] | None = None
+) -> list[Record]:
+    """The lines of a frame, or those of some rows, as records."""
+    if ids is not None:
+        import polars as pl
+
+        frame = frame.filter(pl.col("id").is_in(list(ids)))
     found = []
     for values in frame.iter_rows(named=True):
         one = object.__new__(kind)
@@ -598,8 +596,8 @@ def schema_of(kind: type) -> dict[str, Any]:
     return schema
 
 
-def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """With null for numbers that are not finite."""
+def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values, with null for numbers that are not finite."""
     return {
         k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
     }

@@ -81,9 +81,9 @@ def sweep(
             _write_results(request, folder, results, progress, ids)
         return Rows(
             [folder.done[one] for one in ids],
-            tokens=folder.tokens() if request.spec.tokens else (),
+            tokens=folder.beside(records.TokenShare) if request.spec.tokens else (),
             windows=request.spec.windows,
-            bounds=folder.bounds(),
+            bounds=folder.beside(records.Bound),
         )
 
 
@@ -217,7 +217,8 @@ def estimate(
     request = read_spec(spec)
     count = 1 if cluster is not None else number_of_workers(workers, cluster)
     request, held, known = _from_folder(place_of(request, out), request)
-    clock = _clock(request, threads_of(count))
+    alone = threads_of(count) == 1 and device_of(request.spec.device).type == "cpu"
+    clock = time.process_time if alone else time.perf_counter  # of a processor, or of the day
     began = clock()
     surveys = surveys_of(request, known)
     looked = clock() - began
@@ -287,12 +288,6 @@ def _from_folder(
 
 def _kind(job: Job) -> JobKind:
     return job.model, job.dtype, job.map, job.input, job.sample == 0
-
-
-def _clock(request: Request, threads: int) -> Callable[[], float]:
-    """What tells the time of one thread on a processor, or of the day."""
-    alone = threads == 1 and device_of(request.spec.device).type == "cpu"
-    return time.process_time if alone else time.perf_counter
 
 
 def _calibrated(

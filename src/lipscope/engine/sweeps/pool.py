@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any, TextIO
@@ -57,7 +57,8 @@ def local_results(
     pool = _Pool(request, shapes, Batches(jobs, workers), workers)
     left = len(jobs)
     try:
-        pool.start()
+        for _ in range(pool.count):
+            pool.start_one()
         while left:
             results = pool.wait()
             left -= len(results)
@@ -191,10 +192,6 @@ class _Pool:
         self.unborn = 0  # deaths in a row before a job was begun
         self.told: _Told = queue.SimpleQueue()
 
-    def start(self) -> None:
-        for _ in range(self.count):
-            self._start_one()
-
     def stop(self) -> None:
         """End all processes at once."""
         for worker in self.workers:
@@ -241,7 +238,7 @@ class _Pool:
             self._give(worker)
         return [result]
 
-    def _start_one(self) -> None:
+    def start_one(self) -> None:
         try:
             process = subprocess.Popen(
                 COMMAND,
@@ -284,12 +281,11 @@ class _Pool:
             )
         lost = self.batches.give_back(worker.jobs, begun=begun) if worker.jobs else None
         if len(self.batches):
-            self._start_one()
-        return [] if lost is None else [self._lost(lost, status)]
-
-    def _lost(self, job: Job, status: int) -> Result:
+            self.start_one()
+        if lost is None:
+            return []
         error = f"The worker process {_how(status)}, {TRIES} times in a row; {AGAIN}"
-        return failed(self.spec, job, self.shapes[job.model], error)
+        return [failed(self.spec, lost, self.shapes[lost.model], error)]
 
 
 def _how(status: int) -> str:
@@ -324,12 +320,7 @@ def _closed(process: subprocess.Popen[Any]) -> int:
 def encoded_result(result: Result) -> str:
     """A result as one line."""
     finished = [
-        (
-            one.row.to_dict(),
-            [vars(t) for t in one.tokens],
-            [vars(b) for b in one.bounds],
-            one.radii,
-        )
+        (one.row.to_dict(), [*map(vars, one.tokens)], [*map(vars, one.bounds)], one.radii)
         for one in result.finished
     ]
     return json.dumps([*result[:3], finished], ensure_ascii=True)
@@ -338,18 +329,16 @@ def encoded_result(result: Result) -> str:
 def decoded_result(line: str | bytes) -> Result:
     """The result of a line."""
     job, model, about, finished = json.loads(line)
-    return Result(job, model, about, [_finished(*one) for one in finished])
-
-
-def _finished(
-    row: Mapping[str, Any], tokens: Sequence[Any], bounds: Sequence[Any], radii: Sequence[Any]
-) -> Finished:
-    return Finished(
-        Measurement(**row),
-        tuple(TokenShare(**one) for one in tokens),
-        tuple(Bound(**one) for one in bounds),
-        radii=tuple((key, content) for key, content in radii),
-    )
+    rows = [
+        Finished(
+            Measurement(**row),
+            tuple(TokenShare(**one) for one in tokens),
+            tuple(Bound(**one) for one in bounds),
+            radii=tuple((key, content) for key, content in radii),
+        )
+        for row, tokens, bounds, radii in finished
+    ]
+    return Result(job, model, about, rows)
 
 
 def encoded_jobs(jobs: Sequence[Job], shape: Shape) -> str:

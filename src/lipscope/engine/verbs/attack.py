@@ -18,7 +18,7 @@ from lipscope.attacks import RECIPES, Draft, EditSearch, Scores, WorstInput
 from lipscope.display import Piece, Shown, pieces, rounded_down, rounded_up
 from lipscope.engine import checks, runs
 from lipscope.engine.checks import argument, no_several, one_of, whole_number, words
-from lipscope.engine.classifier import BY_ANGLE, Classifier, decides_by, nearest_by_angle
+from lipscope.engine.classifier import BY_ANGLE, By, Classifier, decides_by, nearest_by_angle
 from lipscope.engine.direction_words import mean_outputs
 from lipscope.engine.plan import Job
 from lipscope.engine.ready_model import AnyModel
@@ -225,16 +225,15 @@ def attack_text(
             "Token edits are of texts. Found a batch or pictures; leave `budget` out, or give a "
             "text."
         )
-    given = decides_by(between, read_out)
-    between = between or ()
-    wanted = {"budget": budget, "queries": queries, "target": target}
-    wanted |= {"decision": [*between, *(() if given is None else given.digests)]}
+    by = decides_by(between, read_out)
+    wanted: dict[str, Any] = {"budget": budget, "queries": queries, "target": target}
+    wanted["decision"] = by.digests if isinstance(by, Classifier) else [*(by or ())]
     asked |= {"layers": [layer], "lengths": _LENGTH if length is None else length}
     asked["samples"] = _SAMPLES if samples is None else samples
     verb = {"verb": "attack", "recipes": list(recipes), **wanted}
     with runs.LocalRun(model, data, asked, _ATTACK_TEXT, out=out, asked=verb) as run:
         rows = run.rows()
-        edits = _Windows(run, wanted, between, given)
+        edits = _Windows(run, wanted, by)
         jobs = [(*one, recipe) for one in zip(run.jobs, rows, strict=True) for recipe in recipes]
         found: list[records.TextEdit] = []
         tell = runs.as_callback(progress)
@@ -242,21 +241,15 @@ def attack_text(
             tell(len(found), len(jobs), row if edits.anew else None)
             found.append(edits.edited(job, row, recipe))
         tell(len(jobs), len(jobs), rows[-1] if edits.anew else None)
-    by = BY_ANGLE if between else _READ_OUT if given else _OWN
-    return TextAttack(rows, tuple(found), by if any(one.decision for one in found) else "")
+    said = _OWN if by is None else _READ_OUT if isinstance(by, Classifier) else BY_ANGLE
+    return TextAttack(rows, tuple(found), said if any(one.decision for one in found) else "")
 
 
 class _Windows:
     """The windows of a run, of which the last one is at hand; edits that its folder holds."""
 
-    def __init__(
-        self,
-        run: runs.LocalRun,
-        wanted: Mapping[str, Any],
-        between: Sequence[str],
-        given: Classifier | None,
-    ) -> None:
-        self._run, self._wanted, self._between, self._given = run, wanted, between, given
+    def __init__(self, run: runs.LocalRun, wanted: Mapping[str, Any], by: By) -> None:
+        self._run, self._wanted, self._by = run, wanted, by
         self._at: tuple[str, EditSearch] | None = None
         self._classes: Classifier | None = None
         self.anew = False
@@ -321,7 +314,8 @@ class _Windows:
     def _scores(self, embedded: Embedded) -> Scores | None:
         """From the output of the model to the scores of classes; None if nothing is decided."""
         own = embedded.read(embedded.ids[None]).model
-        if not self._between and self._given is None:
+        by = self._by
+        if by is None:
             return (lambda y: y) if own.ndim == 2 and own.shape[1] > 1 else None
         if own.ndim != 3:
             raise InputError(
@@ -329,7 +323,7 @@ class _Windows:
                 "Found one that ends in scores of its own; leave `between` and `read_out` out."
             )
         if self._classes is None:
-            self._classes = self._given or self._nearest(embedded)
+            self._classes = by if isinstance(by, Classifier) else self._nearest(by, embedded)
         weight = self._classes.weight.to(own)
         if weight.shape[1] != own.shape[-1]:
             raise InputError(
@@ -339,14 +333,14 @@ class _Windows:
         bias = 0.0 if self._classes.bias is None else self._classes.bias.to(own)
         return lambda y: y.mean(1) @ weight.T + bias
 
-    def _nearest(self, embedded: Embedded) -> Classifier:
+    def _nearest(self, texts: Sequence[str], embedded: Embedded) -> Classifier:
         """Scores that order texts by the angle of their mean outputs with that of a window."""
 
         def output(ids: Tensor) -> Tensor:
             return embedded.read(ids.to(embedded.ids.device)).model[0]
 
         loaded, special = self._run.model.loaded, self._run.spec.special_tokens
-        return nearest_by_angle(mean_outputs(self._between, loaded, special, output))
+        return nearest_by_angle(mean_outputs(texts, loaded, special, output))
 
     def _check(self, written: WindowDecoder, ids: Sequence[int], recipe: str, budget: int) -> None:
         own, most = len(written.editable(ids)), self._run.model.loaded.max_tokens

@@ -63,16 +63,16 @@ _OF_ATTENTION = (_USUAL, "heads")
 class CertifiedBall(BallCertificate):
     """A certificate of a model's layer in a ball, and an attack on it."""
 
-    model: str  # its name
-    layer: int | None  # its index; None for the map ``model``
+    model: str  # name of the model
+    layer: int | None  # index of the layer; None for the map ``model``
     head: int | None  # the query head, or None for all
     map: MapName  # ``attention``, ``heads``, ``residual``, ``block``, ``stack`` or ``model``
-    num_tokens: int  # of the input
-    # largest ``‖f(X') - f(X)‖ / ‖X' - X‖`` and sigma that the attack found in the ball, if any
+    num_tokens: int  # number of tokens of the input
+    # largest ``‖f(X') - f(X)‖ / ‖X' - X‖`` that the attack found in the ball; None without one
     largest_ratio: float | None = None
-    largest_sigma: float | None = None
+    largest_sigma: float | None = None  # largest sigma that it found there, or None
     attempts: int = 0  # random points and ascents that it tried
-    file: str | None = None  # of the worst input in the run folder
+    file: str | None = None  # name of the file with the worst input in the run folder, or None
 
     @property
     def over_attack(self) -> float | None:
@@ -305,17 +305,13 @@ def certify_decision(
 
     An interrupt from the keyboard ends it: the last certificate has what was proved so far and is
     ``stopped``. The same request on the same folder goes on from there.
-    ``model`` and ``data`` are as for `measure`.
+    ``model`` and ``data`` are as for `measure`; ``between``, ``read_out``, ``pool``, ``at_layer``
+    and ``length`` as for `OpenModel.decision`.
 
     Args:
-        between: Texts: the one whose mean output is at the smallest angle decides.
-        read_out: A matrix of classes in a file, or a `Classifier`, in their place.
-        pool: Which tokens are read where the model does not pool them itself.
         ball: ``joint``: all tokens together; ``each``: every one by less than the radius;
             ``token``: one after the other, a certificate a token.
         tokens: Indices of the tokens that may move; all if None.
-        at_layer: The attention layer before which they move; 0: the embeddings.
-        length: Number of tokens of the text; all of it, at most 64, if None.
         out: Run folder for the row of sigma, of the map ``margin``, ``model`` or ``attention``, and
             the radii; tokens that it holds are not certified again. Whole maps need their blocks in
             a list, which without ``out`` is not asked for.
@@ -331,7 +327,7 @@ def certify_decision(
     ball = argument(one_of(*BALLS), "ball", ball)
     if tokens is not None:
         tokens = [argument(whole_number(0, 10**6), "tokens", one) for one in items(tokens)]
-    given = decides_by(between, read_out)
+    by = decides_by(between, read_out)
     asked: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
     map = argument(one_of("model", "attention"), "map", asked.pop("map", "model"))
     check_double(asked)
@@ -339,11 +335,10 @@ def certify_decision(
         model = ready_model(model, **{name: asked[name] for name in _LOADING if name in asked})
         asked = {k: v for k, v in asked.items() if k not in ("tokenizer", "revision")}
         data = whole_input(model, data, special_tokens=asked.get("special_tokens", True))
-    own = given is None and between is None
-    if own and map == "attention":
+    if by is None and map == "attention":
         raise InputError("A layer decides by `between` or `read_out`. Found neither.")
     asked |= of_one_input(data, asked, length)
-    beside = "margin" if own else map  # the map of the row that a folder has beside the radii
+    beside = "margin" if by is None else map  # of the row that a folder has beside the radii
     if map == "attention" or out is None:
         layer = argument(whole_number(0, 10_000), "at_layer", at_layer) if map != "model" else 0
         beside, asked["layers"] = "attention", [layer]
@@ -351,16 +346,15 @@ def certify_decision(
     several = {"verb": "certify"}
     with LocalRun(model, data, asked, _DECISION, more=more, out=out, asked=several) as run:
         about: dict[str, Any] = {"between": between, "pool": pool, "at_layer": at_layer}
-        about |= {"read_out": given and given.digests}
+        about |= {"read_out": by.digests if isinstance(by, Classifier) else None}
 
         def find() -> dict[str, Any]:
-            how: dict[str, Any] = {"given": given, "between": between, "pool": pool}
-            how["special_tokens"] = run.spec.special_tokens
+            how: dict[str, Any] = {"pool": pool, "special_tokens": run.spec.special_tokens}
             at = run.at(run.jobs[0])
-            if map == "attention":
-                decision = decision_at_layer(at, **how)
+            if map == "attention" and by is not None:
+                decision = decision_at_layer(at, by, **how)
             else:
-                decision = decision_at(run.model, at.item, at_layer=at_layer, **how)
+                decision = decision_at(run.model, at.item, by, at_layer=at_layer, **how)
             groups = decision.groups(ball, tokens)
             return {"keys": _certified_groups(run, decision, ball, groups, about, tell)}
 

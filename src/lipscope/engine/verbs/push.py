@@ -14,6 +14,7 @@ from rich.text import Text
 from lipscope.display import Drawing, Piece, Shown, pieces, rounded_up
 from lipscope.engine.checks import argument, flag, is_number, items, one_of, whole_number
 from lipscope.engine.classifier import (
+    By,
     Classifier,
     DecisionOptions,
     classifier_of_texts,
@@ -68,19 +69,12 @@ _DEFAULTS = {"between": None, "read_out": None, "pool": "mean", "certificate": N
 
 @dataclass(frozen=True, repr=False)
 class Pushed(Shown):
-    """The effect of pushes of a layer's input.
+    """The effect of pushes of a layer's input."""
 
-    Attributes:
-        rows: Sigma of the map, one row for each input.
-        places: What there was before the pushes, for each row.
-        directions: Every direction of each row, and where something changes along it.
-        steps: Every size of every direction.
-    """
-
-    rows: Rows
-    places: tuple[PushPlace, ...]
-    directions: tuple[PushDirection, ...]
-    steps: tuple[PushStep, ...]
+    rows: Rows  # sigma of the map, one row for each input
+    places: tuple[PushPlace, ...]  # what there was before the pushes, for each row
+    directions: tuple[PushDirection, ...]  # of each row, and where something changes along it
+    steps: tuple[PushStep, ...]  # every size of every direction
 
 
 def push(
@@ -145,11 +139,12 @@ def push(
     }
     argument(one_of(*_MAPS), "map", options.get("map", "attention"))
     texts = given_texts(among)
-    decides = _decision(between, own["read_out"], asked)
-    wanted |= {"among": texts, "between": between, "read_out": decides and decides.digests}
+    by = _decides_by(between, own["read_out"], asked)
+    digests = by.digests if isinstance(by, Classifier) else None
+    wanted |= {"among": texts, "between": between, "read_out": digests}
     with LocalRun(model, data, asked, _PUSH, out=out, asked={"verb": "push"}) as run:
         rows = run.rows()
-        found = _Pushes(run, rows, wanted, texts, between or (), decides, as_callback(progress))
+        found = _Pushes(run, rows, wanted, texts, by, as_callback(progress))
         for job, row in zip(run.jobs, rows, strict=True):
             found.add(job, row)
     return Pushed(rows, tuple(found.places), tuple(found.directions), tuple(found.steps))
@@ -164,12 +159,11 @@ class _Pushes:
         rows: Rows,
         wanted: Mapping[str, Any],
         among: Sequence[str],
-        between: Sequence[str],
-        decides: Classifier | None,
+        by: By,
         tell: Tell,
     ) -> None:
         self._run, self._wanted, self._tell = run, wanted, tell
-        self._among, self._between, self._given = among, between, decides
+        self._among, self._by = among, by
         self._names = ["+v", "-v", "+top", "-top"]
         self._names += [f"random {k + 1}" for k in range(wanted["draws"])]
         self._count, self._total = 0, len(rows) * len(self._names)
@@ -186,12 +180,11 @@ class _Pushes:
 
         def place() -> PushProbe:  # not before it is needed: a finished push loads no model
             if not made:
-                pool, classes = self._wanted["pool"], self._given
-                if classes is None and self._between:
+                pool, by = self._wanted["pool"], self._by
+                if by is not None and not isinstance(by, Classifier):
                     how: Any = {"pool": pool, "special_tokens": self._run.spec.special_tokens}
-                    how["layer"] = job.layer or 0
-                    classes = classifier_of_texts(self._run.model, self._between, **how)
-                decides = None if classes is None else (classes, pool)
+                    by = classifier_of_texts(self._run.model, by, layer=job.layer or 0, **how)
+                decides = None if by is None else (by, pool)
                 made.append(PushProbe(self._run, job, row, push, self._among, decides))
             return made[0]
 
@@ -231,10 +224,8 @@ def _grid(eps: Any) -> list[float]:
     return found
 
 
-def _decision(
-    between: Sequence[str] | None, read_out: Any, options: Mapping[str, Any]
-) -> Classifier | None:
-    """The read-out that was given, checked with what goes with it."""
+def _decides_by(between: Sequence[str] | None, read_out: Any, options: Mapping[str, Any]) -> By:
+    """What was given to decide, checked with what goes with it."""
     given = between is not None or read_out is not None
     if given and options.get("map", "attention") != "attention":
         raise InputError(

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from lipscope.display import Piece, Shown, pieces, rounded_down, rounded_up
 from lipscope.engine.checks import argument, flag, is_number, path, whole_number
 from lipscope.engine.ready_model import ReadyModel, loaded_model
 from lipscope.engine.verbs.measure import measure
-from lipscope.errors import InputError, OptionError, memory_for, shown
+from lipscope.errors import InputError, memory_for, shown
 from lipscope.models import LoadedModel, checked_data, fingerprint, inputs_of, quiet
 from lipscope.pages import Rows, empty_table, number
 
@@ -32,40 +32,22 @@ _ASCENTS = 10  # its gradients
 Progress = Callable[[str], None]
 
 
-class SmoothOptions(TypedDict, total=False):
-    """Options of `smooth`, which says what they mean."""
-
-    force: bool
-    seed: int
-    allow_pickle: bool
-
-
 @dataclass(frozen=True, repr=False)
 class Smoothed(Shown):
-    """The result of smoothing a model.
+    """The result of smoothing a model."""
 
-    Attributes:
-        before: Rows of the layers on the text, as the model was.
-        after: The same rows as it is saved.
-        quality: ``perplexity`` of a decoder with a language head, else ``agreement``: the mean
-            cosine between pooled outputs before and after.
-        quality_before: On the same windows of the text; 1 for the agreement.
-        quality_after: Likewise.
-        change_before: How much a move of the embeddings by 1 % of their norm changes the last
-            hidden states, ``‖ΔH‖ / ‖H‖``: the largest that gradient ascent found, a lower value;
-            mean over the windows.
-        change_after: Likewise.
-        path: Folder of the saved model.
-    """
-
-    before: Rows
-    after: Rows
+    before: Rows  # rows of the layers on the text, as the model was
+    after: Rows  # the same rows as it is saved
+    # ``perplexity`` of a decoder with a language head, else ``agreement``: the mean cosine between
+    # pooled outputs before and after
     quality: Literal["perplexity", "agreement"]
-    quality_before: float
-    quality_after: float
+    quality_before: float  # on the same windows of the text; 1 for the agreement
+    quality_after: float  # likewise
+    # How much a move of the embeddings by 1 % of their norm changes the last hidden states,
+    # ``‖ΔH‖ / ‖H‖``: the largest that gradient ascent found, a lower value; mean over the windows
     change_before: float
-    change_after: float
-    path: Path
+    change_after: float  # likewise
+    path: Path  # folder of the saved model
 
 
 def smooth(
@@ -78,8 +60,10 @@ def smooth(
     length: int = 64,
     samples: int = 4,
     steps: int = 0,
+    force: bool = False,
+    seed: int = 0,
+    allow_pickle: bool = False,
     progress: Progress | None = None,
-    **options: Unpack[SmoothOptions],
 ) -> Smoothed:
     """Rescale a model's attention layers to a largest sigma on a text, and save it.
 
@@ -102,9 +86,10 @@ def smooth(
         length: Tokens of a window.
         samples: Windows.
         steps: Steps of training.
+        force: Write into a folder that holds something.
+        seed: Of random starts, and of the weights of a random model.
+        allow_pickle: As for `measure`.
         progress: Told what is being done.
-        **options: ``force``: write into a folder that holds something; ``seed=0``: of random
-            starts, and of the weights of a random model; ``allow_pickle`` as for `measure`.
 
     Raises:
         InputError: If the target cannot be reached, the folder is taken, or the model cannot be
@@ -114,10 +99,7 @@ def smooth(
         raise InputError(f"`progress` should be a function. Found `{type(progress).__name__}`.")
     tell = progress or (lambda _: None)
     steps = argument(whole_number(0, 1_000_000), "steps", steps)
-    force = argument(flag, "force", options.pop("force", False))
-    seed, allow_pickle = options.pop("seed", 0), options.pop("allow_pickle", False)
-    for name in options:
-        raise OptionError(f"smooth() got an unexpected keyword argument {name!r}.")
+    force = argument(flag, "force", force)
     length = argument(whole_number(1, 10**6), "length", length)
     samples = argument(whole_number(1, 100_000), "samples", samples)
     if not is_number(target) or not 0 < target < _LARGEST:
