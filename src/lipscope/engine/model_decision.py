@@ -66,19 +66,30 @@ _BLOCK = 2**22  # numbers of the embeddings that are read at a time
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DecisionCertificate(NetworkCertificate):
-    """The decision of a model, and the radius within which no move of its tokens changes it."""
+    """The decision of a model, and the radius within which no move of its tokens changes it.
 
-    model: str  # name of the model
-    by: str  # what decides, in words
-    map: DecisionMap = "model"  # or ``attention``: that layer by itself, its output pooled
-    words: tuple[str, ...]  # the tokens that may move
-    # Distance from such a token's embedding to the nearest one of another word; None where no token
-    # ids are read, or where the stream of a later layer moves
+    Attributes:
+        model: Name of the model.
+        by: What decides, in words.
+        words: The tokens that may move.
+        nearest: Distance from such a token's embedding to the nearest one of another word; None
+            where no token ids are read, or where the stream of a later layer moves.
+        words_within: Embeddings of other words within the radius of such a token.
+        id: Row of sigma beside it in a run folder, or None.
+        sample: Index of the window or entry.
+        at_layer: The attention layer before which tokens move.
+        map: ``model``, or ``attention``: that layer by itself, its output pooled.
+    """
+
+    model: str
+    by: str
+    map: DecisionMap = "model"
+    words: tuple[str, ...]
     nearest: float | None = None
-    words_within: int | None = None  # embeddings of other words within the radius of such a token
-    id: str | None = None  # row of sigma beside it in a run folder, or None
-    sample: int = 0  # index of the window or entry
-    at_layer: int = 0  # the attention layer before which tokens move
+    words_within: int | None = None
+    id: str | None = None
+    sample: int = 0
+    at_layer: int = 0
 
     @property
     def violated(self) -> bool:
@@ -122,26 +133,39 @@ class TokenRadii(Shown):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ModelDecision(Shown):
-    """What a model, or a read-out of one of its layers, decides at an input, and by how much."""
+    """What a model, or a read-out of one of its layers, decides at an input, and by how much.
 
-    network: (
-        Network  # from the stream of tokens on, in float64, held against the model or the layer
-    )
-    x: Float[Tensor, "n d"]  # the stream
-    words: tuple[str, ...]  # its tokens
-    model: str  # name of the model
-    by: str  # what decides, in words
-    sample: int = 0  # index of the window or entry
-    place: str = ""  # the same in words
-    at_layer: int = 0  # the attention layer before which tokens move
-    map: DecisionMap = "model"  # or ``attention``: that layer by itself, its output pooled
-    # Gives distances from each token to what other words would be there, ``(words, n)``
+    Attributes:
+        network: The model from the stream of tokens on, in float64, held against the model; or the
+            layer.
+        x: The stream, ``(n, d)``.
+        words: Its tokens.
+        model: Name of the model.
+        by: What decides, in words.
+        sample: Index of the window or entry; ``place`` says it in words.
+        at_layer: The attention layer before which tokens move.
+        map: ``model``, or ``attention``: that layer by itself, its output pooled.
+        distances: Gives those from each token to what other words would be there, ``(words, n)``.
+        answer: Class with the largest score; ``answer_name`` is what it is called.
+        runner_up: The class with the next one; ``runner_up_name`` likewise.
+        margin: Difference of their scores.
+    """
+
+    network: Network
+    x: Float[Tensor, "n d"]
+    words: tuple[str, ...]
+    model: str
+    by: str
+    sample: int = 0
+    place: str = ""
+    at_layer: int = 0
+    map: DecisionMap = "model"
     distances: Callable[[], Tensor | None] = lambda: None
-    answer: int = field(init=False)  # class with the largest score
+    answer: int = field(init=False)
     answer_name: str = field(init=False)
-    runner_up: int = field(init=False)  # the class with the next one
+    runner_up: int = field(init=False)
     runner_up_name: str = field(init=False)
-    margin: float = field(init=False)  # difference of their scores
+    margin: float = field(init=False)
 
     def __post_init__(self) -> None:
         scores = self.network(self.x)

@@ -175,7 +175,11 @@ class Monitor:
             self._before = {i: [p.detach().clone() for p in own] for i, own in kept}
 
     def after(self, loss: Tensor | float | None = None) -> None:
-        """After a step: count it, `see` its loss, and read where it is time."""
+        """After a step: count it, `see` its loss, and read where it is time.
+
+        Raises:
+            InputError: If the loss is no number, or not finite.
+        """
         self._last += 1
         if loss is not None:
             self.see(loss)

@@ -68,13 +68,21 @@ class LipschitzBound(Shown):
     """How much the output of a network can move, from above.
 
     ``|f(x) - f(y)| <= value |x - y|`` in the norm, for all inputs of the radius.
+
+    Attributes:
+        value: The bound, float64, differentiable in the weights. ``float(bound)`` is the same,
+            rounded up.
+        norm: ``max-token``, the largest norm of a token, or ``frobenius``.
+        radius: Largest norm of a token of the input, infinite for all inputs.
+        num_tokens: Their number, where it counts.
+        parts: Its factors, in order.
     """
 
-    value: Float[Tensor, ""]  # float64, differentiable in the weights; ``float(bound)`` rounds up
-    norm: BoundNorm  # ``max-token``, the largest norm of a token, or ``frobenius``
-    radius: float  # largest norm of a token of the input, infinite for all inputs
-    num_tokens: int | None  # their number, where it counts
-    parts: tuple[PartBound, ...]  # its factors, in order
+    value: Float[Tensor, ""]
+    norm: BoundNorm
+    radius: float
+    num_tokens: int | None
+    parts: tuple[PartBound, ...]
 
     def __float__(self) -> float:
         up = float(self.value.detach()) * (1 + _ROUNDING * (1 + len(self.parts)))

@@ -61,18 +61,30 @@ _OF_ATTENTION = (_USUAL, "heads")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CertifiedBall(BallCertificate):
-    """A certificate of a model's layer in a ball, and an attack on it."""
+    """A certificate of a model's layer in a ball, and an attack on it.
 
-    model: str  # name of the model
-    layer: int | None  # index of the layer; None for the map ``model``
-    head: int | None  # the query head, or None for all
-    map: MapName  # ``attention``, ``heads``, ``residual``, ``block``, ``stack`` or ``model``
-    num_tokens: int  # number of tokens of the input
-    # largest ``‖f(X') - f(X)‖ / ‖X' - X‖`` that the attack found in the ball; None without one
+    Attributes:
+        model: Name of the model.
+        layer: Index of the layer; None for the map ``model``.
+        head: The query head, or None for all.
+        map: ``attention``, ``heads``, ``residual``, ``block``, ``stack`` or ``model``.
+        num_tokens: Number of tokens of the input.
+        largest_ratio: Largest ``‖f(X') - f(X)‖ / ‖X' - X‖`` that the attack found in the ball;
+            None if there was none.
+        largest_sigma: Largest sigma that it found there, or None.
+        attempts: Random points and ascents that it tried.
+        file: Name of the file with the worst input in the run folder, or None.
+    """
+
+    model: str
+    layer: int | None
+    head: int | None
+    map: MapName
+    num_tokens: int
     largest_ratio: float | None = None
-    largest_sigma: float | None = None  # largest sigma that it found there, or None
-    attempts: int = 0  # random points and ascents that it tried
-    file: str | None = None  # name of the file with the worst input in the run folder, or None
+    largest_sigma: float | None = None
+    attempts: int = 0
+    file: str | None = None
 
     @property
     def over_attack(self) -> float | None:

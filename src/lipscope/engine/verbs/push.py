@@ -69,12 +69,19 @@ _DEFAULTS = {"between": None, "read_out": None, "pool": "mean", "certificate": N
 
 @dataclass(frozen=True, repr=False)
 class Pushed(Shown):
-    """The effect of pushes of a layer's input."""
+    """The effect of pushes of a layer's input.
 
-    rows: Rows  # sigma of the map, one row for each input
-    places: tuple[PushPlace, ...]  # what there was before the pushes, for each row
-    directions: tuple[PushDirection, ...]  # of each row, and where something changes along it
-    steps: tuple[PushStep, ...]  # every size of every direction
+    Attributes:
+        rows: Sigma of the map, one row for each input.
+        places: What there was before the pushes, for each row.
+        directions: Every direction of each row, and where something changes along it.
+        steps: Every size of every direction.
+    """
+
+    rows: Rows
+    places: tuple[PushPlace, ...]
+    directions: tuple[PushDirection, ...]
+    steps: tuple[PushStep, ...]
 
 
 def push(

@@ -34,20 +34,30 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, repr=False)
 class Smoothed(Shown):
-    """The result of smoothing a model."""
+    """The result of smoothing a model.
 
-    before: Rows  # rows of the layers on the text, as the model was
-    after: Rows  # the same rows as it is saved
-    # ``perplexity`` of a decoder with a language head, else ``agreement``: the mean cosine between
-    # pooled outputs before and after
+    Attributes:
+        before: Rows of the layers on the text, as the model was.
+        after: The same rows as it is saved.
+        quality: ``perplexity`` of a decoder with a language head, else ``agreement``: the mean
+            cosine between pooled outputs before and after.
+        quality_before: On the same windows of the text; 1 for the agreement.
+        quality_after: Likewise.
+        change_before: How much a move of the embeddings by 1 % of their norm changes the last
+            hidden states, ``‖ΔH‖ / ‖H‖``: the largest that gradient ascent found, a lower value;
+            mean over the windows.
+        change_after: Likewise.
+        path: Folder of the saved model.
+    """
+
+    before: Rows
+    after: Rows
     quality: Literal["perplexity", "agreement"]
-    quality_before: float  # on the same windows of the text; 1 for the agreement
-    quality_after: float  # likewise
-    # How much a move of the embeddings by 1 % of their norm changes the last hidden states,
-    # ``‖ΔH‖ / ‖H‖``: the largest that gradient ascent found, a lower value; mean over the windows
+    quality_before: float
+    quality_after: float
     change_before: float
-    change_after: float  # likewise
-    path: Path  # folder of the saved model
+    change_after: float
+    path: Path
 
 
 def smooth(
