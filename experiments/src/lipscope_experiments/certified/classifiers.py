@@ -155,8 +155,9 @@ def network_of(weights: Mapping[str, Tensor], recipe: Recipe, n: int) -> Network
         share, tail = torch.eye(n)[0].to(head), (map_alone("bert.pooler.dense", "tanh"),)
     for at in map(_LAYER.format, range(recipe.blocks)):
         (q, q0), (k, k0), (v, v0), (o, o0) = (of(at + name) for name in _ATTENTION)
-        biases = {"query_bias": q0, "key_bias": k0, "value_bias": v0, "output_bias": o0}
-        part = DotProduct(q, k, v, o, heads=4, **biases)
+        part = DotProduct(
+            q, k, v, o, heads=4, query_bias=q0, key_bias=k0, value_bias=v0, output_bias=o0
+        )
         branches.append(Branch(part, skip=recipe.kind != "A"))
         if recipe.kind != "A":
             wide = *of(f"{at}intermediate.dense"), *of(f"{at}output.dense")

@@ -20,7 +20,7 @@ from lipscope_experiments.certified.classifiers import LICENCES, Recipe, Trained
 from lipscope_experiments.certified.crown import peer, peer_radius
 from lipscope_experiments.data import folder_for
 from lipscope_experiments.experiment import Study, experiment
-from lipscope_experiments.findings import Record, chosen, grouped, middle
+from lipscope_experiments.findings import Record, chosen, column_mean, grouped, middle
 
 Model = Callable[[Tensor], Tensor]
 """From tokens ``(b, n, d)`` to two scores."""
@@ -80,7 +80,10 @@ def decisions(study: Study) -> None:
                 for pair in PAIRS
             },
             **{
-                f"seconds, {who}": lambda _, mine, who=who: _seconds(mine, who)
+                f"seconds, {who}": column_mean(
+                    lambda r, who=who: r.get(f"seconds, {who}"),
+                    lambda own: f"{median(own):.1f}" if own else "–",
+                )
                 for who in ("ours", "CROWN", "attack")
             },
         },
@@ -204,35 +207,21 @@ def gaps_of(record: Record) -> list[float | None]:
     ]
 
 
-def _seconds(records: Sequence[Record], who: str) -> str:
-    known = [r[f"seconds, {who}"] for r in records if f"seconds, {who}" in r]
-    return f"{median(known):.1f}" if known else "–"
-
-
 # --- attacks
 
 
 def smallest_flip(
-    model: Model,
-    x: Float[Tensor, "n d"],
-    label: int,
-    moves: Float[Tensor, "n 1"],
-    *,
-    restarts: int = 8,
-    steps: int = 250,
+    model: Model, x: Tensor, label: int, moves: Tensor, *, restarts: int = 8, steps: int = 250
 ) -> tuple[float, Float[Tensor, "n d"]]:
     """Size of the smallest move found that changes the answer, and the move; inf if none did.
 
     From random moves of several sizes: a step along the gradient of the margin on a sphere that
     shrinks where the answer has changed and grows where it has not; then bisection along the ray.
 
-    Holds for classifiers of two classes; an upper value of the true radius.
-
     Args:
-        model: From tokens ``(b, n, d)`` to two scores.
-        moves: 1 for tokens that may move, 0 for others.
+        moves: ``(n, 1)``, 1 for tokens that may move, 0 for others.
 
-    Source: the decoupled direction and norm of Rony et al. (2019).
+    Source: the decoupled direction and norm of Rony et al. (2019); an upper value.
     """
     source = torch.Generator().manual_seed(0)
     margin, slope = margins_with_slopes(model, x[None], label, moves)
@@ -259,11 +248,11 @@ def smallest_flip(
 
 def least_margin(
     model: Model,
-    x: Float[Tensor, "n d"],
+    x: Tensor,
     label: int,
-    moves: Float[Tensor, "n 1"],
+    moves: Tensor,
     radius: float,
-    point: Float[Tensor, "n d"],
+    point: Tensor,
     points: int = 1000,
 ) -> float:
     """The least margin of some points in a ball, at least 600.
@@ -293,8 +282,8 @@ def margins(model: Model, x: Float[Tensor, "b n d"], label: int) -> Float[Tensor
 
 
 def margins_with_slopes(
-    model: Model, x: Float[Tensor, "b n d"], label: int, moves: Float[Tensor, "n 1"]
-) -> tuple[Float[Tensor, " b"], Float[Tensor, "b n d"]]:
+    model: Model, x: Tensor, label: int, moves: Tensor
+) -> tuple[Tensor, Tensor]:
     """Margins, and their gradients by the tokens that move."""
     at = x.detach().requires_grad_(True)
     found = margins(model, at, label)

@@ -17,7 +17,15 @@ from lipscope.pages import number
 from lipscope.records import stable_id
 from lipscope_experiments.data import Corpus, corpus
 from lipscope_experiments.experiment import Study, experiment, grid
-from lipscope_experiments.findings import Record, average, chosen, geometric, grouped, line
+from lipscope_experiments.findings import (
+    Record,
+    average,
+    chosen,
+    column_mean,
+    geometric,
+    grouped,
+    line,
+)
 from lipscope_experiments.training import SHARPER, norm_of, seeded, train
 
 CAPS = (1.0, 1.25, 1.5, 2.0, None)
@@ -134,8 +142,7 @@ def trained(run: Record, data: Corpus) -> tuple[SmoothTransformer, Record]:
             causal=True,
             capped="after-step",
         )
-    probe = data.held[:1, :-1]
-    curve: list[list[float]] = []
+    curve = list[list[float]]()
 
     def loss() -> Tensor:
         windows = data.draw(run["batch"], length, gen)
@@ -145,7 +152,7 @@ def trained(run: Record, data: Corpus) -> tuple[SmoothTransformer, Record]:
         drawn = run["seed"] == 0 and run["cap"] is None
         if drawn and step % (run["steps"] // _READINGS) == 0:
             with torch.no_grad():
-                tokens = model.tokens(probe)[0, : length // 4]
+                tokens = model.tokens(data.held[:1, :-1])[0, : length // 4]
             curve.append([step, bound_of(model), sigma_at(model, tokens)])
     model.eval()
     return model, held_out(model, data, length) | {"curve": curve}
@@ -157,10 +164,7 @@ def _nats(scores: Tensor, windows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def held_out(model: SmoothTransformer, data: Corpus, length: int) -> Record:
-    """Accuracy and bits per character of the whole held-out text, in blocks that follow each other.
-
-    Windows side by side: each character but the first of a window is predicted once.
-    """
+    """Accuracy and bits per character of the held-out text, in windows side by side, by block."""
     windows = data.rest[: len(data.rest) // length * length].view(-1, length)
     bits, hits = [], []
     for block in windows.tensor_split(_BLOCKS):
@@ -263,7 +267,7 @@ def _say(study: Study, data: Corpus, found: Sequence[Record]) -> None:
             "w_max": lambda key, _: _name_of(key[1]),
             "accuracy": lambda _, mine: _of_blocks(mine, "accuracy"),
             "bits per character": lambda _, mine: _of_blocks(mine, "bits"),
-            **{name: lambda _, mine, what=what: _mean(mine, what) for name, what in means.items()},
+            **{name: column_mean(what, _geometric_mean) for name, what in means.items()},
             "sigma on text": lambda _, mine: geometric([s for one in mine for s in one["on_text"]]),
         },
     )
@@ -309,9 +313,8 @@ def _of_blocks(found: Sequence[Record], what: str) -> str:
     return average([fmean(each) for each in zip(*(one[what] for one in found), strict=True)])
 
 
-def _mean(found: Sequence[Record], what: str) -> str:
-    values = [one[what] for one in found]
-    return "–" if None in values else number(geometric_mean(values), 3)
+def _geometric_mean(values: Sequence[float]) -> str:
+    return number(geometric_mean(values), 3) if values else "–"
 
 
 def _draw(study: Study, found: Sequence[Record]) -> None:
