@@ -17,15 +17,7 @@ from lipscope.pages import number
 from lipscope.records import stable_id
 from lipscope_experiments.data import Corpus, corpus
 from lipscope_experiments.experiment import Study, experiment, grid
-from lipscope_experiments.findings import (
-    Record,
-    average,
-    chosen,
-    column_mean,
-    geometric,
-    grouped,
-    line,
-)
+from lipscope_experiments.findings import Record, average, chosen, geometric, grouped, line
 from lipscope_experiments.training import SHARPER, norm_of, seeded, train
 
 CAPS = (1.0, 1.25, 1.5, 2.0, None)
@@ -267,7 +259,7 @@ def _say(study: Study, data: Corpus, found: Sequence[Record]) -> None:
             "w_max": lambda key, _: _name_of(key[1]),
             "accuracy": lambda _, mine: _of_blocks(mine, "accuracy"),
             "bits per character": lambda _, mine: _of_blocks(mine, "bits"),
-            **{name: column_mean(what, _geometric_mean) for name, what in means.items()},
+            **{name: lambda _, mine, what=what: _mean(mine, what) for name, what in means.items()},
             "sigma on text": lambda _, mine: geometric([s for one in mine for s in one["on_text"]]),
         },
     )
@@ -313,8 +305,9 @@ def _of_blocks(found: Sequence[Record], what: str) -> str:
     return average([fmean(each) for each in zip(*(one[what] for one in found), strict=True)])
 
 
-def _geometric_mean(values: Sequence[float]) -> str:
-    return number(geometric_mean(values), 3) if values else "–"
+def _mean(found: Sequence[Record], what: str) -> str:
+    values = [one[what] for one in found]
+    return "–" if None in values else number(geometric_mean(values), 3)
 
 
 def _draw(study: Study, found: Sequence[Record]) -> None:
