@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,16 @@ import torch
 from torch import nn
 
 from lipscope import SmoothTransformer
-from lipscope.models import Network, read_network
+from lipscope.models import Network, check_network, read_network
 from lipscope_experiments import reproduce
 from lipscope_experiments.certified import decisions
-from lipscope_experiments.certified.classifiers import Recipe, SmallTransformer, Trained, described
+from lipscope_experiments.certified.classifiers import (
+    Recipe,
+    Trained,
+    first_weights,
+    network_of,
+    scores,
+)
 from lipscope_experiments.certified.crown import Moved, bisected, peer, peer_radius
 from lipscope_experiments.certified.decisions import (
     decided,
@@ -37,24 +44,34 @@ class _Affine(nn.Module):
         return torch.stack([score, torch.zeros_like(score)], 1)
 
 
-def _network(name: str, front: bool = False) -> tuple[SmallTransformer, torch.Tensor]:
+def _weights(recipe: Recipe, front: bool = False) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
+    found = first_weights(recipe)
+    for name in ("linear_in", "bert.pooler.dense") if front else ():
+        found |= nn.Linear(recipe.d, recipe.d).state_dict(prefix=f"{name}.")
+    if front:
+        found |= nn.LayerNorm(recipe.d).state_dict(prefix="LayerNorm.")
+    return {name: one.double() for name, one in found.items()}
+
+
+def _network(name: str, front: bool = False) -> tuple[Network, torch.Tensor]:
     recipe = Recipe.of(name)
-    model = SmallTransformer(recipe, front).double().eval().requires_grad_(False)
-    return model, torch.randn(recipe.n, recipe.d, dtype=torch.float64)
+    found = network_of(_weights(recipe, front), recipe, recipe.n)
+    return found, torch.randn(recipe.n, recipe.d, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("name", ["A1", "N1-n16", "S2-gelu"])
 def test_a_classifier_is_its_parts(name: str) -> None:
-    """`described` compares values and gradients itself."""
-    model, x = _network(name)
-    assert len(described(model, x).branches) == (1 if name == "A1" else 4 * len(model.blocks))
+    """`check_network` compares values and gradients."""
+    network, x = _network(name)
+    assert len(network.branches) == (1 if name == "A1" else 4 * Recipe.of(name).blocks)
+    check_network(network, lambda z: scores(network, z[None])[0], x)
 
 
 def test_a_front_and_a_pooler_are_parts_too() -> None:
     """DeepT's networks: a linear map and a norm first, one token read through a tanh."""
-    model, x = _network("N1-d64", front=True)
-    network = described(model, x)
+    network, x = _network("N1-d64", front=True)
+    check_network(network, lambda z: scores(network, z[None])[0], x)
     assert len(network.branches) == 6
     assert len(network.tail) == 1
     assert network.share.tolist() == [1.0, *[0.0] * 7]
@@ -87,8 +104,7 @@ def test_what_the_peer_is_given_is_the_network(name: str) -> None:
         smooth = SmoothTransformer(32, 4, 2, pool="mean", **sizes).double().eval()
         network, x = read_network(smooth, (3 * torch.randn(1, 8, 5, dtype=torch.float64),))
     else:
-        model, x = _network(name)
-        network = described(model, x)
+        network, x = _network(name)
     assert isinstance(network, Network)
     move = torch.randn(1, 8, 32, dtype=torch.float64)
     moved = Moved(network, 32)
@@ -102,13 +118,13 @@ def test_the_peer_proves_less_than_an_attack_reaches(name: str) -> None:
     """In both balls; the intervals widen as they should, or IBP would prove more than CROWN."""
     if peer() is None:
         pytest.skip("auto_LiRPA cannot be imported")
-    model, x = _network(name)
-    label = int(model(x[None]).argmax())
+    network, x = _network(name)
+    model = functools.partial(scores, network)
+    label = int(network(x).argmax())
     for moves in (torch.ones(8, 1), torch.eye(8)[:, :1]):
         attack, _ = smallest_flip(model, x, label, moves.double(), restarts=2, steps=50)
         crown, ibp = (
-            peer_radius(described(model, x), x, label, moves.double(), attack, one)
-            for one in ("CROWN", "IBP")
+            peer_radius(network, x, label, moves.double(), attack, one) for one in ("CROWN", "IBP")
         )
         assert crown is not None and ibp is not None
         assert ibp[0] < crown[0] < attack
@@ -123,15 +139,15 @@ def test_training_repeats_itself() -> None:
     assert first.accuracy == 1.0
     for x, y, label in zip(first.inputs, again.inputs, first.labels, strict=True):
         assert torch.equal(x, y)
-        assert int(first.model(x[None]).argmax()) == label
+        assert int(network_of(first.weights, first.recipe, len(x))(x).argmax()) == label
 
 
 @pytest.mark.parametrize(("name", "front"), [("A1-n4-d8", False), ("N1-n4-d8", True)])
 def test_radii_and_bounds_at_an_input(name: str, front: bool) -> None:
     """Ours is less than the attack's; no bound lies above a margin that was found."""
-    model, x = _network(name, front)
-    label = int(model(x[None]).argmax())
-    trained = Trained(Recipe.of(name), model, [x], [label], 1.0)
+    network, x = _network(name, front)
+    label, recipe = int(network(x).argmax()), Recipe.of(name)
+    trained = Trained(recipe, _weights(recipe, front), [x], [label], 1.0)
     found = decided(trained, "token", 0, 1000)
     assert 0 < found["ours"] < found["attack"]
     assert found["points"] == 5000

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,12 +22,12 @@ from lipscope.records import Place, RunFolder, provenance, stable_id, write_file
 from lipscope_experiments.data import Text, texts_named
 from lipscope_experiments.findings import (
     Claim,
+    Columns,
     Findings,
     Record,
     Table,
-    Value,
     findings_page,
-    records_table,
+    table_of,
 )
 
 Progress = Callable[[int, int, str], None]
@@ -126,9 +126,7 @@ class Study:
         self.folder, self.quick, self.images = folder, quick, images
         self.models, self.texts = models, texts
         self.figures: list[tuple[str, str, str]] = []
-        self._claims: list[Claim] = []
-        self._tables: list[Table] = []
-        self._remarks: list[str] = []
+        self._claims, self._tables, self._remarks = list[Claim](), list[Table](), list[str]()
         self.missing: list[str] = []  # why something was not run or drawn: the last remarks
         self._plan: tuple[str, ...] = ()
         self._progress = progress
@@ -184,15 +182,9 @@ class Study:
         """Say what a reader must know: what was not run, what does not apply."""
         self._remarks += remarks
 
-    def table(
-        self,
-        title: str,
-        items: Iterable[Any],
-        columns: Mapping[str, Value] | Sequence[str],
-        digits: int = 4,
-    ) -> None:
+    def table(self, title: str, items: Iterable[Any], columns: Columns, digits: int = 4) -> None:
         """Add a table: lines of cells, or of the values of records by name or by function."""
-        self._tables.append(records_table(title, items, columns, digits))
+        self._tables.append(table_of(title, items, columns, digits))
 
     def not_run(self, *names: str) -> list[str]:
         """A remark, if any, on models that the paper used and this run did not."""
@@ -347,12 +339,13 @@ def reproduce(
     models = [models] if isinstance(models, str) else models
     if models is not None and not all([*models, models]):
         raise InputError(f"`models` should name models. Found `{','.join(models)}`.")
-    if models is not None and not entry.models:
-        raise InputError(f"`models` goes with experiments on models. Found it with `{name}`.")
-    if texts and not entry.reads_text:
-        raise InputError(f"`texts` goes with experiments on text. Found it with `{name}`.")
-    if images is not None and not entry.reads_images:
-        raise InputError(f"`images` goes with experiments on pictures. Found it with `{name}`.")
+    for option, given, on, goes in (
+        ("models", models is not None, "models", entry.models),
+        ("texts", texts, "text", entry.reads_text),
+        ("images", images is not None, "pictures", entry.reads_images),
+    ):
+        if given and not goes:
+            raise InputError(f"`{option}` goes with experiments on {on}. Found it with `{name}`.")
     chosen = tuple(models or (quick and entry.quick_models) or entry.models)
     held = texts_named(texts) if entry.reads_text else ()
     spec = {"experiment": name, "quick": quick, "models": chosen}
@@ -365,10 +358,10 @@ def reproduce(
         entry.function(study)
         text = findings_page(
             study.findings,
+            study.figures,
             title=entry.title,
             cite=entry.cite,
             command=_command(name, models, held[1:], images, quick),
-            figures=study.figures,
             origin=f"lipscope {origin['lipscope']}, torch {origin['torch']}, transformers "
             f"{origin['transformers']}",
         )

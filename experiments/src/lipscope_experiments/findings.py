@@ -25,6 +25,7 @@ from lipscope.records import (
 Record = dict[str, Any]
 """What was computed for a key, with the key."""
 Value = str | Callable[..., Any]
+Columns = Mapping[str, Value] | Sequence[str]
 Numbers = Iterable[float | int]
 Item = TypeVar("Item")
 
@@ -51,10 +52,10 @@ class Table:
 class Findings:
     """The result of an experiment: claims beside the paper, further tables, remarks."""
 
-    claims: tuple[Claim, ...]
-    tables: tuple[Table, ...] = ()
-    remarks: tuple[str, ...] = ()
-    plan: tuple[str, ...] = ()  # what was said before the runs
+    claims: Sequence[Claim]
+    tables: Sequence[Table] = ()
+    remarks: Sequence[str] = ()
+    plan: Sequence[str] = ()  # what was said before the runs
 
 
 def value_of(item: Any, what: Value) -> Any:
@@ -69,17 +70,12 @@ def value_of(item: Any, what: Value) -> Any:
     return item[what] if isinstance(item, Mapping) else getattr(item, what)
 
 
-def records_table(
-    title: str,
-    items: Iterable[Any],
-    columns: Mapping[str, Value] | Sequence[str],
-    digits: int = 4,
-) -> Table:
+def table_of(title: str, items: Iterable[Any], columns: Columns, digits: int = 4) -> Table:
     """A table with a line for each record: its values by name or function, numbers rounded.
 
     With names of columns alone an item holds the values themselves.
 
-    >>> records_table("T", [{"n": 1, "x": 0.5}], {"n": "n", "twice": lambda r: 2 * r["x"]}, 2).lines
+    >>> table_of("T", [{"n": 1, "x": 0.5}], {"n": "n", "twice": lambda r: 2 * r["x"]}, 2).lines
     (('1', '1.0'),)
     """
 
@@ -111,23 +107,14 @@ def level(name: str, y: float, x: Numbers) -> Series:
     return Series(name, [(at, y) for at in x], "dashes")
 
 
-def findings_page(
-    findings: Findings,
-    *,
-    title: str,
-    cite: str,
-    command: str,
-    figures: Iterable[tuple[str, str, str]],
-    origin: str,
-) -> str:
-    """The findings in Markdown.
+def findings_page(findings: Findings, figures: Iterable[tuple[str, str, str]], **of: str) -> str:
+    """The findings in Markdown, ``of`` an experiment's title, cite, command and origin.
 
     Figures are file name, what is shown, and a digest, which tells a page of another run apart.
     """
     claims = [(c.about, c.said, c.found) for c in findings.claims]
     parts = [
-        f"# {title}",
-        f"Printed by `{command}` ({origin}). Paper: [{cite}].",
+        "# {title}\n\nPrinted by `{command}` ({origin}). Paper: [{cite}].".format_map(of),
         _markdown(("what", "the paper, or theory", "here"), claims),
         *(f"![{shows}]({name})\n<!-- sha256 {digest} -->" for name, shows, digest in figures),
     ]

@@ -64,10 +64,8 @@ class SmoothBlock(nn.Module):
         self.attention = attention
         if attention is not None:
             spectral_norm(attention.attention, "output")
-        inner = 2 * WIDTH
-        self.up, self.down = (
-            spectral_norm(nn.Linear(a, b)) for a, b in ((WIDTH, inner), (inner, WIDTH))
-        )
+        self.up = spectral_norm(nn.Linear(WIDTH, 2 * WIDTH))
+        self.down = spectral_norm(nn.Linear(2 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         """The tokens after the block."""
@@ -107,11 +105,8 @@ class VisionTransformer(nn.Module):
 
     def constants(self) -> list[float]:
         """A bound of every attention layer on the ball: the least of the catalogue."""
-        layers = (block.attention for block in self.blocks)
-        return [
-            min(bound_values(one.attention, PATCHES, RADIUS).values()) if one else 0.0
-            for one in layers
-        ]
+        layers = (one.attention and one.attention.attention for one in self.blocks)
+        return [min(bound_values(x, PATCHES, RADIUS).values()) if x else 0.0 for x in layers]
 
 
 class Linear(nn.Module):
@@ -134,11 +129,7 @@ Net = TypeVar("Net", bound=VisionTransformer | Linear)
 
 
 def trained(net: Net, data: Task, epochs: int, seed: int) -> tuple[Net, int]:
-    """The classifier, trained with Adam until its loss no longer falls, and for how many epochs.
-
-    The rate is lowered after some epochs without 1 % less loss, and the last rate ends the
-    training; at most ``epochs``.
-    """
+    """The classifier, trained with Adam until its loss no longer falls, and for how many epochs."""
     gen = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.Adam(net.parameters(), lr=_RATE)
     plan = torch.optim.lr_scheduler.ReduceLROnPlateau(
@@ -159,10 +150,7 @@ def trained(net: Net, data: Task, epochs: int, seed: int) -> tuple[Net, int]:
 
 
 def attacked(net: VisionTransformer | Linear, images: Tensor, labels: Tensor, eps: float) -> Tensor:
-    """Whether each image is still answered rightly after projected gradient ascent of its loss.
-
-    On the ball ``‖E‖ ≤ eps``, pixels not kept between 0 and 1: an upper end of what is robust.
-    """
+    """Whether each image is still answered rightly after projected ascent of its loss in a ball."""
     move = torch.zeros_like(images)
     safe = net(images).argmax(1) == labels
     for _ in range(_ASCENTS):
@@ -334,16 +322,12 @@ def _of_task(study: Study, task: str, runs: Sequence[Record]) -> None:
             "attention": "kind",
             "accuracy": lambda kind, _: _in_percent(accuracy[kind]),
             **{
-                f"{what}, {eps:g}": lambda _, own, key=key, at=at: _in_percent(
-                    [r[key][at] for r in own]
-                )
+                f"{what}, {eps:g}": column_mean(lambda r, key=key, at=at: r[key][at], _in_percent)
                 for at, eps in enumerate(_SIZES)
                 for what, key in (("certified", "certified"), ("under attack", "adversarial"))
             },
             "bound of a layer": column_mean("constant"),
             "bound of the network": column_mean("slope"),
-            "epochs": lambda _, own: " to ".join(
-                str(of(r["done"] for r in own)) for of in (min, max)
-            ),
+            "epochs": column_mean("done", lambda own: f"{min(own)} to {max(own)}"),
         },
     )

@@ -67,9 +67,8 @@ def dynamics(study: Study) -> None:
     pick = study.pick
     order = study.values("order", grid(seed=range(pick(3, 20))), _order_of_euler)
     found = study.values("clusters", grid(seed=range(pick(8, 100))), _clusters_at_the_end)
-    kinds = study.values(
-        "variants", grid(kind=_KINDS, seed=range(pick(2, 12))), _clusters_over_time
-    )
+    keys = grid(kind=_KINDS, seed=range(pick(2, 12)))
+    kinds = study.values("variants", keys, _clusters_over_time)
     keys = [{"beta": b, "d": d, "seed": s} for b, d in _BETAS for s in range(pick(2, 30))]
     sphere = study.values("sphere", keys, _sphere)
     flows = study.values("depth", grid(kind=_FLOWS, seed=range(pick(2, 6))), _sigma_of_flow)
@@ -300,11 +299,10 @@ def _shown_flow(times: int) -> tuple[Trajectory, Trajectory]:
 
 
 def _animations(study: Study) -> None:
+    named = zip(("adaptive steps", "Euler, steps of 0.1"), _shown_flow(61), strict=True)
     scenes = [
         _tokens_scene(f"{name}: {clusters(one.end, _RADIUS).count} clusters", one, _RADIUS)
-        for name, one in zip(
-            ("adaptive steps", "Euler, steps of 0.1"), _shown_flow(61), strict=True
-        )
+        for name, one in named
     ]
     study.animate("clusters", "Renormalised tokens, V = A = I", scenes)
     times, scenes = torch.tensor([0.0, *np.geomspace(0.1, _LONG, 50).tolist()]), []
@@ -347,11 +345,9 @@ def _sigma_of_flow(kind: str, seed: int) -> Record:
 
 def _sigmas_of_blocks(study: Study, source: Source) -> list[Record]:
     model, text, count = source.model, source.asked["data"], study.pick(1, 4)
-    return study.values(
-        "blocks",
-        grid(model=[model.name], text=[source.name], window=range(count), length=[_LENGTH]),
-        lambda window, **_: _blocks(model, text[window * len(text) // count :]),
-    )
+    keys = grid(model=[model.name], text=[source.name], window=range(count), length=[_LENGTH])
+    parts = [text[window * len(text) // count :] for window in range(count)]
+    return study.values("blocks", keys, lambda window, **_: _blocks(model, parts[window]))
 
 
 def _blocks(loaded: LoadedModel, text: str) -> Record:
@@ -399,17 +395,17 @@ def _of_depth(study: Study, flows: Sequence[Record], models: Sequence[Record]) -
     study.table(
         f"From the entrance of the first block to the end of another, {_LENGTH} tokens",
         [
-            (place, mine, at)
-            for place, mine in grouped(models, "model", "text")
+            (mine, at)
+            for _, mine in grouped(models, "model", "text")
             for at in range(1, len(mine[0]["times"]))
         ],
         {
-            "model": lambda place, _, __: place[0],
-            "text": lambda place, _, __: place[1],
-            "blocks": lambda _, mine, at: f"{mine[0]['times'][at]:g}",
-            "sigma together": lambda _, mine, at: geometric([r["sigma"][at] for r in mine]),
-            "product": lambda _, mine, at: geometric([r["product"][at] for r in mine]),
-            "product / sigma": lambda _, mine, at: geometric(_over_sigma(mine, at=at)),
+            "model": lambda mine, _: mine[0]["model"],
+            "text": lambda mine, _: mine[0]["text"],
+            "blocks": lambda mine, at: f"{mine[0]['times'][at]:g}",
+            "sigma together": lambda mine, at: geometric([r["sigma"][at] for r in mine]),
+            "product": lambda mine, at: geometric([r["product"][at] for r in mine]),
+            "product / sigma": lambda mine, at: geometric(_over_sigma(mine, at=at)),
         },
     )
 
@@ -419,13 +415,8 @@ def _draw_depth(study: Study, flows: Sequence[Record], models: Sequence[Record])
     for name, mine in grouped(models, "model"):
         shown.append((f"{name}, {_LENGTH} tokens", mine[0], "block"))
     named = {"sigma": "all together", "product": "product", "norms": "exp ∫ ‖J‖"}
-    panels = [
-        Panel(
-            title,
-            [line(name, r["times"], r[key]) for key, name in named.items() if key in r],
-            x,
-            log_x=False,
-        )
-        for title, r, x in shown
-    ]
+    panels = []
+    for title, r, x in shown:
+        lines = [line(name, r["times"], r[key]) for key, name in named.items() if key in r]
+        panels.append(Panel(title, lines, x, log_x=False))
     study.draw("depth", "Sigma of all layers together, and the product of them", panels)

@@ -361,11 +361,7 @@ def _random_controls(ask: _Ask, seed: int) -> Iterator[Control]:
 
 
 def offsets(study: Study, source: Source) -> None:
-    """Sigma of the same windows at other positions, the number of tokens being the same.
-
-    For models with learnt positions; with a rotary embedding only differences of positions
-    enter, so that nothing changes.
-    """
+    """Sigma of the same windows at other positions, for models with learnt ones."""
     most, n = source.model.max_tokens, 64
     if source.model.config.model_type not in ("bert", "gpt2") or most is None:
         return

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from lipscope import Measurement, Rows
 from lipscope.charts import Panel, power_law
-from lipscope.models import LoadedModel
 from lipscope.pages import number
 from lipscope.records import slope_of
 from lipscope_experiments.castin2024.protocol import as_in_the_paper
@@ -79,27 +78,16 @@ def figure4(study: Study) -> None:
 
 
 def _windows_or_pictures(study: Study) -> Iterator[tuple[str, Rows]]:
-    """Rows of every model on every text, or on pictures if it reads them."""
+    """Rows of every model on every text, or on pictures of sides from 4 to 32 patches."""
     for one in study.sources():
         if one.sees:
-            yield one.where, _seen(study, one.model)
+            sides = study.pick([4, 8, 16], [4, 6, 8, 12, 16, 24, 32])
+            asked = {**one.asked, "resolutions": [one.model.config.patch_size * k for k in sides]}
+            asked["samples"] = None if study.images != "random" else study.pick(3, 10)
         else:
-            asked = {"layers": first_and_middle(one.model), **as_in_the_paper(study, one)}
-            yield one.where, study.measure(one.where, one.model, **asked)
-
-
-def _seen(study: Study, loaded: LoadedModel) -> Rows:
-    """Sigma on pictures of sides from 4 to 32 patches."""
-    patch = int(loaded.config.patch_size)
-    sides = study.pick([4, 8, 16], [4, 6, 8, 12, 16, 24, 32])
-    return study.measure(
-        f"pictures-{loaded.name}",
-        loaded,
-        images=study.images,
-        resolutions=[patch * side for side in sides],
-        layers=first_and_middle(loaded),
-        samples=None if study.images != "random" else study.pick(3, 10),
-    )
+            asked = as_in_the_paper(study, one)
+        asked["layers"] = first_and_middle(one.model)
+        yield one.where, study.measure(one.where, one.model, **asked)
 
 
 def _sigma_in_radius(rows: Sequence[Measurement]) -> float:

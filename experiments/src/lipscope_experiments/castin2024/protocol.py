@@ -49,10 +49,9 @@ def castin_scripts(layer: LayerAtInput) -> float:
 
     They take ``torch.func.jvp(f, (X,), (u,))[0]``, which is ``f(X)`` and not ``J u``, so that
     ``v = J^T f(X)`` in every round whatever ``u`` is, and return ``√<v / |v|, v>``. It has the
-    unit of ``√(sigma ‖f(X)‖)`` and is at most that; it is not sigma.
+    unit of ``√(sigma ‖f(X)‖)`` and is at most that; it is not sigma. For BERT they take the map
+    ``residual`` on text and ``heads`` on adversarial inputs, for GPT-2 ``attention``.
 
-    Holds for every map. For BERT the scripts take the map ``residual`` on text and ``heads``
-    on adversarial inputs, for GPT-2 ``attention``.
     Source: read in the code of [castin2024] (github.com/vcastin/how-smooth-is-attention,
     commit eff2f2a, ``loc_lipschitz``); ``examples/published_power_iteration.py`` repeats it.
     """

@@ -47,7 +47,9 @@ def random_gpt2(study: Study) -> None:
             asked = source.asked | options
             rows = study.measure(source.where, drawn, layers=layers, **asked)
             coded = as_coded(study, source, layers, asked)
-            mine.append({"seed": seed, "text": source.name, "rows": rows, "coded": coded})
+            fits = {key.layer: fit for key, fit in rows.growth().items()}
+            case = {"seed": seed, "text": source.name, "rows": rows, "coded": coded, "fits": fits}
+            mine.append(case)
         cases += mine
         found = adversarial(study, drawn, layers[1:], mine[0]["rows"], every=4, lengths=lengths)
         built += [(seed, one) for one in found]
@@ -55,17 +57,13 @@ def random_gpt2(study: Study) -> None:
     _of_both(study, cases, built)
     study.table(
         "Exponents in n on text, 95 % intervals over its windows",
-        [
-            case | {"layer": key.layer, "fit": fit}
-            for case in cases
-            for key, fit in case["rows"].growth().items()
-        ],
+        [case | {"layer": layer} for case in cases for layer in case["fits"]],
         {
             "seed": "seed",
             "text": "text",
             "layer": "layer",
             "norm of the tokens": lambda r: f"{_radius(r['rows'], r['layer']):.2f}",
-            "sigma": lambda r: exponent(r["fit"]),
+            "sigma": lambda r: exponent(r["fits"][r["layer"]]),
             "as in the scripts": lambda r: plain_exponent(r["coded"][r["layer"]]),
         },
     )
@@ -81,7 +79,7 @@ def random_gpt2(study: Study) -> None:
 
 
 def _of_both(study: Study, cases: Sequence[Record], built: Built) -> None:
-    fits = [fit.slope for case in cases for fit in case["rows"].growth().values() if fit]
+    fits = [fit.slope for case in cases for fit in case["fits"].values() if fit]
     layers = list(cases[0]["coded"])
     coded = {layer: [slope_of(case["coded"][layer]) for case in cases] for layer in layers}
     slopes = {
@@ -127,13 +125,12 @@ _SAID = (
 
 def _draw_both(study: Study, cases: Sequence[Record], built: Built) -> None:
     panels = []
-    fits = [one for case in cases for one in case["rows"].growth().items()]
     for layer in cases[0]["coded"]:
         rows = [row for case in cases for row in case["rows"] if row.layer == layer]
         sigma = curve("sigma", rows, "num_tokens", "sigma", "points")
-        coded = tuple(pair for case in cases for pair in case["coded"][layer])
+        coded = [pair for case in cases for pair in case["coded"][layer]]
         shown = Series("as in the scripts", coded, "points")
-        slopes = [fit.slope for key, fit in fits if fit and key.layer == layer]
+        slopes = [case["fits"][layer].slope for case in cases if case["fits"][layer]]
         title = f"text, layer {layer}: sigma ~ n^{statistics.median(slopes or [math.nan]):.2f}"
         line = power_law(sigma.points, 0.25, "~ n^(1/4)")
         panels.append(Panel(title, (sigma, shown, line), y="sigma, or the scripts' quantity"))

@@ -50,10 +50,8 @@ def robustness(study: Study) -> None:
     _of_sigma(study, moves)
     _of_the_certificate(study, moves)
     for share in _SHARES:
-        asked = (
-            chosen(moves, share=share, kind=kind)
-            for kind in ("random", "singular model", "pgd model")
-        )
+        kinds = ("random", "singular model", "pgd model")
+        asked = (chosen(moves, share=share, kind=kind) for kind in kinds)
         study.claim(
             f"nearest neighbour changes, move of {_PERCENT[share]} of ‖X‖",
             "not in the paper",
@@ -165,16 +163,14 @@ def _by_kind(found: Sequence[Record]) -> list[Record]:
 
 
 def _of_sigma(study: Study, moves: Sequence[Record]) -> None:
-    for what, kind, said in (
-        (
-            "change / (sigma · size) along the top singular vector",
-            "singular",
-            "tends to 1 as the size goes to 0 (Section 3.1)",
-        ),
-        ("random direction", "random", "at most sigma · size, far below in high dimension"),
-    ):
-        gains = [r["gain"] for r in chosen(moves, kind=kind, share=_SHARES[0])]
-        study.claim(f"layer: {what}, {_PERCENT[_SHARES[0]]}", said, average(gains))
+    along, near = "change / (sigma · size) along the top singular vector", _SHARES[0]
+    asked = {
+        "singular": (along, "tends to 1 as the size goes to 0 (Section 3.1)"),
+        "random": ("random direction", "at most sigma · size, far below in high dimension"),
+    }
+    for kind, (what, said) in asked.items():
+        gains = [r["gain"] for r in chosen(moves, kind=kind, share=near)]
+        study.claim(f"layer: {what}, {_PERCENT[near]}", said, average(gains))
     over = (
         f"{sum(r['gain'] > 1.01 for r in mine)} of {len(mine)} windows at {_PERCENT[share]}"
         for share, mine in grouped(chosen(moves, kind="pgd"), "share")
@@ -270,20 +266,17 @@ def _mean_curve(
 ) -> Series:
     """Means of a quantity over those windows that have it, by size of the move."""
     known = [r for r in found if r[key] is not None]
-    means = {
-        share: fmean(r[key] / r[unit] for r in mine) for share, mine in grouped(known, "share")
-    }
+    by = grouped(known, "share")
+    means = {share: fmean(r[key] / r[unit] for r in mine) for share, mine in by}
     return line(name, means, means.values(), kind)
 
 
 def split_change(layer: Attention, x: Float[Tensor, "n d"], size: float, seed: int) -> float:
     """Change of a layer's output when its tokens are doubled and the copies moved apart.
 
-    ``X`` doubled has weights 1/2 for every copy, so that norms are divided by ``√2``: moves
-    ``(V, -V)`` with ``‖V‖_F = size`` along the direction of largest gain among them.
-
-    Holds for unmasked layers without rotary embedding: copies share their position. The change is
-    ``‖f(X') - f(X)‖_F / √2`` on the doubled input.
+    ``‖f(X') - f(X)‖_F / √2``, as every copy has weight 1/2, for moves ``(V, -V)`` with
+    ``‖V‖_F = size`` along the direction of largest gain among them. Holds for unmasked layers
+    without rotary embedding: copies share their position.
 
     Source: mass splitting; derived here (``docs/theory/inputs.md``).
     """

@@ -125,9 +125,8 @@ def _splitting_share(sign: str, n: int, d: int, radius: float, count: int) -> Re
 
 
 def _area_share(r: Record) -> str:
-    if r["n"] == 2:  # a grid
-        return f"{r['hits'] / r['total']:.1%}"
-    return percentage(r["hits"], r["total"])
+    hits, total = r["hits"], r["total"]
+    return f"{hits / total:.1%}" if r["n"] == 2 else percentage(hits, total)  # a grid, or random
 
 
 def _areas(found: list[Record], sign: str, n: int, d: int) -> str:
@@ -139,13 +138,9 @@ def _areas(found: list[Record], sign: str, n: int, d: int) -> str:
 
 def _finite_moves(x: list[float]) -> Record:
     layer, tokens = multiple(-1.0, 1), torch.tensor(x, dtype=torch.float64)[:, None]
-    found = split_at(layer, tokens)
-    mu, size = TokenMeasure(tokens), 1e-4
-    return {
-        "moving": found.moving,
-        "split": finite_split(layer, mu, found, size=size),
-        "together": finite_split(layer, mu, found, size=size, whole=True),
-    }
+    found, mu = split_at(layer, tokens), TokenMeasure(tokens)
+    split, together = (finite_split(layer, mu, found, size=1e-4, whole=w) for w in (False, True))
+    return {"moving": found.moving, "split": split, "together": together}
 
 
 def _tiny_mass(sign: str, radius: float) -> Record:
@@ -156,12 +151,8 @@ def _tiny_mass(sign: str, radius: float) -> Record:
     gains = tiny_mass_gain(layer, mu, y)
     atom, target = divmod(int(gains.argmax()), len(y))
     exact = tiny_mass_ratio(layer, mu, atom, y[target], mass=1e-6)
-    return {
-        "small": max(small.moving, small.splitting),
-        "far": float(gains.max()),
-        "exact": exact,
-        "to": float(y[target]) / float(x[atom]),
-    }
+    found = {"small": max(small.moving, small.splitting), "far": float(gains.max())}
+    return found | {"exact": exact, "to": float(y[target]) / float(x[atom])}
 
 
 def _random_masses(sign: str, count: int, targets: int, radius: float) -> Record:
@@ -322,12 +313,12 @@ def _search_map(map: str, starts: int, steps: int) -> Record:
     make, n = _maps_by_name()[map]
     widths = (4,) if map == _ENCODER else (1, 2)  # a norm of two entries is constant
     found = [_search(make(d), n, d, starts, steps, map) for d in widths]
-    kept = [one for one in found if one is not None]
-    return {"largest": max(kept, default=None), "inputs": len(widths) * starts * (steps + 1)}
+    largest = None if max(found) < 0 else max(found)
+    return {"largest": largest, "inputs": len(widths) * starts * (steps + 1)}
 
 
-def _search(f: Map, n: int, d: int, starts: int, steps: int, name: str) -> float | None:
-    """The largest ratio by random steps from random inputs; None where none could be had."""
+def _search(f: Map, n: int, d: int, starts: int, steps: int, name: str) -> float:
+    """The largest ratio by random steps from random inputs; -1 where none could be had."""
     gen, best = start_named(f"splitting|{name}|{d}"), -1.0
 
     def value(x: Tensor) -> float:
@@ -347,7 +338,7 @@ def _search(f: Map, n: int, d: int, starts: int, steps: int, name: str) -> float
             if (tried := value(other)) > here:
                 x, here = other, tried
         best = max(here, best)
-    return None if best < 0 else best
+    return best
 
 
 def _verdict_on(r: Record) -> str:

@@ -14,13 +14,9 @@ from lipscope_experiments.findings import average, chosen, column_mean, grouped,
 _LENGTH = 16
 _PASSAGES, _LONG = 20, 100  # of each text; characters
 _RIVALS = ("hotflip", "duplicate", "random")
-_COLUMNS = {
-    "first choice": "first",
-    "predicted": "predicted",
-    "layer's change": "change_layer",
-    "model's change": "change_model",
-    "queries": "queries",
-}
+_COLUMNS = {"first choice": "first", "predicted": "predicted"}
+_COLUMNS |= {"layer's change": "change_layer", "model's change": "change_model"}
+_COLUMNS |= {"queries": "queries"}
 
 
 @experiment(
@@ -170,20 +166,14 @@ def _draw_edits(study: Study, found: Sequence[TextEdit]) -> None:
     for name, some in by.items():
         places = [(i + 0.5) / len(some) for i in range(len(some))]
         curves.append(line(_NAMES[name], places, sorted(one.change_model or 0.0 for one in some)))
-    pairs = tuple(
-        (one.predicted, one.change_model)
-        for one in by["sigma"]
-        if one.predicted and one.change_model
-    )
+    pairs = [(one.predicted, one.change_model) for one in by["sigma"]]
+    pairs = [(x, y) for x, y in pairs if x and y]
     if not pairs:
         return
-    most = max(max(pair) for pair in pairs)
-    dots = (
-        Series(_NAMES["sigma"], pairs, "points"),
-        Series("as predicted", ((0.0, 0.0), (most, most)), "dashes"),
-    )
+    ends = 0.0, max(map(max, pairs))
+    dots = Series(_NAMES["sigma"], pairs, "points"), line("as predicted", ends, ends, "dashes")
     y, title = "relative change of the model's output", "one token, best of what was run"
-    left = Panel(title, tuple(curves), "share of windows", y, log_x=False, log_y=False)
+    left = Panel(title, curves, "share of windows", y, log_x=False, log_y=False)
     title = "edits chosen by singular vectors, one dot a window"
     right = Panel(title, dots, "predicted by the Jacobian", y, log_x=False, log_y=False)
     study.draw("text-edits", "Edits of one token", [left, right], columns=2)

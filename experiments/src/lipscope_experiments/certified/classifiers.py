@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lipscope.attention import DotProduct
-from lipscope.models import ACTIVATIONS, ActivationName, Branch, Feed, Network, Norm, check_network
+from lipscope.attention import Clip, DotProduct
+from lipscope.models import ACTIVATIONS, ActivationName, Branch, Feed, Network, Norm
 from lipscope_experiments.data import sentences
 
 LICENCES = tuple(Path("/usr/share/common-licenses", name) for name in ("GPL-3", "MPL-2.0"))
 SHOWN = 10  # test windows of a model that are certified and attacked
 _SEGMENT, _STRIDE, _MOST = 200, 3, 12_000  # words: of a segment, between windows, of a text
+
+Linear = tuple[Tensor, Tensor | None]
+"""Weight and bias."""
 
 
 @dataclass(frozen=True)
@@ -41,120 +44,126 @@ class Recipe:
     def of(cls, name: str) -> Recipe:
         """A recipe by its name."""
         first, *rest = name.split("-")
-        sizes = {"n": 8, "d": 32} | {w[0]: int(w[1:]) for w in rest if w[1:].isdigit()}
+        sizes = {w[0]: int(w[1:]) for w in rest if w[1:].isdigit()}
         activation: ActivationName = "gelu" if "gelu" in rest else "relu"
         task = "prose" if "prose" in rest else "licences"
-        return cls(first[0], int(first[1:]), sizes["n"], sizes["d"], activation, task)
+        return cls(first[0], int(first[1:]), **sizes, activation=activation, task=task)
 
 
-class CentredNorm(nn.Module):
-    """LayerNorm, or the same without its division by the deviation."""
-
-    def __init__(self, d: int, scaled: bool) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(d)), nn.Parameter(torch.zeros(d))
-        self.scaled = scaled
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The norm of every token."""
-        return Norm(self.weight, self.bias, scaled=self.scaled)(x)
+# --- networks in torch's own operations, as they are trained and as auto_LiRPA reads them
 
 
-class Mixing(nn.Module):
-    """Attention of four heads."""
+def first_maps(branch: Branch) -> list[Linear]:
+    """The linear maps by which a branch reads the stream.
 
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.query, self.key, self.value, self.out = (nn.Linear(d, d) for _ in range(4))
-
-    @property
-    def part(self) -> DotProduct:
-        """What it is in a network of parts."""
-        (q, q0), (k, k0), (v, v0), (o, o0) = map(_of, (self.query, self.key, self.value, self.out))
-        return DotProduct(
-            q, k, v, o, heads=4, query_bias=q0, key_bias=k0, value_bias=v0, output_bias=o0
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The output of every token."""
-        q, k, v = (
-            one(x).unflatten(-1, (4, -1)).transpose(1, 2)
-            for one in (self.query, self.key, self.value)
-        )
-        p = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
-        return self.out((p @ v).transpose(1, 2).flatten(2))
+    Raises:
+        NotImplementedError: For a part that is not written here in operations of torch.
+    """
+    part = branch.part
+    if isinstance(part, Feed) and part.gate is None:
+        return [(part.inner, part.inner_bias)]
+    if isinstance(part, DotProduct) and part.output is not None and not part.causal:
+        names = ("query", "key", "value")
+        return [(getattr(part, name), getattr(part, f"{name}_bias")) for name in names]
+    if part is not None:
+        raise NotImplementedError(f"no form of {type(part).__name__}")
+    return []
 
 
-class Block(nn.Module):
-    """A post-norm block."""
+def scores(network: Network, x: Tensor, known: Sequence[Tensor] = ()) -> Tensor:
+    """The scores ``(b, c)`` of a network at tokens ``(b, n, d)``.
 
-    def __init__(self, d: int, scaled: bool, activation: ActivationName) -> None:
-        super().__init__()
-        self.activation: ActivationName = activation
-        self.attention = Mixing(d)
-        self.norm, self.last = CentredNorm(d, scaled), CentredNorm(d, scaled)
-        self.inner, self.outer = nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The stream after the block."""
-        y = self.norm(x + self.attention(x))
-        return self.last(y + self.outer(ACTIVATIONS[self.activation](self.inner(y))))
+    ``known``: what the maps that read ``x`` first give, if that is there already.
+    """
+    for branch in network.branches:
+        x, known = _stream_after(branch, x, known), ()
+    x = (network.share[:, None] * x).sum(1, keepdim=True)
+    for branch in network.tail:
+        x = _stream_after(branch, x)
+    return nn.functional.linear(x[:, 0], network.head, network.bias)
 
 
-class SmallTransformer(nn.Module):
-    """From embedded tokens ``(b, n, d)`` to two logits.
+def _stream_after(branch: Branch, x: Tensor, known: Sequence[Tensor] = ()) -> Tensor:
+    part, norm, y = branch.part, branch.norm, x
+    assert not isinstance(norm, Clip)
+    if norm is not None:
+        y = x - x.mean(-1, keepdim=True) if norm.centred else x
+        if norm.scaled:
+            # As a power: of a product of two factors, as `Norm` has it, CROWN's bound is looser.
+            y = y / torch.sqrt(y.pow(2).mean(-1, keepdim=True) + norm.eps)
+        y = norm.weight * y + norm.bias
+    read = known or [nn.functional.linear(y, *one) for one in first_maps(branch)]
+    if isinstance(part, DotProduct):
+        q, k, v = (one.unflatten(-1, (part.num_heads, -1)).transpose(1, 2) for one in read)
+        p = (q @ k.transpose(-1, -2) / (1 / part.scale)).softmax(-1)
+        assert part.output is not None
+        y = nn.functional.linear((p @ v).transpose(1, 2).flatten(2), part.output, part.output_bias)
+    elif isinstance(part, Feed):
+        hidden = ACTIVATIONS[part.activation](read[0])
+        y = nn.functional.linear(hidden, part.outer, part.outer_bias)
+    return x + y if branch.skip else y
 
-    With a ``front``, as in DeepT's networks, a linear map and a norm stand before the blocks, and
+
+# --- weights by DeepT's names, drawn here or its own
+
+_LAYER = "bert.encoder.layer.{}."
+_ATTENTION = [
+    f"attention.{one}" for one in ("self.query", "self.key", "self.value", "output.dense")
+]
+_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_LONGEST = {1: 16, 3: 12}  # tokens, by blocks: a certificate of three takes minutes, and gigabytes
+
+
+def first_weights(recipe: Recipe) -> dict[str, Tensor]:
+    """Weights to train, drawn as `torch.nn.Linear` does, part after part."""
+    d, found = recipe.d, dict[str, Tensor]()
+    linear, norm = functools.partial(nn.Linear, d), functools.partial(nn.LayerNorm, d)
+    parts = dict.fromkeys(_ATTENTION, functools.partial(linear, d))
+    parts |= {"attention.output.LayerNorm": norm, "intermediate.dense": lambda: linear(2 * d)}
+    parts |= {"output.dense": lambda: nn.Linear(2 * d, d), "output.LayerNorm": norm}
+    layers = map(_LAYER.format, range(recipe.blocks))
+    drawn = [(layer + name, part) for layer in layers for name, part in parts.items()]
+    if recipe.kind == "A":  # its attention is drawn once more, after a whole block
+        drawn += drawn[: len(_ATTENTION)]
+    for name, part in (*drawn, ("classifier", lambda: linear(2))):
+        found |= part().state_dict(prefix=f"{name}.")
+    return found
+
+
+def network_of(weights: Mapping[str, Tensor], recipe: Recipe, n: int) -> Network:
+    """The network of these weights for ``n`` tokens, to two scores: blocks, mean pool, linear head.
+
+    With ``linear_in``, as in DeepT's networks, a linear map and a norm stand before the blocks, and
     the first token is read through a tanh pooler.
     """
 
-    def __init__(self, recipe: Recipe, front: bool = False) -> None:
-        super().__init__()
-        d = recipe.d
-        blocks = [Block(d, recipe.kind == "S", recipe.activation) for _ in range(recipe.blocks)]
-        self.blocks: Any = nn.Sequential(*([Mixing(d)] if recipe.kind == "A" else blocks))
-        first = (nn.Linear(d, d), CentredNorm(d, False)) if front else ()
-        self.front: Any = nn.Sequential(*first)
-        self.pooler = nn.Linear(d, d) if front else None
-        self.head = nn.Linear(d, 2)
+    def of(name: str) -> tuple[Tensor, Tensor]:
+        return weights[f"{name}.weight"], weights[f"{name}.bias"]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The two logits."""
-        x = self.blocks(self.front(x))
-        return self.head(x.mean(1) if self.pooler is None else torch.tanh(self.pooler(x[:, 0])))
+    def norm(name: str) -> Branch:
+        return Branch(norm=Norm(*of(f"{name}LayerNorm"), scaled=recipe.kind == "S"), skip=False)
 
+    def map_alone(name: str, activation: ActivationName) -> Branch:
+        head, _ = of("classifier")
+        nothing = torch.eye(recipe.d).to(head), torch.zeros(recipe.d).to(head)  # a second map
+        return Branch(Feed(*of(name), *nothing, activation), skip=False)
 
-def _of(one: nn.Linear | CentredNorm) -> tuple[Tensor, Tensor]:
-    return one.weight.detach(), one.bias.detach()
-
-
-def _norm(norm: CentredNorm) -> Branch:
-    return Branch(norm=Norm(*_of(norm), scaled=norm.scaled), skip=False)
-
-
-def described(model: SmallTransformer, x: Tensor) -> Network:
-    """The network as its parts, held against the module."""
-    n, d = x.shape
-    none = torch.eye(d).to(x), torch.zeros(d).to(x)  # a second map that does nothing
-    share, branches, tail = torch.full((n,), 1 / n).to(x), list[Branch](), ()
-    if model.pooler is not None:
-        linear, norm = model.front
-        branches += [Branch(Feed(*_of(linear), *none, "identity"), skip=False), _norm(norm)]
-        share = torch.eye(n)[0].to(x)
-        tail = (Branch(Feed(*_of(model.pooler), *none, "tanh"), skip=False),)
-    for block in model.blocks:
-        if isinstance(block, Mixing):
-            branches.append(Branch(block.part, skip=False))
-        else:
-            feed = Feed(*_of(block.inner), *_of(block.outer), block.activation)
-            branches += [Branch(block.attention.part), _norm(block.norm)]
-            branches += [Branch(feed), _norm(block.last)]
-    network = Network(tuple(branches), share, *_of(model.head), tail=tail)
-    check_network(network, lambda z: model(z[None])[0], x)
-    return network
-
-
-# --- trained here, or by DeepT
+    head, bias = of("classifier")
+    share, branches, tail = torch.full((n,), 1 / n).to(head), list[Branch](), ()
+    if "linear_in.weight" in weights:
+        branches += [map_alone("linear_in", "identity"), norm("")]
+        share, tail = torch.eye(n)[0].to(head), (map_alone("bert.pooler.dense", "tanh"),)
+    for at in map(_LAYER.format, range(recipe.blocks)):
+        (q, q0), (k, k0), (v, v0), (o, o0) = (of(at + name) for name in _ATTENTION)
+        part = DotProduct(
+            q, k, v, o, heads=4, query_bias=q0, key_bias=k0, value_bias=v0, output_bias=o0
+        )
+        branches.append(Branch(part, skip=recipe.kind != "A"))
+        if recipe.kind != "A":
+            wide = *of(f"{at}intermediate.dense"), *of(f"{at}output.dense")
+            feed = Branch(Feed(*wide, recipe.activation))
+            branches += [norm(f"{at}attention.output."), feed, norm(f"{at}output.")]
+    return Network(tuple(branches), share, head, bias, tail=tail)
 
 
 @dataclass(frozen=True)
@@ -162,7 +171,7 @@ class Trained:
     """A classifier in float64 and the inputs it is asked about, all classified correctly."""
 
     recipe: Recipe
-    model: SmallTransformer
+    weights: Mapping[str, Tensor]
     inputs: list[Tensor]  # embedded, (n, d) each
     labels: list[int]
     accuracy: float  # on the test windows
@@ -176,29 +185,31 @@ class Trained:
         """
         train, test, size = _windows(texts, recipe.n)
         torch.manual_seed(0)
-        words, model = nn.Embedding(size, recipe.d), SmallTransformer(recipe)
+        words, weights = nn.Embedding(size, recipe.d), first_weights(recipe)
         nn.init.normal_(words.weight, std=0.5)
         places = nn.Parameter(0.1 * torch.randn(recipe.n, recipe.d))
+        network = network_of(weights, recipe, recipe.n)
         source = torch.Generator().manual_seed(0)
-        adam = torch.optim.Adam([*words.parameters(), *model.parameters(), places], 2e-3)
+        learnt = [one.requires_grad_() for one in weights.values()]
+        adam = torch.optim.Adam([words.weight, *learnt, places], 2e-3)
         decay = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
         for _ in range(steps):
             drawn = torch.randint(len(train[0]), (64,), generator=source)
             ids, labels = (one[drawn] for one in train)
-            loss = nn.functional.cross_entropy(model(words(ids) + places), labels)
+            loss = nn.functional.cross_entropy(scores(network, words(ids) + places), labels)
             adam.zero_grad()
             loss.backward()
             adam.step()
             decay.step()
-        model.double().eval().requires_grad_(False)
+        weights = {name: one.detach().double() for name, one in weights.items()}
         ids, labels = test
         with torch.no_grad():
             x = words.double()(ids) + places.double()
-            right = model(x).argmax(1) == labels
+            right = scores(network_of(weights, recipe, recipe.n), x).argmax(1) == labels
         order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
         shown = order[right[order]][:SHOWN]
         accuracy = float(right.double().mean())
-        return cls(recipe, model, list(x[shown]), labels[shown].tolist(), accuracy)
+        return cls(recipe, weights, list(x[shown]), labels[shown].tolist(), accuracy)
 
     @classmethod
     def deept(cls, folder: Path, blocks: int) -> Trained:
@@ -209,10 +220,9 @@ class Trained:
         """
         path = folder / {1: "smaller_1.ckpt", 3: "bert_smaller3.ckpt"}[blocks]
         stored = torch.load(path, map_location="cpu", weights_only=True)
-        model = SmallTransformer(recipe := Recipe("N", blocks, d=64, task="SST"), front=True)
-        weights = stored["state_dict_model_from_embeddings"]
-        model.load_state_dict({_name_here(name): value for name, value in weights.items()})
-        model.double().eval().requires_grad_(False)
+        recipe = Recipe("N", blocks, d=64, task="SST")
+        held = stored["state_dict_model_from_embeddings"].items()
+        weights = {name: one.double() for name, one in held}
         word, position, kind = (t.double() for t in stored["state_dict_embeddings"].values())
         counts = Counter(w for words, _ in sentences(folder, "train") for w in words)
         names = [*_SPECIAL, *(w for w, k in counts.items() if k > 1)]
@@ -223,35 +233,11 @@ class Trained:
         for words, label in asked:
             ids = [index.get(w, 1) for w in ("[CLS]", *words, "[SEP]")]
             x = word[ids] + position[: len(ids)] + kind[0]
-            if int(model(x[None]).argmax()) == label:
+            if int(scores(network_of(weights, recipe, len(x)), x[None]).argmax()) == label:
                 right.append((x, label))
         shown = [one for one in right if len(one[0]) <= _LONGEST[blocks]][:SHOWN]
         inputs, labels = ([*some] for some in zip(*shown, strict=True))
-        return cls(recipe, model, inputs, labels, len(right) / len(asked))
-
-
-_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-_LONGEST = {1: 16, 3: 12}  # tokens, by blocks: a certificate of three takes minutes, and gigabytes
-_NAMES = {
-    "bert.encoder.layer": "blocks",
-    "attention.self": "attention",
-    "attention.output.dense": "attention.out",
-    "attention.output.LayerNorm": "norm",
-    "intermediate.dense": "inner",
-    "output.dense": "outer",
-    "output.LayerNorm": "last",
-    "bert.pooler.dense": "pooler",
-    "classifier": "head",
-    "linear_in": "front.0",
-    "LayerNorm": "front.1",
-}
-
-
-def _name_here(name: str) -> str:
-    """What DeepT calls a weight, as it is called here."""
-    for theirs, own in _NAMES.items():
-        name = name.replace(theirs, own)
-    return name
+        return cls(recipe, weights, inputs, labels, len(right) / len(asked))
 
 
 Labelled = tuple[Tensor, Tensor]

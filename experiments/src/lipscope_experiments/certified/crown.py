@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lipscope.attention import Clip, DotProduct
-from lipscope.models import ACTIVATIONS, Branch, Feed, Network, Norm
+from lipscope.models import Network
+from lipscope_experiments.certified.classifiers import first_maps, scores
 
 
 def peer() -> Any:
@@ -22,53 +22,6 @@ def peer() -> Any:
         return importlib.import_module("auto_LiRPA")
     except ImportError:
         return None
-
-
-class _Through(nn.Module):
-    """A branch in operations that the package knows."""
-
-    def __init__(self, branch: Branch) -> None:
-        super().__init__()
-        part, norm, self.skip = branch.part, branch.norm, branch.skip
-        assert not isinstance(norm, Clip)
-        self.part, self.norm, self.reads = part, norm, nn.ModuleList()
-        if isinstance(part, Feed) and part.gate is None:
-            self.reads.append(_linear(part.inner, part.inner_bias))
-            self.writes = _linear(part.outer, part.outer_bias)
-        elif isinstance(part, DotProduct) and part.output is not None and not part.causal:
-            for name in ("query", "key", "value"):
-                self.reads.append(_linear(getattr(part, name), getattr(part, f"{name}_bias")))
-            self.writes = _linear(part.output, part.output_bias)
-        elif part is not None:
-            raise NotImplementedError(f"no form of {type(part).__name__}")
-
-    def forward(self, x: Tensor, *known: Tensor) -> Tensor:
-        """The stream ``x`` after the branch, where its first maps may be known already."""
-        y = x if self.norm is None else _normed(self.norm, x)
-        read = known or [one(y) for one in self.reads]
-        if isinstance(self.part, DotProduct):
-            heads = self.part.num_heads
-            q, k, v = (one.unflatten(-1, (heads, -1)).transpose(1, 2) for one in read)
-            p = (q @ k.transpose(-1, -2) * self.part.scale).softmax(-1)
-            y = self.writes((p @ v).transpose(1, 2).flatten(2))
-        elif isinstance(self.part, Feed):
-            y = self.writes(ACTIVATIONS[self.part.activation](read[0]))
-        return x + y if self.skip else y
-
-
-def _normed(norm: Norm, x: Tensor) -> Tensor:
-    c = x - x.mean(-1, keepdim=True) if norm.centred else x
-    if norm.scaled:
-        # As a power: of a product of two factors, as `Norm` has it, the package's bound is looser.
-        c = c / torch.sqrt(c.pow(2).mean(-1, keepdim=True) + norm.eps)
-    return norm.weight * c + norm.bias
-
-
-def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    found = nn.Linear(weight.shape[1], len(weight), dtype=weight.dtype).requires_grad_(False)
-    found.weight.copy_(weight)
-    found.bias.copy_(torch.zeros_like(found.bias) if bias is None else bias)
-    return found
 
 
 class Moved(nn.Module):
@@ -80,26 +33,21 @@ class Moved(nn.Module):
 
     def __init__(self, network: Network, d: int) -> None:
         super().__init__()
-        self.first, *others = map(_Through, network.branches)
-        self.others = nn.Sequential(*others)
-        self.tail = nn.Sequential(*map(_Through, network.tail))
-        maps: list[Any] = list(self.first.reads) if self.first.norm is None else []
-        self.stream = not maps or self.first.skip is not False
+        first = network.branches[0]
+        maps = first_maps(first) if first.norm is None else []
+        self.stream = not maps or first.skip is not False
         if self.stream:
-            maps.insert(0, _linear(torch.eye(d).to(network.head)))
-        self.widths = [len(one.weight) for one in maps]
-        self.bias = torch.cat([one.bias for one in maps])
+            maps.insert(0, (torch.eye(d).to(network.head), None))
+        self.network, self.widths = network, [len(weight) for weight, _ in maps]
+        self.bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in maps])
         self.map = nn.Linear(d, len(self.bias), bias=False)
-        self.map.weight = nn.Parameter(torch.cat([one.weight for one in maps]), requires_grad=False)
-        self.share, self.head = network.share[:, None], _linear(network.head, network.bias)
+        self.map.weight = nn.Parameter(torch.cat([w for w, _ in maps]), requires_grad=False)
 
     def forward(self, move: Tensor, base: Tensor, moves: Tensor) -> Tensor:
         """Scores: tokens move by ``moves * move`` from where ``base`` is what the map makes."""
         z = base + moves * self.map(move)
         parts = list(z.split(self.widths, -1))
-        x = parts.pop(0) if self.stream else z
-        x = self.others(self.first(x, *parts))
-        return self.head(self.tail((self.share * x).sum(1, keepdim=True))[:, 0])
+        return scores(self.network, parts.pop(0) if self.stream else z, parts)
 
 
 def peer_radius(

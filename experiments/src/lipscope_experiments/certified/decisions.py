@@ -10,42 +10,32 @@ from statistics import median
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipscope import InputError
 from lipscope.certificates import DecisionBall, NetworkBall, certify_network
 from lipscope.charts import Panel, Series
-from lipscope_experiments.certified.classifiers import LICENCES, Recipe, Trained, described
+from lipscope.models import check_network
+from lipscope_experiments.certified.classifiers import LICENCES, Recipe, Trained, network_of, scores
 from lipscope_experiments.certified.crown import peer, peer_radius
 from lipscope_experiments.data import folder_for
 from lipscope_experiments.experiment import Study, experiment
-from lipscope_experiments.findings import Record, chosen, grouped, middle
+from lipscope_experiments.findings import Record, chosen, column_mean, grouped, middle
+
+Model = Callable[[Tensor], Tensor]
+"""From tokens ``(b, n, d)`` to two scores."""
 
 BALLS: dict[DecisionBall, str] = {"joint": "all tokens move", "token": "one token moves"}
 SHARES = (0.4, 0.8, 1.0, 1.15, 1.4)  # of our radius: where its lower bound is attacked
 PAIRS = (("ours", "CROWN"), ("ours", "attack"), ("CROWN", "attack"), ("IBP", "attack"))
 _KINDS = {"A": "attention alone", "N": "norms without variance", "S": "standard LayerNorm"}
 # Networks with the number of inputs certified while all tokens move, and while one does.
+_BOTH, _TOKEN, _JOINT = (10, 10), (0, 10), (10, 0)
 _QUICK = {"N1": (2, 2)}
-_FULL = {
-    "N1": (10, 10),
-    "N2": (10, 10),
-    "S1": (10, 10),
-    "A1": (10, 10),
-    "DeepT-1": (0, 10),
-    "N1-gelu": (10, 10),
-    "N1-prose": (10, 10),
-    "S1-gelu": (0, 10),
-    "S1-prose": (0, 10),
-    "N1-n16": (0, 10),
-    "N1-d64": (0, 10),
-    "S1-n16": (0, 10),
-    "S1-d64": (0, 10),
-    "S2": (10, 10),
-    "N3": (10, 0),
-    "S3": (10, 0),
-    "DeepT-3": (0, 10),
-}
+_FULL = dict.fromkeys(("N1", "N2", "S1", "A1"), _BOTH) | {"DeepT-1": _TOKEN}
+_FULL |= dict.fromkeys(("N1-gelu", "N1-prose"), _BOTH)
+_FULL |= dict.fromkeys(("S1-gelu", "S1-prose", "N1-n16", "N1-d64", "S1-n16", "S1-d64"), _TOKEN)
+_FULL |= {"S2": _BOTH, "N3": _JOINT, "S3": _JOINT, "DeepT-3": _TOKEN}
 _POINTS = 100_000  # at which the bounds of a network are held against its margins
 _AT_ONCE = 500  # points through a network
 
@@ -90,7 +80,10 @@ def decisions(study: Study) -> None:
                 for pair in PAIRS
             },
             **{
-                f"seconds, {who}": lambda _, mine, who=who: _seconds(mine, who)
+                f"seconds, {who}": column_mean(
+                    lambda r, who=who: r.get(f"seconds, {who}"),
+                    lambda own: f"{median(own):.1f}" if own else "–",
+                )
                 for who in ("ours", "CROWN", "attack")
             },
         },
@@ -156,7 +149,10 @@ def _draw(study: Study, found: Sequence[Record]) -> None:
 
 def decided(trained: Trained, ball: DecisionBall, index: int, points: int) -> Record:
     """Radii and a processor's seconds at an input; margins found beside our bound."""
-    model, x, label = trained.model, trained.inputs[index], trained.labels[index]
+    x, label = trained.inputs[index], trained.labels[index]
+    network = network_of(trained.weights, trained.recipe, len(x))
+    model = functools.partial(scores, network)
+    check_network(network, lambda z: model(z[None])[0], x)
     moves = torch.ones_like(x[:, :1])
     margin, slope = margins_with_slopes(model, x[None], label, moves)
     token = int(slope[0].norm(dim=1).argmax())
@@ -174,7 +170,7 @@ def decided(trained: Trained, ball: DecisionBall, index: int, points: int) -> Re
         "attack": attack,
         "seconds, attack": time.process_time() - began,
     }
-    network, free = described(model, x), moves[:, 0] > 0
+    free = moves[:, 0] > 0
     if peer() is not None:
         for method in ("CROWN", "IBP"):
             if (theirs := peer_radius(network, x, label, moves, attack, method)) is not None:
@@ -211,35 +207,21 @@ def gaps_of(record: Record) -> list[float | None]:
     ]
 
 
-def _seconds(records: Sequence[Record], who: str) -> str:
-    known = [r[f"seconds, {who}"] for r in records if f"seconds, {who}" in r]
-    return f"{median(known):.1f}" if known else "–"
-
-
 # --- attacks
 
 
 def smallest_flip(
-    model: nn.Module,
-    x: Float[Tensor, "n d"],
-    label: int,
-    moves: Float[Tensor, "n 1"],
-    *,
-    restarts: int = 8,
-    steps: int = 250,
+    model: Model, x: Tensor, label: int, moves: Tensor, *, restarts: int = 8, steps: int = 250
 ) -> tuple[float, Float[Tensor, "n d"]]:
     """Size of the smallest move found that changes the answer, and the move; inf if none did.
 
     From random moves of several sizes: a step along the gradient of the margin on a sphere that
     shrinks where the answer has changed and grows where it has not; then bisection along the ray.
 
-    Holds for classifiers of two classes; an upper value of the true radius.
-
     Args:
-        model: From tokens ``(b, n, d)`` to two scores.
-        moves: 1 for tokens that may move, 0 for others.
+        moves: ``(n, 1)``, 1 for tokens that may move, 0 for others.
 
-    Source: the decoupled direction and norm of Rony et al. (2019).
+    Source: the decoupled direction and norm of Rony et al. (2019); an upper value.
     """
     source = torch.Generator().manual_seed(0)
     margin, slope = margins_with_slopes(model, x[None], label, moves)
@@ -265,12 +247,12 @@ def smallest_flip(
 
 
 def least_margin(
-    model: nn.Module,
-    x: Float[Tensor, "n d"],
+    model: Model,
+    x: Tensor,
     label: int,
-    moves: Float[Tensor, "n 1"],
+    moves: Tensor,
     radius: float,
-    point: Float[Tensor, "n d"],
+    point: Tensor,
     points: int = 1000,
 ) -> float:
     """The least margin of some points in a ball, at least 600.
@@ -293,15 +275,15 @@ def least_margin(
     return least
 
 
-def margins(model: nn.Module, x: Float[Tensor, "b n d"], label: int) -> Float[Tensor, " b"]:
+def margins(model: Model, x: Float[Tensor, "b n d"], label: int) -> Float[Tensor, " b"]:
     """Score of a class minus the other's."""
     scores = model(x)
     return scores[:, label] - scores[:, 1 - label]
 
 
 def margins_with_slopes(
-    model: nn.Module, x: Float[Tensor, "b n d"], label: int, moves: Float[Tensor, "n 1"]
-) -> tuple[Float[Tensor, " b"], Float[Tensor, "b n d"]]:
+    model: Model, x: Tensor, label: int, moves: Tensor
+) -> tuple[Tensor, Tensor]:
     """Margins, and their gradients by the tokens that move."""
     at = x.detach().requires_grad_(True)
     found = margins(model, at, label)
@@ -313,7 +295,7 @@ def _sized(e: Tensor, size: Tensor | float) -> Tensor:
 
 
 def _inside(e: Tensor, radius: float) -> Tensor:
-    return e * _wide((radius / e.flatten(1).norm(dim=1).clamp_min(1e-12)).clamp_max(1))
+    return _sized(e, e.flatten(1).norm(dim=1).clamp_max(radius))
 
 
 def _wide(scalars: Tensor) -> Tensor:

@@ -57,10 +57,7 @@ def task(name: str) -> Task:
 
 
 def fitted(of: Task, kind: str, steps: int, seed: int) -> Any:
-    """A classifier of a kind, trained: the last part is its ``head``.
-
-    The linear ones read all pixels, or the mean of word vectors in the ball.
-    """
+    """A classifier of a kind, trained: a linear one reads all pixels, or the mean word vector."""
     (x, y), gen = of.train, torch.Generator().manual_seed(seed)
     classes, width = int(y.max()) + 1, _SIZES["width"]
 

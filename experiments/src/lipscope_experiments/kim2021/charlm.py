@@ -65,7 +65,12 @@ class CharBlock(nn.Module):
 
     def __init__(self, run: CharacterRun) -> None:
         super().__init__()
-        self.attention = _attention_of(run)
+        kind = ("dot-product", UntiedL2, "l2", "l2")[VARIANTS.index(run.variant)]
+        options: dict[str, Any] = {"scale": 1.0} if kind is UntiedL2 else {}
+        options |= {"bias": False, "batch_first": True, "causal": True}
+        self.attention: nn.Module = MultiheadAttention(run.width, run.heads, kind, **options)
+        if run.variant == VARIANTS[-1]:
+            self.attention = ContractiveAttention(self.attention.attention, CONSTANT)
         self.first, self.second = nn.LayerNorm(run.width), nn.LayerNorm(run.width)
         self.mlp = nn.Sequential(
             nn.Linear(run.width, 4 * run.width), nn.ReLU(), nn.Linear(4 * run.width, run.width)
@@ -96,16 +101,6 @@ class CharDecoder(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-def _attention_of(run: CharacterRun) -> nn.Module:
-    kind = ("dot-product", UntiedL2, "l2", "l2")[VARIANTS.index(run.variant)]
-    options: dict[str, Any] = {"bias": False, "batch_first": True, "causal": True}
-    options |= {"scale": 1.0} if kind is UntiedL2 else {}
-    module = MultiheadAttention(run.width, run.heads, kind, **options)
-    if run.variant == VARIANTS[-1]:
-        return ContractiveAttention(module.attention, CONSTANT)
-    return module
 
 
 def train(run: CharacterRun, data: Corpus, folder: RunFolder) -> dict[str, Any]:
@@ -147,7 +142,6 @@ def train(run: CharacterRun, data: Corpus, folder: RunFolder) -> dict[str, Any]:
 
 
 def _nats(net: CharDecoder, windows: Tensor) -> Tensor:
-    """Loss per character."""
     logits = net(windows[:, :-1])
     return nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 

@@ -98,14 +98,10 @@ def proof_steps(
     For ``x_row = 0``: the row's logits are 0, its weights ``1/n``, the derivative of the
     softmax there ``I/n - 1 1^T/n^2``, and so the row of the output moves along ``E`` by
     ``V (C A e_row + mean_j e_j)`` with ``C`` the covariance of the tokens, which grows like
-    ``R^2`` as the other tokens do.
+    ``R^2`` as the other tokens do. The largest deviation of each from automatic differentiation or
+    direct evaluation, relative to the largest entry; of one unmasked head without biases.
 
-    Holds for one unmasked head without biases, and ``row`` the token at the origin. For each step:
-    the largest deviation of what it says from automatic differentiation or direct evaluation,
-    relative to the largest entry.
-
-    Source: a note on scaled dot-product attention, of which a draft without its last step was
-    read; the last step is derived here.
+    Source: a note on scaled dot-product attention; its last step is derived here.
     """
     if layer.num_heads != 1 or layer.causal or layer.mask is not None:
         raise InputError("`layer` should be one unmasked head. Found another layer.")

@@ -134,8 +134,7 @@ def trained(run: Record, data: Corpus) -> tuple[SmoothTransformer, Record]:
             causal=True,
             capped="after-step",
         )
-    probe = data.held[:1, :-1]
-    curve: list[list[float]] = []
+    curve = list[list[float]]()
 
     def loss() -> Tensor:
         windows = data.draw(run["batch"], length, gen)
@@ -145,7 +144,7 @@ def trained(run: Record, data: Corpus) -> tuple[SmoothTransformer, Record]:
         drawn = run["seed"] == 0 and run["cap"] is None
         if drawn and step % (run["steps"] // _READINGS) == 0:
             with torch.no_grad():
-                tokens = model.tokens(probe)[0, : length // 4]
+                tokens = model.tokens(data.held[:1, :-1])[0, : length // 4]
             curve.append([step, bound_of(model), sigma_at(model, tokens)])
     model.eval()
     return model, held_out(model, data, length) | {"curve": curve}
@@ -157,10 +156,7 @@ def _nats(scores: Tensor, windows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def held_out(model: SmoothTransformer, data: Corpus, length: int) -> Record:
-    """Accuracy and bits per character of the whole held-out text, in blocks that follow each other.
-
-    Windows side by side: each character but the first of a window is predicted once.
-    """
+    """Accuracy and bits per character of the held-out text, in windows side by side, by block."""
     windows = data.rest[: len(data.rest) // length * length].view(-1, length)
     bits, hits = [], []
     for block in windows.tensor_split(_BLOCKS):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -66,7 +66,12 @@ class RestrictedCase:
 )
 def long_context(study: Study) -> None:
     """Sigma of attention with what moves and what is read restricted, as windows get longer."""
-    cases = [case for source in study.sources() for case in _trained_and_random(study, source)]
+    cases = list[RestrictedCase]()
+    for source in study.sources():
+        cases.append(_restricted_case(study, source, _ASKED))
+        if not source.model.weights.startswith("random"):
+            fresh = replace(source, model=reinitialised(source.model))
+            cases.append(_restricted_case(study, fresh, [_ALL, _LAST, *_ALONE]))
     _draw_parts(study, cases)
     for case in cases:
         _of_parts(study, case)
@@ -93,14 +98,7 @@ def long_context(study: Study) -> None:
     )
 
 
-def _trained_and_random(study: Study, source: Source) -> Iterator[RestrictedCase]:
-    yield _restricted_case(study, source, [*_ASKED])
-    if not source.model.weights.startswith("random"):
-        fresh = replace(source, model=reinitialised(source.model))
-        yield _restricted_case(study, fresh, [name for name in _ASKED if name not in _AT_LAST])
-
-
-def _restricted_case(study: Study, source: Source, asked: Sequence[str]) -> RestrictedCase:
+def _restricted_case(study: Study, source: Source, asked: Iterable[str]) -> RestrictedCase:
     loaded = source.model
     full = _MOST_IF_DEEP if is_deep(loaded) else _MOST
     most = min(loaded.max_tokens or full, study.pick(2**7, full))

@@ -189,9 +189,8 @@ def deepfool(scores: Scores, x: Tensor) -> tuple[float, float, Tensor | None]:
     """Margin of the largest score over the next one, its gain, and a small move that changes it.
 
     Each step is the least one that closes the gap to first order, for the nearest of a few
-    rivals; then the length is halved in on, along the move that was found.
+    rivals; then the length is halved in on, along the move that was found: an upper value.
 
-    Holds for scores that are differentiable in the move: an upper value of the smallest one.
     Source: DeepFool (Moosavi-Dezfooli et al. 2016), over some rivals.
     """
     with torch.no_grad():

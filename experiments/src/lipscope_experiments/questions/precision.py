@@ -6,8 +6,8 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -80,7 +80,13 @@ class RoundedCase:
 )
 def precision(study: Study) -> None:
     """Rank correlation over blocks of sigma and rounding errors with what rounding one does."""
-    cases = [case for one in study.sources() for case in _trained_and_not(study, one)]
+    cases = list[RoundedCase]()
+    for source in study.sources():
+        cases.append(_rounded_model(study, source))
+        loaded = source.model
+        if not (loaded.weights.startswith("random") or decides(loaded) or source.sees):
+            fresh = replace(source, model=reinitialised(loaded))
+            cases.append(_rounded_model(study, fresh))
     _draw_rounding(study, cases)
     for case in cases:
         _of_rounding(study, case)
@@ -109,13 +115,6 @@ def precision(study: Study) -> None:
         "What it does not show: formats with groups or outliers kept apart, and several blocks "
         "rounded together.",
     )
-
-
-def _trained_and_not(study: Study, source: Source) -> Iterator[RoundedCase]:
-    yield _rounded_model(study, source)
-    loaded = source.model
-    if not (loaded.weights.startswith("random") or decides(loaded) or source.sees):
-        yield _rounded_model(study, Source(reinitialised(loaded), source.name, source.asked))
 
 
 def _rounded_model(study: Study, source: Source) -> RoundedCase:
@@ -285,10 +284,7 @@ class RoundedModel:
             return model(**self.arguments).last_hidden_state, held[0]
 
     def rounded(self, path: str, bits: int, what: Rounds) -> Record:
-        """What rounding the weights or inputs of one block does, by window.
-
-        ``local``: relative change of the block's output. For the others see `output_changes`.
-        """
+        """What rounding one block does by window, ``local`` to its own output too."""
         before, own = self._as_it_is(path)
         with rounding(self.loaded.model.get_submodule(path), what, bits):
             hidden, block = self._run(path)

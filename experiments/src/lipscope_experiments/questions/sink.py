@@ -106,17 +106,11 @@ def _windows(study: Study, source: Source, where: str, control: str) -> Iterator
 
 
 def _window(row: Measurement, shares: list[tuple[str, float]], received: list[float]) -> Record:
-    """One layer at one window: by kind of token the share of the top direction, and the rest.
-
-    ``shares``: the kind and the share of every token; ``received``: means over heads and rows.
-    """
+    """One layer at one window, of the kind and share of every token and what each receives."""
     return {
         "layer": row.layer,
         "tokens": len(shares),
-        **{
-            kind: math.fsum(value for _, value in some)
-            for kind, some in grouped(shares, lambda kind, _: kind)
-        },
+        **{kind: math.fsum(v for _, v in some) for kind, some in grouped(shares, lambda k, _: k)},
         "top": max(shares, key=lambda one: one[1])[0],
         "received": received[0],
         "agreement": rank_correlation([value for _, value in shares], received)[0],
@@ -126,12 +120,8 @@ def _window(row: Measurement, shares: list[tuple[str, float]], received: list[fl
 
 def _received(source: Source, asked: Record) -> Record:
     found = layers_of(source.model, dtype="float32", **asked)
-    return {
-        "received": {
-            f"{one.layer}, {one.sample}": attention_received(one.attention, one.x).mean(0).tolist()
-            for one in found
-        }
-    }
+    means = ((one, attention_received(one.attention, one.x).mean(0)) for one in found)
+    return {"received": {f"{one.layer}, {one.sample}": mean.tolist() for one, mean in means}}
 
 
 def _erased_table(study: Study, source: Source) -> None:
@@ -150,10 +140,7 @@ def _erased_table(study: Study, source: Source) -> None:
 
 
 def _erased(source: Source, layers: Sequence[int]) -> Record:
-    """By place and layer: the distance of two words' inputs over their norm, attention received.
-
-    Means over pairs of words, over words, heads and rows.
-    """
+    """By place and layer: the distance of two words' inputs over their norm, attention received."""
 
     def ids(text: str) -> list[int]:
         return source.model.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -188,10 +175,8 @@ def token_kind(index: int, text: str, specials: frozenset[str]) -> str:
 
 def _by_layer(windows: Sequence[Record], name: str) -> dict[int, float]:
     """The mean over windows, of every layer."""
-    return {
-        layer: fmean(one.get(name, 0.0) for one in some)
-        for layer, some in grouped(windows, "layer")
-    }
+    by = grouped(windows, "layer")
+    return {layer: fmean(one.get(name, 0.0) for one in some) for layer, some in by}
 
 
 def _of_the_sink(study: Study, where: str, windows: Sequence[Record]) -> None:

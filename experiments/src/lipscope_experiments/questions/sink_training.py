@@ -26,13 +26,7 @@ from lipscope_experiments.findings import (
     grouped,
     share,
 )
-from lipscope_experiments.frozen import (
-    MEASURED,
-    PREDICTED,
-    SLOPES,
-    column_share,
-    frozen_column,
-)
+from lipscope_experiments.frozen import MEASURED, PREDICTED, SLOPES, column_share, frozen_column
 from lipscope_experiments.simple_layers import top
 from lipscope_experiments.training import seeded
 
@@ -188,13 +182,13 @@ def _reading(net: CopyingNet, kind: str, held: Tensor) -> Record:
         for one in layers_of(loaded, held[:_HELD, :n], dtype="float32"):
             q, k, _ = one.attention.project(one.x)
             p = one.attention.weights(q, k)
-            point = {
+            point = {"layer": one.layer, "sample": one.sample, "n": n}
+            point |= {
                 "first": float(p[..., 0].mean()),
-                "sigma": top(one.linearise(), tol=1e-2).sigma,
+                "logit": float((q @ k.mT)[p > 0].abs().max()),
             }
-            point |= {"logit": float((q @ k.mT)[p > 0].abs().max())}
-            point |= {"layer": one.layer, "sample": one.sample, "n": n}
-            points.append(point | asdict(frozen_column(one.attention, one.x)))
+            point |= asdict(frozen_column(one.attention, one.x))
+            points.append(point | {"sigma": top(one.linearise(), tol=1e-2).sigma})
     return {"loss": loss, "layers": [_of_layer(mine) for _, mine in grouped(points, "layer")]}
 
 
@@ -245,14 +239,9 @@ def _of_kind(study: Study, kind: str, runs: Sequence[Record]) -> Panel:
         "positive",
         average([rank_correlation(*pair)[0] for pair in pairs], (-1.0, 1.0)),
     )
-    columns = {
-        "first token receives": "first",
-        "column / sigma": "share",
-        "measured exponent": MEASURED,
-        "predicted exponent": PREDICTED,
-        "sigma": "sigma",
-        "largest logit": "logit",
-    }
+    columns = {"first token receives": "first", "column / sigma": "share"}
+    columns |= {"measured exponent": MEASURED, "predicted exponent": PREDICTED}
+    columns |= {"sigma": "sigma", "largest logit": "logit"}
     by_step = [*grouped([one for mine in along for one in mine], "step")]
     study.table(
         f"{kind}: the layer whose first token receives most at the end, {len(runs)} seeds",
