@@ -153,6 +153,8 @@ def test_one_token_and_none(kind) -> None:
     for ask in (layer, layer.linearise, lambda z: layer(gaussian(1, 4), z)):
         with pytest.raises(InputError, match="at least one token"):
             ask(none)
+    with pytest.raises(InputError, match=r"shape \(..., n, 4\).* Found \(2, 5\)"):
+        layer(gaussian(2, 5))
 
 
 @each_variant

@@ -307,6 +307,9 @@ def test_bad_read_outs_are_one_line(command, name, content, expected):
 def test_theorems(command):
     result = command("theorems")
     assert result.status == 0 and "castin_thm_3_3" in result.out
+    for one in catalogue():  # what fails is marked in the list as well
+        assert repr(one).count("as found; fails") == (not one.sound)
+    assert result.out.count("fails)") == sum(not one.sound for one in catalogue())
     rows = command("theorems", "--jsonl").rows
     assert [row["theorem"] for row in rows] == [one.name for one in catalogue()]
     for word in {row["scope"] for row in rows}:  # explained where it stands

@@ -222,3 +222,18 @@ def test_tiny_models_are_what_the_truth_takes_them_for():
         total = truth.contributions(u).sum(0) + bias
         assert torch.allclose(total, truth.attention(u), atol=1e-6)
         assert set(TINY) >= {family}
+
+
+def test_heads_of_a_layer_without_a_projection_are_its_slices() -> None:
+    start = torch.Generator().manual_seed(0)
+    weights = [torch.randn(6, 4, generator=start).double() for _ in range(3)]
+    layer, x = ls.DotProduct(*weights, heads=2), torch.randn(3, 4, generator=start).double()
+    rows = ls.measure(layer, x, per_head=True)
+    dense = torch.func.jacrev(layer)(x).unflatten(1, (2, 3))
+    for h, row in enumerate(rows):
+        truth = float(torch.linalg.matrix_norm(dense[:, h].reshape(9, 12), 2))
+        assert row.sigma == pytest.approx(truth, rel=1e-3), row.error
+    parts = [one for one in ls.directions(layer, x, k=1).directions if one.side == "head"]
+    u, _, vh = torch.linalg.svd(dense.reshape(18, 12))
+    own = torch.einsum("ihkjd,ihk,jd->h", dense, u[:, 0].reshape(3, 2, 3), vh[0].reshape(3, 4))
+    assert [one.share for one in parts] == pytest.approx((own / own.sum()).tolist(), abs=1e-3)

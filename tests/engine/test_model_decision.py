@@ -157,6 +157,10 @@ def test_layers_alone_and_later_streams(tmp_path: Path) -> None:
     np.save(tmp_path / "w.npy", np.full((3, 4), np.nan))
     with pytest.raises(ls.InputError, match="`read_out` should be finite"):
         ls.load_model(layer).decision(x, read_out=tmp_path / "w.npy")
+    (tmp_path / "w.npy").write_text("no matrix")
+    with pytest.raises(ls.InputError, match=r"`read_out` cannot be read as `.npy`") as problem:
+        ls.load_model(layer).decision(x, read_out=tmp_path / "w.npy")
+    assert "allow_pickle" not in str(problem.value)  # which is numpy's, and unsafe
     later = ls.load_model(Tagger(2).double()).decision({"input_ids": IDS}, at_layer=1)
     assert later.certify(ball="token", token=0).words_within is None
 

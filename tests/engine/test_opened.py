@@ -213,6 +213,9 @@ def test_what_is_asked_of_all_heads_is_refused_for_one() -> None:
     for verb in ("directions", "push", "attack", "split"):
         with pytest.raises(ls.InputError, match=f"`{verb}` speaks of all heads"):
             getattr(at, verb)()
+    for asked in (at.linearise, lambda: at(at.x)):  # whose sigma is not `at.sigma`
+        with pytest.raises(ls.InputError, match=r"all heads together.*at.attention.head\(1\)"):
+            asked()
     with pytest.raises(ls.InputError, match="`decision` speaks of all heads"):
         at.decision(between=["a b", "c d"])
     with pytest.raises(ls.InputError, match="Found a layer at `map = block`"):

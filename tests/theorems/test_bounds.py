@@ -358,6 +358,10 @@ def test_values_beyond_float64_are_not_given() -> None:
         ({"x": torch.ones(3, 2), "num_tokens": 4}, r"`num_tokens` should be that of `x`, 3."),
         ({"x": torch.ones(3, 2), "radius": 0.5}, r"`radius` should be at least the largest"),
         ({"head": 1}, r"`head` should be between 0 and 0. Found `head = 1`."),
+        ({"head": "a"}, r"`head` should be between 0 and 0. Found `head = 'a'`"),
+        ({"head": False}, r"`head` should be between 0 and 0. Found `head = False`"),
+        ({"x": torch.ones(3, 2).cfloat()}, r"`x` should be real. Found numbers of torch.complex64"),
+        ({"names": "local_row"}, r"in `lipscope.catalogue\(\)`. Found `local_row`."),
     ],
 )
 def test_bad_input_says_what_to_change(given, message: str, unchecked: Any) -> None:

@@ -9,6 +9,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal, TypedDict, TypeVar, cast, final
 
 import torch
@@ -24,6 +25,7 @@ from lipscope.errors import (
     check_finite_number,
     check_positive,
     shown,
+    stated,
     type_and_shape,
 )
 
@@ -449,9 +451,11 @@ class Layer(nn.Module, ABC):
 
     def check_head(self, index: int) -> None:
         """Refuse what is not the index of a query head."""
-        if not 0 <= index < self.num_heads:
+        whole = isinstance(index, Integral) and not isinstance(index, bool)
+        if not whole or not 0 <= index < self.num_heads:
             raise InputError(
-                f"`head` should be between 0 and {self.num_heads - 1}. Found `head = {index}`."
+                f"`head` should be between 0 and {self.num_heads - 1}. Found "
+                f"{stated('head', index)}."
             )
 
     def in_double(self: AnyLayer) -> AnyLayer:
@@ -572,8 +576,8 @@ class Layer(nn.Module, ABC):
         for one in (x, others):
             if one.ndim < 2 or not one.shape[-2] or one.shape[-1] != width:
                 raise InputError(
-                    f"A layer should have at least one token, (..., n, {width}). Found shape "
-                    f"{tuple(one.shape)}."
+                    f"A layer's input should have shape (..., n, {width}), at least one token. "
+                    f"Found {tuple(one.shape)}."
                 )
         if (enter := self.entrance()) is not None:
             x, others = enter(x), enter(others)

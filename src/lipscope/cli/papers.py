@@ -67,7 +67,7 @@ def theorems(**options: Any) -> None:
         for name in ("kind", "scope", "metric"):
             made.add_column(name, no_wrap=True)
         for one in chosen:
-            cells = (one.name, one.statement, one.cite, one.kind, one.scope, one.metric)
+            cells = (one.name, one.stated, one.cite, one.kind, one.scope, one.metric)
             made.add_row(*(Text(cell) for cell in cells))
         say_table(made)
         say([f"Scope. {' '.join(pages.SCOPES)}"])

@@ -346,7 +346,7 @@ class Solve:
         if known and len(tops) == 1 and self.read is None and self.job.metric in SPECTRAL:
             return e, best.sigma * best.u  # so that what was found is compared with the model
         product = self.jacobian.matvec(e.expand(len(self.heads), *e.shape))
-        if self.layer.map == "heads":
+        if product.shape[-1] < self.layer.output.shape[-1]:  # slices, as without a projection
             return e, product.transpose(0, 1).flatten(1)
         return e, product.sum(0)  # contributions, of which there is one without `per_head`
 

@@ -130,7 +130,7 @@ def classifier_of_file(path: str | Path) -> Classifier:
     path = Path(path)
     kind = path.suffix.lower()
     if kind not in (".npy", ".safetensors"):
-        raise InputError(f"`read-out` should be a .npy or .safetensors file. Found `{path}`.")
+        raise InputError(f"`read_out` should be a .npy or .safetensors file. Found `{path}`.")
     try:
         if kind == ".npy":
             weight, bias = torch.from_numpy(np.load(path, allow_pickle=False)), None
@@ -138,20 +138,22 @@ def classifier_of_file(path: str | Path) -> Classifier:
             weight, bias = _safetensors(path)
     except OSError as problem:
         why = problem.strerror or "no such file"
-        raise InputError(f"`read-out` should be a readable file. Found `{path}`: {why}.") from None
+        raise InputError(f"`read_out` should be a readable file. Found `{path}`: {why}.") from None
     except InputError:
         raise
     except Exception as problem:  # each format has errors of its own; the user gets one line
         words = " ".join(str(problem).split())[:200]
-        raise InputError(f"`read-out` cannot be read as `{path.suffix}`: {words}") from None
+        if "pickle" in words:  # numpy's advice to load it all the same
+            words = "it holds a pickle, or something else"
+        raise InputError(f"`read_out` cannot be read as `{path.suffix}`: {words}") from None
     if weight.ndim != 2 or not weight.is_floating_point() or len(weight) < 2:
         raise InputError(
-            "`read-out` should hold a matrix (classes, width) of floats, at least two classes. "
+            "`read_out` should hold a matrix (classes, width) of floats, at least two classes. "
             f"Found {str(weight.dtype)[6:]} of shape {tuple(weight.shape)}."
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise InputError(
-            f"The `bias` of `read-out` should have shape ({len(weight)},). "
+            f"The `bias` of `read_out` should have shape ({len(weight)},). "
             f"Found {tuple(bias.shape)}."
         )
     names = tuple(str(i) for i in range(len(weight)))
@@ -166,7 +168,7 @@ def _safetensors(path: Path) -> tuple[Tensor, Tensor | None]:
     matrices = [w for w in held.values() if w.ndim == 2]
     if "weight" not in held and len(matrices) != 1:
         raise InputError(
-            "`read-out` should hold `weight` (and `bias`), or one matrix only. Found "
+            "`read_out` should hold `weight` (and `bias`), or one matrix only. Found "
             f"{', '.join(sorted(held)) or 'nothing'}."
         )
     return held["weight"] if "weight" in held else matrices[0], held.get("bias")

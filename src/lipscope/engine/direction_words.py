@@ -171,7 +171,7 @@ def head_shares(
 ) -> list[list[float]]:
     """``<u, J_h D v> / sigma`` of every head, where ``J`` is the sum of the heads' ``J_h``.
 
-    Of the map ``heads``, ``J_h`` has the head's own slice of the output. They sum to 1, as
+    Without an output projection, ``J_h`` has the head's own slice of the output. They sum to 1, as
     ``<u, J D v> = sigma``. Nothing where a map has no heads that are known.
     """
     count = built.num_heads
@@ -187,7 +187,7 @@ def head_shares(
     for one in found:
         parts = jacobian.matvec(one.move.expand(count, *one.move.shape)).double()
         u = one.of.u.double()
-        if built.map == "heads":
+        if parts.shape[-1] < u.shape[-1]:
             u = u.unflatten(1, (count, -1)).transpose(0, 1)
         each = (parts * u).sum((-2, -1))
         shares.append((each / each.sum()).tolist())

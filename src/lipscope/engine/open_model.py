@@ -280,11 +280,13 @@ class LayerAtInput(Shown):
         return self._map.map.module
 
     def __call__(self, x: Float[Tensor, "n d"]) -> Tensor:
-        """The map at another input."""
+        """The map at another input, of all heads together."""
+        self._of_all_heads("at(x)")
         return self._map(self._fitting(x))
 
     def linearise(self, x: Float[Tensor, "n d"] | None = None) -> Operator:
-        """The Jacobian of the map here, or at another input."""
+        """The Jacobian of the map here, or at another input: of all heads, tokens and outputs."""
+        self._of_all_heads("linearise")
         return self._map.linearise(None if x is None else self._fitting(x))
 
     def _fitting(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
@@ -470,12 +472,16 @@ class LayerAtInput(Shown):
                 f"`{verb}` is asked of this layer at this input. Found `{name} = "
                 f"{shown(options[name])}`; ask `model.at` for another."
             )
-        if whole and self.head is not None:
+        if whole:
+            self._of_all_heads(verb)
+        return self._options | dict(options)
+
+    def _of_all_heads(self, verb: str) -> None:
+        if self.head is not None:
             raise InputError(
                 f"`{verb}` speaks of all heads together. Found a layer at `head = {self.head}`; "
-                "ask `model.at` without `head`."
+                f"ask `model.at` without `head`, or `at.attention.head({self.head})`."
             )
-        return self._options | dict(options)
 
     # --- shown
 

@@ -93,7 +93,7 @@ def catalogue_page(chosen: Sequence[theorems.Theorem]) -> str:
         rows = [
             (
                 f"[`{one.name}`](theorems/{source.replace(' ', '-')}.md#{one.name})",
-                one.statement + ("" if one.sound else " (as found; fails)"),
+                one.stated,
                 *(one.kind, one.scope, one.metric, one.subject.__name__),
                 _names(one.needs) or "–",
             )

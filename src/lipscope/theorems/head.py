@@ -507,6 +507,8 @@ def tokens_in_double(x: Tensor, width: int) -> Float[Tensor, "n d"]:
     if not isinstance(x, Tensor) or x.ndim != 2 or x.shape[0] < 1 or x.shape[1] != width:
         found = tuple(x.shape) if isinstance(x, Tensor) else shown(x)
         raise InputError(f"`x` should have shape (n, {width}), n at least 1. Found {found}.")
+    if x.is_complex():
+        raise InputError(f"`x` should be real. Found numbers of {x.dtype}.")
     x = x.detach().to("cpu", torch.float64, copy=True)
     if not bool(x.isfinite().all()):
         bad = int((~x.isfinite()).any(1).nonzero()[0])

@@ -270,7 +270,7 @@ def bounds_at(
     map: Map = "attention",
     head: int | None = None,
     metric: Metric | None = None,
-    names: Collection[str] | None = None,
+    names: str | Collection[str] | None = None,
     sharp: bool | None = None,
 ) -> list[Bound]:
     """Ask every theorem of the catalogue about a layer.
@@ -290,7 +290,7 @@ def bounds_at(
         floor: Smallest token norm, with a norm in front only; that of ``x`` if None.
         map: ``attention``, or ``heads`` for the concatenation before the projection.
         metric: Only bounds in this metric; all if None.
-        names: Only these theorems; all if None.
+        names: Only these theorems, or the one; all if None.
         sharp: Whether forms that may take long are computed: always (True), never (False),
             or where `Theorem.cost` says that they take a few seconds here (None).
 
@@ -308,6 +308,7 @@ def bounds_at(
         known = ", ".join(get_args(Metric))
         raise InputError(f"`metric` should be one of {known}. Found `{shown(metric)}`.")
     known = {one.name for one in catalogue()}
+    names = [names] if isinstance(names, str) else names
     if unknown := [one for one in names or () if one not in known]:
         raise InputError(
             f"`names` should be of theorems in `lipscope.catalogue()`. Found `{unknown[0]}`."

@@ -61,7 +61,12 @@ class Theorem:
     note: str  # what a reader must know about it, or ""
 
     def __repr__(self) -> str:
-        return f"<{self.name}: {self.statement} [{self.cite}], {self.scope} {self.kind} bound>"
+        return f"<{self.name}: {self.stated} [{self.cite}], {self.scope} {self.kind} bound>"
+
+    @property
+    def stated(self) -> str:
+        """Its statement, and whether it fails."""
+        return self.statement + ("" if self.sound else " (as found; fails)")
 
     @property
     def slow(self) -> bool:
