@@ -282,10 +282,11 @@ class _Pool:
         lost = self.batches.give_back(worker.jobs, begun=begun) if worker.jobs else None
         if len(self.batches):
             self.start_one()
-        if lost is None:
-            return []
+        return [] if lost is None else [self._lost(lost, status)]
+
+    def _lost(self, job: Job, status: int) -> Result:
         error = f"The worker process {_how(status)}, {TRIES} times in a row; {AGAIN}"
-        return [failed(self.spec, lost, self.shapes[lost.model], error)]
+        return failed(self.spec, job, self.shapes[job.model], error)
 
 
 def _how(status: int) -> str:
