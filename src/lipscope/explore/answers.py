@@ -223,29 +223,25 @@ def _rows(
     """The rows of each layer."""
 
     def watch(layer: int | None) -> Watch:
-        return _Watch(layer, check, tell)
+        """What tells intervals as they narrow, not oftener than an eye can follow."""
+        steps, due = 0, 0.0
+
+        def told(now: Callable[[], Sequence[tuple[float, float]]]) -> None:
+            nonlocal steps, due
+            check()
+            steps += 1
+            if steps < _ROUGH or time.perf_counter() < due:
+                return
+            ends = now()
+            if all(math.isfinite(upper) for _, upper in ends):
+                tell({"event": "rough", "layer": layer, "ends": ends})
+            due = time.perf_counter() + _EVERY
+
+        return told
 
     for at in model.layers(asked.text, watch=watch, **_options(asked, length)):
         yield at.layer, at.rows()
         check()
-
-
-class _Watch:
-    """Tells intervals as they narrow, not oftener than an eye can follow."""
-
-    def __init__(self, layer: int | None, check: Check, tell: Tell) -> None:
-        self._layer, self._check, self._tell = layer, check, tell
-        self._steps, self._next = 0, 0.0
-
-    def __call__(self, now: Callable[[], Sequence[tuple[float, float]]]) -> None:
-        self._check()
-        self._steps += 1
-        if self._steps < _ROUGH or time.perf_counter() < self._next:
-            return
-        ends = now()
-        if all(math.isfinite(upper) for _, upper in ends):
-            self._tell({"event": "rough", "layer": self._layer, "ends": ends})
-        self._next = time.perf_counter() + _EVERY
 
 
 def _pushed(model: OpenModel, asked: Question, check: Check, tell: Tell) -> Iterator[Event]:
