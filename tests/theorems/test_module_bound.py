@@ -90,9 +90,181 @@ WITHOUT_A_WORD: dict[str, tuple[Callable[[Any, Tensor], Tensor], float]] = {
 @pytest.mark.parametrize("what", WITHOUT_A_WORD)
 def test_what_says_nothing_near_an_input_is_not_taken_for_nothing(what: str) -> None:
     model = Silent(*WITHOUT_A_WORD[what]).double().eval()
-    said = r"scores of the module itself|Found otherwise after|Found `Exp` \(as autograd calls it\)"
+    said = (
+        r"scores of the module itself|Found otherwise after|Found `Exp` \(as autograd calls it\)"
+        "|of what is read off the stream"
+    )
     with pytest.raises(ls.InputError, match=said):
         ls.lipschitz_bound(model, 0.1 * gaussian(1, 5, 4), radius=60.0)
+
+
+AIM = gaussian(8) / gaussian(8).norm()  # a random token does not come near it
+FEW = 0.97  # the cosine of those that do
+
+
+COUNT = torch.arange(1.0, 4.0)[:, None]
+
+
+def near_aim(h: Tensor) -> Tensor:
+    return (h @ AIM.to(h))[..., None] - FEW * h.norm(dim=-1, keepdim=True)
+
+
+def by_numpy(h: Tensor) -> Tensor:
+    return h * (1 + torch.from_numpy((near_aim(h).detach().numpy() > 0).astype(float)))
+
+
+def without_gradients(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        far = 1 + RELU(near_aim(h))
+    return h * far
+
+
+class Linear(torch.autograd.Function):
+    """Not what autograd calls by this name."""
+
+    @staticmethod
+    def forward(_: Any, h: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return h * (1 + RELU(near_aim(h)))
+
+    @staticmethod
+    def backward(_: Any, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return g
+
+
+READ_OFF: dict[str, Callable[[Tensor], Tensor]] = {
+    "a decision": lambda h: 9 * h if bool((near_aim(h) > 0).all()) else h,
+    "a limit": lambda h: h.clamp(-1e6, 1e6) if bool((h.abs() > 1e6).any()) else h,
+    "a mask": lambda h: h * (1 + (near_aim(h) > 0).to(h)),
+    "a number": lambda h: h * (1 + max(0.0, near_aim(h).max().item())),
+    "an index": lambda h: h[:, RELU(near_aim(h))[0, :, 0].argsort(stable=True)] * COUNT,
+    "a constant": lambda h: h * (1 + RELU(near_aim(h)).detach()),
+    "data": lambda h: h * (1 + RELU(near_aim(h.data))),
+    "no gradients": without_gradients,
+    "numpy": by_numpy,
+    "half precision": lambda h: h + 1e-12 * h.half().to(h),
+    "a function": Linear.apply,
+}
+
+
+class AmongBlocks(nn.Module):
+    """Something of the stream between two blocks of PyTorch's."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        made: Any = {"norm_first": True, "batch_first": True, "layer_norm_eps": 0.1}
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 8, **made) for _ in range(2))
+        self.between, self.head = between, nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[1](self.between(self.blocks[0](x))).mean(1))
+
+
+@pytest.mark.parametrize("what", READ_OFF)
+def test_what_is_read_off_the_stream_is_refused(what: str) -> None:
+    """At no stream that is tried does any of these change the output."""
+    x, model = gaussian(1, 3, 8), AmongBlocks(READ_OFF[what]).double()
+    with pytest.raises(ls.InputError, match=r"what is read off the stream|a function of its own"):
+        ls.lipschitz_bound(model, x, radius=2.0)
+    with pytest.raises(ls.InputError, match=r"what is read off the stream|a function of its own"):
+        ls.load_model(model).decision(x)
+
+
+def checked(h: Tensor) -> Tensor:
+    """What people write to be sure, and to see."""
+    assert not h.isnan().any()
+    if bool((h.abs() > 1e9).any()):
+        raise ValueError("too large")
+    said = f"{h.mean():.3f}"
+    h.norm().item()
+    assert said
+    return h
+
+
+def test_checks_and_messages_are_no_part_of_a_network() -> None:
+    x = gaussian(1, 3, 8)
+    found, plain = (
+        float(ls.lipschitz_bound(AmongBlocks(one).double(), x)) for one in (checked, lambda h: h)
+    )
+    assert found == plain
+
+
+@pytest.mark.parametrize("how", ["a hook", "a forward"])
+def test_attention_is_what_its_class_computes(how: str) -> None:
+    model, x = AmongBlocks(lambda h: h).double(), gaussian(1, 3, 8)
+    block: Any = model.blocks[1]
+    own = block.self_attn.forward
+
+    def other(h: Tensor, *args: Any, **named: Any) -> Any:
+        return 9 * RELU(near_aim(h)) + own(h, *args, **named)[0], None
+
+    if how == "a hook":
+        block.self_attn.register_forward_hook(lambda _, a, y: (9 * RELU(near_aim(a[0])) + y[0],))
+    else:
+        block.self_attn.forward = other
+    with pytest.raises(ls.InputError, match="computed as its class is written"):
+        ls.lipschitz_bound(model, x, radius=2.0)
+
+
+class OfIds(AmongBlocks):
+    """A factorised table, and what is made of it beside the blocks."""
+
+    def __init__(self, look_up: Any, around: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(lambda h: h)
+        self.table, self.wider = nn.Embedding(9, 4), nn.Linear(4, 8)
+        self.look_up, self.around = look_up, around
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.look_up(self.table, x)
+        return self.around(own.clone(), super().forward(self.wider(own)))
+
+
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        lambda table, ids: table(ids),
+        lambda table, ids: nn.functional.embedding(ids, table.weight),
+        lambda table, ids: table.weight[ids],
+    ],
+)
+def test_no_table_leads_around_the_blocks(look_up: Any) -> None:
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    plain = ls.lipschitz_bound(OfIds(look_up, lambda _, y: y).double(), ids)
+    assert len(plain.parts) == 6
+    for around in (lambda e, y: y * e.mean().exp(), lambda e, y: y + RELU(e - 1e6).sum()):
+        with pytest.raises(ls.InputError, match="by the stream alone"):
+            ls.lipschitz_bound(OfIds(look_up, around).double(), ids)
+
+
+class Half(AmongBlocks):
+    """Sums times a number, so that their variance stays."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            at: Any = block
+            y = at.norm1(x)
+            x = (x + at.self_attn(y, y, y, need_weights=False)[0]) * 0.5**0.5
+            x = (x + at.linear2(torch.relu(at.linear1(at.norm2(x))))) * 0.5**0.5
+        return self.head(x.mean(1))
+
+
+def test_sums_may_be_multiplied() -> None:
+    model, x = Half(lambda h: h).double().eval(), gaussian(1, 3, 8)
+    bound = ls.lipschitz_bound(model, x)
+    assert [part.stream for part in bound.parts[:4]] == pytest.approx([0.5**0.5] * 4)
+    assert slope_at(model, x[0]) <= float(bound)
+    assert float(ls.load_model(model).decision(x).certify().radius) > 0
+
+
+def test_a_module_that_writes_over_its_stream_is_refused_in_one_line() -> None:
+    def part(at: Any, h: Tensor) -> Tensor:
+        y = nn.functional.gelu(at.w1(h))
+        y += at.w1(at.w2(y))
+        h += at.w2(y)
+        return h
+
+    with pytest.raises(ls.InputError, match=r"\. Found"):
+        ls.lipschitz_bound(Silent(part, 0.1).double(), gaussian(1, 5, 4), radius=2.0)
 
 
 def slope_at(model: nn.Module, x: Tensor) -> float:
@@ -220,12 +392,19 @@ class OuterNorm(nn.Module):
         return x / (x.square().mean(-1, keepdim=True).sqrt() + self.eps)
 
 
-@pytest.mark.parametrize("norm", [NormWithMore(4), OuterNorm()])
+class CutNorm(nn.LayerNorm):
+    """What it cuts off is not there in random tokens."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).clamp(max=1.7)
+
+
+@pytest.mark.parametrize("norm", [NormWithMore(4), OuterNorm(), CutNorm(4)])
 def test_norms_are_what_they_are_called(norm: nn.Module) -> None:
     model = Silent(lambda at, h: h + at.last(RELU(at.w1(at.own(h)))), 0.0).double().eval()
     at: Any = model.blocks[0]
     at.own, at.last = norm.double(), nn.Linear(8, 4).double()
-    said = "Found otherwise after|scores of the module itself|Found `NativeLayerNorm`"
+    said = "Found otherwise after|scores of the module itself|Found `(Clamp, )?NativeLayer"
     with pytest.raises(ls.InputError, match=said):
         ls.lipschitz_bound(model, gaussian(1, 5, 4), radius=2.0)
 
@@ -350,6 +529,21 @@ def test_gradients_that_are_not_those_of_the_module_are_refused(what: str) -> No
     at.w2.weight.requires_grad_()
     ls.lipschitz_bound(model, x, radius=2.0).value.backward()
     assert at.w2.weight.grad is not None
+
+
+class Sum(Scorer):
+    """A sum of tokens is a pool."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.encoder(x).sum(1))
+
+
+def test_tokens_may_be_summed() -> None:
+    model, x = Sum(0.0).double(), gaussian(1, 3, 4)
+    bound = ls.lipschitz_bound(model, x, radius=2.0)
+    assert bound.parts[-2].constant == pytest.approx(3.0)
+    assert slope_at(model, x[0]) <= float(bound)
+    assert float(ls.load_model(model).decision(x).certify().radius) > 0
 
 
 class ScoresFirst(Scorer):

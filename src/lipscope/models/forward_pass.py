@@ -29,11 +29,19 @@ from lipscope.models.tracing.recorder import (
     TensorStore,
     as_tokens,
     has_storage,
+    marked,
     named_arguments,
     origins,
     tensors_in,
 )
-from lipscope.models.tracing.sites import AttentionCall, block_of, first_block_of, is_norm
+from lipscope.models.tracing.side_channels import MarkedTables, side_channel
+from lipscope.models.tracing.sites import (
+    AttentionCall,
+    block_of,
+    first_block_of,
+    is_linear,
+    is_norm,
+)
 
 _CONSTANTS = 1e-7  # relative: constants of activations are written with some eight digits
 _SAME = 1e-9  # two tensors, relative to the largest entry: float64, after some hundred layers
@@ -48,6 +56,10 @@ _LINEAR = (
 _ACTIVATIONS = {"Relu": "relu", "Erf": "gelu", "Gelu": "gelu", "Sigmoid": "silu", "Silu": "silu"}
 _ACTIVATIONS |= {"GeluTanh": "tanh", "Tanh": "tanh"}
 _KNOWN = regex.compile(f"(?:{_LINEAR}|{'|'.join(_ACTIVATIONS)}|Pow)(?:Backward)?$")
+_OF_NORMS = regex.compile(
+    f"(?:{_LINEAR}|Pow|Sqrt|Rsqrt|Reciprocal|Std|StdMean|Var|VarMean|LinalgVectorNorm|Norm"
+    "|NativeLayerNorm|NativeGroupNorm|FusedRmsNorm)$"
+)
 # Which of what they take are the factors, where they multiply.
 _FACTORS: dict[str, tuple[int, int]] = {}
 _FACTORS |= dict.fromkeys(("Mul", "Div", "Mm", "Bmm", "Mv", "Dot", "Linear"), (0, 1))
@@ -101,8 +113,11 @@ def _check_entrance(function: StreamFunction, part: nn.Module, moved: Streams) -
         for other in (*(functools.partial(_other, change=one) for one in _ELSEWHERE), _turned):
             with contextlib.suppress(InputError):  # it may take no such values
                 heard.append(_output_given(function, part, moved, other))
-    if not heard or not all(same(one, own) for one in heard):
-        found = "no other input that it takes" if not heard else "another output for another input"
+    found = "" if heard else "no other input that it takes"
+    if not all(same(one, own) for one in heard):
+        found = "another output for another input"
+    found = found or _made_around(function, part, moved)
+    if found:
         raise InputError(
             f"`{type(function.record.model).__name__}` should hear of its input by the stream "
             f"alone that enters its first block. Found {found} with the same stream: what leads "
@@ -138,6 +153,41 @@ def _output_given(
                 recorder.after(table, embedded)
         again = rerun(elsewhere, {part: moved}, "", once=True)
         return replace(function, function=again)(function.x)
+
+
+def _made_around(function: StreamFunction, part: nn.Module, moved: Streams) -> str:
+    """What the output is made of besides the stream, in a run as it was; empty if nothing."""
+    record, ids, entered = function.record, MarkedTables(), dict[Node, list[Node]]()
+    elsewhere = replace(record, inputs=_with_other_values(record.inputs, marked))
+    again = replace(function, function=rerun(elsewhere, {}, "", once=True))
+
+    def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids.of((*args, *kwargs.values()))
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        entrance.remove()
+        given = named_arguments(part, args, kwargs)
+        entered.update({given[name].grad_fn: [] for name in moved.names})
+
+    with Recorder() as recorder, torch.enable_grad(), ids:
+        recorder.before(record.model, begin)
+        entrance = recorder.before(part, enter)
+        out = again(function.x)
+    made = origins(out.grad_fn, entered)
+    if any(_name(node) == "AccumulateGrad" for node in made if node not in entered):
+        return "an output that is made of the input besides"
+
+    def run() -> Tensor:
+        with Recorder() as recorder, torch.enable_grad(), ids:
+            recorder.before(record.model, begin)
+            return again(function.x)
+
+    read = side_channel(run, same)
+    # Of what is read off the stream itself more is said elsewhere.
+    own = read and side_channel(lambda: function(function.x.clone().requires_grad_()), same)
+    return f"an output that hears by `{read}` of what is read off the input" * bool(
+        read and not own
+    )
 
 
 def _with_other_values(inputs: Inputs, other: Callable[[Tensor], Tensor]) -> Inputs:
@@ -221,6 +271,8 @@ class ForwardPass:
             record.model.get_submodule(name) for name in record.others
         }
         inside = {m for site in sites for m in site.modules()} - sites
+        for call in record.calls:
+            _check_own_forward(call)
         self.sites, self.time = sites, 0
         self.paths = {call.name for call in record.calls}
         self.calls: list[ModuleCall] = []
@@ -234,14 +286,16 @@ class ForwardPass:
             recorder.enter_context(sums)
             out = function(function.x.clone().requires_grad_())
         self.output = out.detach().clone()
-        for total in sums.sums:
-            self._keep(total.value)
+        for made in (*sums.sums, *sums.multiples):
+            self._keep(made.value)
         self._keep(self.output)
         made = [n for n in origins(out.grad_fn, self._jumps) if n not in self._jumps]
         # The functions that lead from the stream to the output, by name, and how often each.
         self.functions = Counter(map(_name, made))
         self._saved = [(_name(n), v) for n in made if (v := _saved_by(n)) is not None]
         self._products = sum(map(_products_in, made))
+        # By which function it hears of what is read off the stream.
+        self.read = side_channel(lambda: function(function.x.clone().requires_grad_()), _made_alike)
         self.unknown = sorted(f for f in self.functions if not _KNOWN.match(f))
         # An activation may be as good as linear, or zero, at this input, and not at another.
         kinds = (_ACTIVATIONS.get(name) for name in self.functions.elements())
@@ -263,7 +317,7 @@ class ForwardPass:
             if given and kept:
                 self.calls.append(ModuleCall(time, name, module, given[0], kept[0]))
             made = [v.grad_fn for v in several if v.grad_fn is not None]
-            if module in self.sites or (is_norm(module) and _has_no_activation(made, nodes)):
+            if module in self.sites or (is_norm(module) and _is_of_norms(module, made, nodes)):
                 self._jumps.update(dict.fromkeys(made, nodes))
 
         recorder.around(module, start, finish)
@@ -301,15 +355,41 @@ class ForwardPass:
         return self._products == gates + written + _CUBE * cubes
 
 
-def _has_no_activation(made: list[Node], of: list[Node]) -> bool:
-    """Whether none stands between what a norm takes and what it gives."""
+def _check_own_forward(call: AttentionCall) -> None:
+    """Refuse attention that is not computed as its class is written."""
+    for module in call.module.modules():
+        before = module._forward_pre_hooks.values()
+        hooks = [*module._forward_hooks.values(), *before]
+        # Of torch's own are those that make a weight before it is used.
+        hooks = [one for one in hooks if not type(one).__module__.startswith("torch.nn.utils.")]
+        if hooks or "forward" in vars(module):
+            what = "hooks" if hooks else "a `forward` of its own"
+            raise InputError(
+                f"`{call.name}` should be computed as its class is written. Found {what} in "
+                f"`{type(module).__name__}`, which may change it; take that away."
+            )
+
+
+def _made_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two passes gave the same, by the same functions."""
+    made = (Counter(map(_name, origins(one.grad_fn, {}))) for one in (a, b))
+    return same(a, b) and next(made) == next(made)
+
+
+def _is_of_norms(module: nn.Module, made: list[Node], of: list[Node]) -> bool:
+    """Whether nothing but what norms are made of stands between what it takes and gives."""
     ends = {node: [] for node in of}
-    inner = (one for node in made for one in origins(node, ends))
-    return not any(_name(one) in _ACTIVATIONS for one in inner if one not in ends)
+    inner = (one for node in made for one in origins(node, ends) if one not in ends)
+    return not any(map(is_linear, module.modules())) and all(
+        _OF_NORMS.match(_name(one)) for one in inner
+    )
 
 
 def _name(node: Node) -> str:
-    name = regex.sub(r"(Backward)?\d*$", "", type(node).__name__)
+    kind = type(node)
+    if issubclass(kind, torch.autograd.function.BackwardCFunction):
+        return f"{kind.__name__}, a function of its own"
+    name = regex.sub(r"(Backward)?\d*$", "", kind.__name__)
     return name + "Tanh" * (name == "Gelu" and getattr(node, "_saved_approximate", "") == "tanh")
 
 
@@ -322,8 +402,9 @@ def _saved_by(node: Node) -> Tensor | None:
         return getattr(node, kept).detach().clone()
     except RuntimeError:
         raise InputError(
-            "A network should leave alone what its activations take and give. Found that it writes "
-            f"over that of `{_name(node)}` (as autograd calls it); certify one layer."
+            "A network should keep what its activations take and give. Found that it writes over "
+            f"that of `{_name(node)}` (as autograd calls it), or makes it anew (checkpoints); "
+            "certify one layer."
         ) from None
 
 

@@ -436,5 +436,11 @@ def _gradients(
         x = (x.detach() + 0.0).requires_grad_()
         scores = f(x)
         rows = [row @ scores[classes] + 0.0 * x.sum() for row in weights]
-        parts = [torch.autograd.grad(row, x, retain_graph=True)[0] for row in rows]
+        try:
+            parts = [torch.autograd.grad(row, x, retain_graph=True)[0] for row in rows]
+        except RuntimeError as problem:  # of a module that writes over what its derivative needs
+            raise InputError(
+                "The module should have derivatives, to be compared with what is found. Found that "
+                f"autograd raised: {' '.join(str(problem).split())[:150]}"
+            ) from problem
     return scores.detach(), torch.stack(parts)

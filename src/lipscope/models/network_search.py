@@ -145,6 +145,12 @@ class Search:
                 f"tanh. Found `{unknown}` (as autograd calls it) between the stream and "
                 "the output; certify one layer."
             )
+        if self.view.read:
+            raise InputError(
+                "A network should be made of functions that have derivatives. Found that its "
+                f"output hears by `{self.view.read}` of what is read off the stream, so that it "
+                "may be something else at other values; certify one layer."
+            )
         own = self._as_network()
         self.own = own if self.linked else copy.deepcopy(own)
         found = self._follow(_State(self.function.x))
@@ -186,12 +192,11 @@ class Search:
             for part, p, then in self._parts(y, time, len(state.starts)) if not pooled else ():
                 if p.shape == v.shape and self.view.holds(v + p):
                     yield state.then(Branch(part, norm), v + p, then)
-                elif p.shape == v.shape and (sum_ := self._weighted_sum(v, p)) is not None:
-                    skip, factor, z = sum_
+                for kept, factor, z in self._weighted_sums(v, p) if p.shape == v.shape else ():
                     at = len(state.branches)
-                    skip = skip if isinstance(skip, bool) else self._own(skip, (at, "skip"))
-                    factor = self._own(factor, (at, "part"))
-                    yield state.then(Branch(scaled(part, factor), norm, skip), z, then)
+                    skip = kept if isinstance(kept, bool) else self._own(kept, (at, "skip"))
+                    own = scaled(part, self._own(factor, (at, "part")))
+                    yield state.then(Branch(own, norm, skip), z, then)
                 if self.view.holds(p):
                     yield state.then(Branch(part, norm, skip=False), p, then)
         for norm, y, time in normed:
@@ -214,7 +219,10 @@ class Search:
                     return
                 self._layer(done)  # refused where it would be without that word
                 time = self.times[done]
-            y = branch(state.v)
+            try:
+                y = branch(state.v)
+            except RuntimeError:  # it takes tokens of another width
+                return
             if self.view.holds(y):
                 yield state.then(branch, y, time)
 
@@ -291,21 +299,23 @@ class Search:
         del use
         return factor
 
-    def _weighted_sum(self, v: Tensor, p: Tensor) -> tuple[bool | Tensor, Tensor, Tensor] | None:
-        """A sum with weights that is seen: ``v + f p``, f by channel, or ``s v + t p``."""
+    def _weighted_sums(
+        self, v: Tensor, p: Tensor
+    ) -> Iterator[tuple[bool | Tensor, Tensor, Tensor]]:
+        """Sums with weights that are seen: ``v + f p``, f by channel, or ``s v + t p``."""
         total = p.square().sum(0)
         for z in self.view.like(v) if len(v) > 1 and bool((total > 0).all()) else ():
-            if same(v, z):
+            if same(v, z) or same(v + p, z):
                 continue
             factor = ((z - v) * p).sum(0) / total
             if bool((factor != 0).all()) and same(v + factor * p, z):
-                return True, factor, z
+                yield True, factor, z
+                continue
             pair = torch.stack([v.flatten(), p.flatten()], 1)
             s, t = torch.linalg.lstsq(pair, z.flatten()[:, None]).solution[:, 0]
             both = not same(s * v, z) and not same(t * p, z)
             if both and same(s * v + t * p, z):
-                return s, t.expand(v.shape[1]), z
-        return None
+                yield s, t.expand(v.shape[1]), z
 
     # --- pool and head
 
@@ -317,14 +327,14 @@ class Search:
             )
 
     def _shares(self) -> Iterator[Tensor]:
-        """Pools that are tried: a token, the mean of all, of the real ones, without the first."""
+        """Pools that are tried: a token; mean or sum of all, the real ones, without the first."""
         n = len(self.function.x)
         eye = torch.eye(n, dtype=torch.float64)
         yield from eye[[0, *range(n - 1, 0, -1)]]
         later = torch.arange(n) > 0
-        for chosen in (torch.ones(n, dtype=torch.bool), self.real, later, later & self.real):
-            if bool(chosen.any()):
-                yield chosen.double() / chosen.sum()
+        some = (torch.ones(n, dtype=torch.bool), self.real, later, later & self.real)
+        for chosen in (one.double() for one in some if bool(one.any())):
+            yield from (chosen / chosen.sum(), chosen)
 
     def _ended(self, state: _State) -> Found | None:
         """The network if the output follows from here, by linear maps alone."""
