@@ -41,6 +41,12 @@ def test_autograd_operator_is_the_dense_jacobian():
     assert torch.allclose(to_dense(op.T), jacobian.T, atol=1e-13)
 
 
+def test_a_matrix_that_does_not_fit_the_memory_is_refused_in_one_line():
+    wide = Operator(lambda e: e, lambda g: g, (10**8,), (10**8,), torch.float64)
+    with pytest.raises(InputError, match="100,000,000 columns, more than fit the memory"):
+        to_dense(wide)
+
+
 def test_leading_axes_are_free():
     x = torch.randn(3, 2)
     op = linearise(lambda x: torch.sin(x) @ torch.ones(2, 4), x)

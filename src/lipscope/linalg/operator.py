@@ -411,9 +411,17 @@ def to_dense(op: Operator) -> Tensor:
     """
     if not isinstance(op, Operator):
         raise no_operator(op)
-    eye = torch.eye(op.in_size, dtype=op.dtype, device=op.device)
-    columns = op.matvec(eye.reshape(op.in_size, *op.in_shape))
-    return columns.reshape(op.in_size, -1).T.contiguous()
+    try:
+        eye = torch.eye(op.in_size, dtype=op.dtype, device=op.device)
+        columns = op.matvec(eye.reshape(op.in_size, *op.in_shape))
+        return columns.reshape(op.in_size, -1).T.contiguous()
+    except (RuntimeError, MemoryError) as problem:
+        if not out_of_memory(problem):
+            raise
+        raise InputError(
+            f"`op` should be small enough for a matrix. Found {math.prod(op.out_shape):,} rows and "
+            f"{op.in_size:,} columns, more than fit the memory; use its products."
+        ) from problem
 
 
 # --- a product beside the finite difference of the function
