@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lipscope as ls
 from agreement import gaussian
-from lipscope.models import Branch, Chain, Feed
+from lipscope.models import Branch, Chain, Feed, check_network
 
 DOUBLE = torch.float64
 
@@ -529,6 +529,22 @@ def test_gradients_that_are_not_those_of_the_module_are_refused(what: str) -> No
     at.w2.weight.requires_grad_()
     ls.lipschitz_bound(model, x, radius=2.0).value.backward()
     assert at.w2.weight.grad is not None
+
+
+def test_rounding_of_gradients_is_no_curvature() -> None:
+    """Where parts cancel, what is left of their curvature is rounding."""
+
+    def network(x: Tensor) -> Tensor:
+        return torch.stack([x.sum(), x[0, 0]])
+
+    def scores(x: Tensor) -> Tensor:
+        parts = torch.tanh(x[0].sum()) - torch.tanh((3 * (x[0] / 3)).sum())
+        return network(x) + 1e7 * parts
+
+    at = gaussian(3, 8)
+    check_network(network, scores, at)
+    with pytest.raises(ls.InputError, match="of the module itself"):
+        check_network(lambda x: network(x) + 1e-6 * x[1, :2] ** 2, scores, at)
 
 
 class Sum(Scorer):

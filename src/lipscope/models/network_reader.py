@@ -49,6 +49,7 @@ from lipscope.records import MapName
 _CPU = torch.device("cpu")
 _MIXED = 8  # combinations of a map's outputs that are compared
 _AGREES = 1e-6  # relative
+_ROUNDING = 2.0**-51  # relative, of a stream that is the same
 _SLOPES_AGREE = 1e-5  # relative: gradients by weights in float32 are in that
 _MOVES = (1e-2, 1e-1, 1.0)  # of the stream, relative to its root mean square
 _FAR = (1e1, 1e2, 1e4)  # moves of tokens, relative to the largest and as they are
@@ -380,8 +381,9 @@ def check_network(network: Scores, scores: Scores, x: Float[Tensor, "n d"]) -> N
             _, mine = _gradients(network, near, top, weights)
             _, own = _gradients(scores, near, top, weights)
             change = own - expected
-            # Beside the rounding of the gradients themselves.
-            floor = 1e-4 * length
+            # Beside the rounding of the gradients themselves, which parts that cancel make large.
+            _, other = _gradients(scores, (1 + _ROUNDING) * at, top, weights)
+            floor = 1e-4 * length + 10 / _AGREES * float((other - expected).norm())
             _compare("curvature", where, mine - slopes, change, float(change.norm()) + floor)
 
     # What is silent, or as good as linear, near the input need not be so far from it, or where

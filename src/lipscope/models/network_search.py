@@ -141,9 +141,9 @@ class Search:
         unknown = ", ".join(self.view.unknown)
         if unknown:
             raise InputError(
-                "A network should be made of attention, norms, linear maps and relu, gelu, silu or "
-                f"tanh. Found `{unknown}` (as autograd calls it) between the stream and "
-                "the output; certify one layer."
+                "A network should be made of attention, norms (modules named so), linear maps and "
+                f"relu, gelu, silu or tanh. Found `{unknown}` (as autograd calls it) between the "
+                "stream and the output; certify one layer."
             )
         if self.view.read:
             raise InputError(
