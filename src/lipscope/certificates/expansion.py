@@ -121,7 +121,7 @@ class Summed:
         """``sqrt(max_j (mine_j + lam_max(sum_i sum_h w_hi weights_hij h_hij h_hij^T)))``."""
         found, grams = [], []
         for j in range(len(mine)):
-            queries = (c.turned_back(slice(j, j + 1), c.q[:, None])[:, 0] for c in self.centres)
+            queries = (_query_at(c, j) for c in self.centres)
             rows = torch.cat([
                 (w * channel.weights[:, j]).sqrt()[:, None] * (q @ keys.T)
                 for w, channel, q, keys in zip(weights, channels, queries, self.keys, strict=True)
@@ -287,3 +287,10 @@ def _logit_speed(c: HeadAt, eps: Tensor, bend: Tensor, ball: BallName) -> Tensor
         apart = (c.mu.square() + c.rho.square()).sqrt() * eps[:, None]
         both = torch.where(torch.eye(len(eps), dtype=torch.bool), both, apart)
     return both.masked_fill(~c.allowed, 0.0).amax(-1) + bend * eps
+
+
+def _query_at(c: HeadAt, j: int) -> Tensor:
+    """``R_j^T q_i`` for every row i, ``(n, k)``."""
+    if c.rotary is None:
+        return c.q
+    return c.turned_back(slice(j, j + 1), c.q[:, None])[:, 0]

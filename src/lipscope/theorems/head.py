@@ -14,7 +14,7 @@ factor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -441,10 +441,11 @@ class HeadAt(AtInput):
         (one,) = parts
         return one
 
-    @property
+    @cached_property
     def pieces(self) -> Iterable[tuple[slice, Tensor, Tensor]]:
-        """`chunks` with their ``y`` and ``z``, made when they are asked for."""
-        return ((rows, self.y(rows), self.z(rows)) for rows in self.chunks)
+        """`chunks` with their ``y`` and ``z``; these are kept where there is one chunk."""
+        found = _Pieces(self)
+        return [*found] if len(self.chunks) == 1 else found
 
     @cached_property
     def allowed(self) -> Bool[Tensor, "n n"]:
@@ -500,6 +501,16 @@ class HeadAt(AtInput):
     def tokens_in_queries(self) -> Float[Tensor, "n k"]:
         """``A^T x_i`` in the basis of ``Q``'s factor, without a bias or a rotation."""
         return (self.x @ self.head.key.T) @ self.factor_q.T
+
+
+class _Pieces:
+    """Rows of a head with what is large there, made anew in every pass."""
+
+    def __init__(self, at: HeadAt) -> None:
+        self.at = at
+
+    def __iter__(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        return ((rows, self.at.y(rows), self.at.z(rows)) for rows in self.at.chunks)
 
 
 def tokens_in_double(x: Tensor, width: int) -> Float[Tensor, "n d"]:

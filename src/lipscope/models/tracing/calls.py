@@ -149,10 +149,9 @@ def hook_site(recorder: Recorder, record: Trace, name: str, module: nn.Module) -
             call.behind.append(Applied(leaf, args[0].detach(), record.kept.keep(first)))
 
     recorder.around(module, start, finish)
-    for leaf in with_weights(one for one in module.modules() if one is not module):
-        recorder.after(leaf, remember)
-    for leaf in _modules_beside(record.model, name, module):
-        recorder.after(leaf, behind)
+    inside = with_weights([leaf for leaf in module.modules() if leaf is not module])
+    beside = _modules_beside(record.model, name, module)
+    recorder.after_each(dict.fromkeys(inside, remember) | dict.fromkeys(beside, behind))
 
 
 def _modules_beside(model: nn.Module, name: str, module: nn.Module) -> list[nn.Module]:

@@ -195,6 +195,9 @@ class MapEndpoints:
                     recorder.enter_context(AtSum(one.total, functools.partial(summed, k)))
                     continue
                 leaves, until = map(model.get_submodule, (one.leaves, one.until))
+                if leaves is until:
+                    recorder.after(leaves, lambda _, __, out, k=k: summed(k, out))
+                    continue
                 recorder.after(leaves, lambda _, __, out, k=k: leave(k, out))
                 recorder.after(until, lambda *_, k=k: end(k))
             try:

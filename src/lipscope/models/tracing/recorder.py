@@ -70,6 +70,11 @@ class Recorder(contextlib.ExitStack):
         self.before(module, start)
         self.after(module, end)
 
+    def after_each(self, hooks: Mapping[nn.Module, Callable[..., Any]]) -> None:
+        """As `after`, of several modules."""
+        for module, hook in hooks.items():
+            self.after(module, hook)
+
     def arguments(self, module: nn.Module, note: Callable[[dict[str, Any]], Any]) -> list[Any]:
         """What is noted of the arguments by name of every call, before it."""
         found: list[Any] = []

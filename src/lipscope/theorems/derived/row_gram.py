@@ -164,7 +164,8 @@ class JacobianRows:
 
     def _query(self, rows: slice) -> Tensor:
         """What ``K_h^T`` reads in the diagonal block, ``(r, H, k)``."""
-        return self.at.turned_back(rows, self.at.q[:, rows]).transpose(0, 1)
+        q = self.at.q[:, rows]
+        return (q if self.at.rotary is None else self.at.turned_back(rows, q)).transpose(0, 1)
 
     def _seen(self, probes: Tensor, rows: slice) -> Tensor:
         """Some rows of `seen`: ``J_ij^T z = sum_h c_hj (V_h^T z_h + a_hj <y_hj, z_h>)``."""
@@ -417,7 +418,8 @@ class JacobianColumns(JacobianRows):
     def _readers(self, rows: slice) -> Tensor:
         """``R_j^T R_k q_k`` for every row ``k``, ``(r, H, n, k)``."""
         q = self.at.q[:, :, None].expand(-1, -1, rows.stop - rows.start, -1)
-        return self.at.turned_back(rows, q).permute(2, 0, 1, 3)
+        q = q if self.at.rotary is None else self.at.turned_back(rows, q)
+        return q.permute(2, 0, 1, 3)
 
     def _seen(self, probes: Tensor, rows: slice) -> Tensor:
         """Sizes of ``J_kj z``, ``(r, n)``."""
