@@ -289,6 +289,18 @@ def test_what_lies_behind_the_last_block_is_said(tmp_path: Path) -> None:
     assert "The model's map goes on after the last of them" in one["said"]
 
 
+def test_means_of_values_from_below_have_no_upper_end(tmp_path: Path) -> None:
+    """Theirs is no interval, however narrow: not at a layer, a product or a step of training."""
+    content = Content([read_run(stacked(tmp_path / "run", upper=None))])
+    (one,) = content.depths
+    blocks = {line["layer"]: line["open"] for line in one["lines"] if line["map"] == "block"}
+    assert blocks == {0: False, 1: True, 2: False}
+    assert {p["open"] for p in one["products"] if p["map"] == "product"} == {True}
+    rows = [row(model=f"org/lm@step{k}", step=k, upper=None) for k in (0, 10)]
+    steps = Content([read_run(written(tmp_path / "steps", rows))]).as_plain()["steps"]
+    assert steps["open"] == [True, True]
+
+
 # --- kinds, edits, gains ---------------------------------------------------------------------
 
 

@@ -426,8 +426,7 @@ def _mean_records(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
         yield {
             **_curve_fields(first),
             "n": n,
-            **mean_of(map(log_ends, some)),
-            "open": any(row.upper is None for row in some),  # a value from below only
+            **mean_of_rows(some),
             # Whether the interval is that of a mean of independent windows
             "apart": len(some) > 2 and not share_text(some, paired=False),
             **{f"rest{end}": rest.get(of) for of, end in _REST_ENDS},
@@ -448,6 +447,11 @@ def mean_of(logs: Iterable[tuple[float, float]]) -> dict[str, Any]:
     mean, low, high = map(exponential, enclosed_mean(logs))
     ends = {"low": short(low, rounded_down), "high": short(high, rounded_up)}
     return {"sigma": short(mean), **ends, "count": len(logs)}
+
+
+def mean_of_rows(rows: Sequence[Measurement]) -> dict[str, Any]:
+    """`mean_of` rows; ``open`` where one of them has a value from below only."""
+    return mean_of(map(log_ends, rows)) | {"open": any(row.upper is None for row in rows)}
 
 
 def exponential(value: float) -> float:
@@ -560,7 +564,7 @@ def training_of(items: Sequence[Item], settings: Sequence[dict[str, Any]]) -> Tr
         remark = f"Steps are shown for {len(kept):,} of {len(curves):,} layers, heads and lengths."
     names = ("g", "source", "n", "layer", "head")
     means = [
-        {**dict(zip(names, key, strict=True)), "step": step, **mean_of(map(log_ends, rows))}
+        {**dict(zip(names, key, strict=True)), "step": step, **mean_of_rows(rows)}
         for key in kept
         for step, rows in sorted(curves[key].items())
     ]

@@ -22,6 +22,7 @@ from lipscope.pages.points import (
     label,
     log_ends,
     mean_of,
+    mean_of_rows,
     short,
 )
 from lipscope.records import (
@@ -81,19 +82,21 @@ def _depth_record(
 
     def means_of(name: str) -> list[dict[str, Any]]:
         return [
-            {"map": name, "layer": layer, "n": n} | mean_of(map(log_ends, rows))
+            {"map": name, "layer": layer, "n": n} | mean_of_rows(rows)
             for layer, rows in sorted(maps.get(name, {}).items(), key=lambda one: one[0] or 0)
         ]
 
     lines = [mean for name in MAPS for mean in means_of(name)]
     blocks = maps.get("block", {})
     windows, why = _products(blocks, setting[1:4])
+    below = any(row.upper is None for rows in blocks.values() for row in rows)
     products = [
-        {"map": "product", "layer": k, "n": n} | mean_of(chain[k] for chain in windows.values())
+        {"map": "product", "layer": k, "n": n, "open": below}
+        | mean_of(chain[k] for chain in windows.values())
         for k in range(len(blocks) if windows else 0)
     ]
     products += means_of("stack")
-    means = [{"map": "model", "n": n} | mean_of(map(log_ends, whole))] if whole else []
+    means = [{"map": "model", "n": n} | mean_of_rows(whole)] if whole else []
     return {
         **dict(zip(("model", "metric", "move", "read", "text"), setting, strict=True)),
         "source": source,

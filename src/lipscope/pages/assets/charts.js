@@ -105,6 +105,7 @@ function chooseStep(t) {
 }
 
 const between = (m) => ends({ sigma: m.low, upper: m.open ? null : m.high });
+const meanIn = (m) => `${m.open ? "" : `${number(m.sigma)} in `}${between(m)}`;
 const meanOf = (m) => (m.count > 1
   ? `mean of ${m.count} windows, with 95 % for the sampling of text` : "one window: the solver's interval");
 const explainBound = (b) => [make("b", {}, b.name), line(`${b.n} tokens`),
@@ -130,14 +131,14 @@ function explainPoint(p) {
 
 function explainMean(m) {
   return [make("b", {}, `${layerName(m.layer)}, ${headName(m.head)}, ${m.n} tokens`),
-    line(`sigma ${m.open ? "" : `${number(m.sigma)} in `}${between(m)}`), line(meanOf(m)),
+    line(`sigma ${meanIn(m)}`), line(meanOf(m)),
     line(`relative ${number(m.relative, 3)}, share of the top token ${percent(m.share)}`),
     m.top ? line(`top token most often: ${m.top} (${m.often})`) : ""];
 }
 
 function explainStep(t) {
   return [make("b", {}, `step ${t.step}: ${layerName(t.layer)}, ${headName(t.head)}, ${t.n} tokens`),
-    line(`sigma ${number(t.sigma)} in ${between(t)}`), line(meanOf(t))];
+    line(`sigma ${meanIn(t)}`), line(meanOf(t))];
 }
 
 const KINDS = { real: "all tokens move", rest: "top token fixed" };

@@ -17,7 +17,7 @@ function depth() {
 const deepName = (r) => (r.map === "model" ? "the model's map" : r.map === "product"
   ? `product of blocks 0 to ${r.layer}` : r.map === "stack" ? `blocks 0 to ${r.layer} together` : `layer ${r.layer}, map ${r.map}`);
 registerMarks("z", deepRows, (r) => (r.layer === undefined ? null : choose({ layer: String(r.layer) })),
-  (r) => [make("b", {}, `${deepName(r)}, ${r.n} tokens`), line(`${number(r.sigma)} in ${between(r)}`), line(meanOf(r))]);
+  (r) => [make("b", {}, `${deepName(r)}, ${r.n} tokens`), line(meanIn(r)), line(meanOf(r))]);
 
 CHARTS.layers = { spec: "depth", say: () => "Sigma of every map by layer",
   data: () => ({ lines: depth()?.lines ?? [], whole: depth()?.whole ?? [] }), signals: () => ({ axes: depth()?.axes.layers }),
