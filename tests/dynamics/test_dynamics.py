@@ -426,7 +426,7 @@ def test_animations(tmp_path) -> None:
     [
         (lambda: evolve(single(ONE), torch.zeros(0, 1), [1.0]), "at least one"),
         (lambda: evolve(single(ONE), ONE * math.nan, [1.0]), "should be finite"),
-        (lambda: evolve(single(ONE), torch.ones(2, 3), [1.0]), "Found shape (2, 3)"),
+        (lambda: evolve(single(ONE), torch.ones(2, 3), [1.0]), "Found (2, 3)"),
         (lambda: evolve(DotProduct(ONE, ONE, ONE, eye(2)[:, :1]), ONE, [1.0]), "keeps the width"),
         (lambda: evolve(single(ONE), ONE, []), "`times`"),
         (lambda: evolve(single(ONE), ONE, [1.0, 1.0]), "`times`"),
