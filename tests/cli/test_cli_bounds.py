@@ -164,6 +164,12 @@ def test_certify_a_layer_s_decision_between_texts(command):
         assert row["violated"] is False
     # all tokens together move less than every token alone may
     assert rows[0]["radius"] <= rows[1]["radius"]
+    few = ["--ball", "each", "--tokens", "0,2"]
+    assert command("certify", *options, "--out", "out", *few).status == 0
+    known = read_run("out").bound_values()
+    moves = ["while tokens 0:5 move", "while tokens 0, 2 move"]
+    assert [one.statement[-len(m) :] for one, m in zip(known, moves, strict=True)] == moves
+    assert [one.metric for one in known] == ["frobenius", "max-token"]
     (row,) = command("certify", *options, "--jsonl", "--pool", "first").rows
     assert row["margin"] != rows[0]["margin"]
 
@@ -183,6 +189,8 @@ def test_certify_the_decision_of_a_whole_model(command):
     assert (bound.theorem, bound.kind) == ("decision_token_1", "radius")
     assert bound.value == row["radius"]
     assert read_run("out").measurements()[0].map == "model"
+    (row,) = command(*options, "--jsonl", "--pool", "last").rows
+    assert row["by"].endswith("an output of its last token at the smallest angle")
     for wrong in (["--eps", "1"], ["--random", "3"], ["--steps", "3"]):
         result = command(*options, *wrong)
         assert result.status == 2 and f"A decision has no `{wrong[0]}`" in result.err

@@ -341,6 +341,15 @@ def test_certified_radii_reach_the_page(tmp_path: Path) -> None:
     assert one["balls"] == [ball, each] and not one["stopped"]
 
 
+def test_two_questions_with_one_answer_stand_apart_on_the_page(tmp_path: Path) -> None:
+    folder = decided(written(tmp_path / "run", grown(1)))
+    (held, *_) = read_run(folder).contents("radii").values()
+    names = ["bad", "x", "y"]
+    valued(folder, "radii", [held | {"question": n, "rival_name": n} for n in names[1:]])
+    found = Content([read_run(folder)]).as_plain()["decided"]
+    assert [(one["decision"], one["rival"]) for one in found] == [("good", n) for n in names]
+
+
 def test_values_of_another_kind_are_no_edits(tmp_path: Path) -> None:
     one = asdict(TextEdit("no row", 0, 0, 4, "sigma", "model", "failed"))
     run = valued(written(tmp_path / "run", grown(1)), "edits", [{"id": "x"}, one])

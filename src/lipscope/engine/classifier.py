@@ -83,12 +83,13 @@ def classifier_of_texts(
     return Classifier(points, bias, names, by)
 
 
-def nearest_by_angle(texts: Texts) -> Classifier:
-    """The text whose mean output is at the smallest angle with another mean output.
+def nearest_by_angle(texts: Texts, pool: str = "mean") -> Classifier:
+    """The text whose pooled output is at the smallest angle with another pooled output.
 
     Its rows have unit norm: its scores are cosines times a norm.
     """
-    return Classifier(texts.points, None, texts.names, BY_ANGLE)
+    by = BY_ANGLE.replace("a mean output", f"an output of its {pool} token")
+    return Classifier(texts.points, None, texts.names, BY_ANGLE if pool == "mean" else by)
 
 
 def read_out_of(

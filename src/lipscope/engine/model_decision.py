@@ -55,7 +55,7 @@ from lipscope.theorems import DERIVED, tokens_in_double
 DecisionMap = Literal["model", "attention"]
 BALLS: tuple[DecisionBall, ...] = ("joint", "token", "each")
 _OF_RADII: dict[str, Any] = {"cite": DERIVED, "kind": "radius", "scope": "ball"}
-_OF_RADII |= {"metric": "frobenius"}
+_METRICS = {"joint": "frobenius", "token": "frobenius", "each": "max-token"}
 _POOLS = ("mean", "first", "last")
 _INDEX = 10**6  # larger than any of a token
 _BEGINNING = 1000  # characters of the default text
@@ -76,6 +76,7 @@ class DecisionCertificate(NetworkCertificate):
             where no token ids are read, or where the stream of a later layer moves.
         words_within: Embeddings of other words within the radius of such a token.
         id: Row of sigma beside it in a run folder, or None.
+        question: Digest of what decides there (texts or read-out, pool, layer), or None.
         sample: Index of the window or entry.
         at_layer: The attention layer before which tokens move.
         map: ``model``, or ``attention``: that layer by itself, its output pooled.
@@ -88,6 +89,7 @@ class DecisionCertificate(NetworkCertificate):
     nearest: float | None = None
     words_within: int | None = None
     id: str | None = None
+    question: str | None = None
     sample: int = 0
     at_layer: int = 0
 
@@ -98,13 +100,16 @@ class DecisionCertificate(NetworkCertificate):
 
     def as_bound(self) -> Bound:
         """The record that stands beside the row of sigma."""
-        alone = f"_{self.tokens[0]}" if self.ball == "token" else ""
-        moves = f" while token {self.tokens[0]} moves" if alone else ""
+        first, last, count = self.tokens[0], self.tokens[-1], len(self.tokens)
+        alone = f"_{first}" if self.ball == "token" else ""
+        moving = f"{first}:{last}" if last - first + 1 == count else str(list(self.tokens))[1:-1]
+        moves = f"tokens {moving} move" if count > 1 else f"token {first} moves"
         return Bound(
             id=self.id or "",
             theorem=f"decision_{self.ball}{alone}",
-            statement=f"{self.decision_name} stays ahead of {self.rival_name}{moves}",
+            statement=f"{self.decision_name} stays ahead of {self.rival_name} while {moves}",
             **_OF_RADII,
+            metric=_METRICS[self.ball],
             value=finite(self.radius),
             eps=finite(self.radius),
             reason="" if math.isfinite(self.radius) else self.note or "",
@@ -121,7 +126,8 @@ def radius_key(id: str | None, ball: DecisionBall, tokens: Sequence[int], **aske
 def missing_radius(id: str, ball: DecisionBall, reason: str) -> Bound:
     """The record of a decision that was not certified."""
     about: dict[str, Any] = {"theorem": f"decision_{ball}", "statement": "the decision stays"}
-    return Bound(id=id, **about, **_OF_RADII, value=None, reason=reason)
+    about |= _OF_RADII | {"metric": _METRICS[ball]}
+    return Bound(id=id, **about, value=None, reason=reason)
 
 
 @dataclass(frozen=True, repr=False)
@@ -465,7 +471,7 @@ def _deciding(
         return module, "the model's next token" if nexts else "the model's own scores", None
     body = model.model.get_submodule(body_of(model.model))
     if not isinstance(by, Classifier):
-        by = nearest_by_angle(_texts(model, body, by, pool, special_tokens))
+        by = nearest_by_angle(_texts(model, body, by, pool, special_tokens), pool or "mean")
     return body, by.by.replace("this layer's", "the model's"), by
 
 

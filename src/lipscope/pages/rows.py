@@ -459,7 +459,7 @@ def _top_singular(top: TopSingular) -> Iterator[Piece]:
 
 @pieces.register
 def _layer_bound(found: Bound) -> Iterator[Piece]:
-    yield from card(found, value=rounded_down if found.kind == "lower" else rounded_up)
+    yield from card(found, value=rounded_up if found.kind == "upper" else rounded_down)
 
 
 @pieces.register

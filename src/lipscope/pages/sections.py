@@ -264,18 +264,19 @@ def decided_of(
     return [_decision_record(settings[some[0]["id"]][0], some) for some in found.values()]
 
 
-_DECISION = ("id", "by", "decision_name", "at_layer")
+_DECISION = ("id", "question")
 
 
 def _decision_record(s: int, some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    first = some[0]
+    first, least = some[0], min(some, key=lambda one: one["margin"])
     alone = sorted((one for one in some if one["ball"] == "token"), key=lambda one: one["tokens"])
     return {
         "s": s,
         "sample": first["sample"],
         "by": first["by"],
         "decision": first["decision_name"],
-        "margin": short(min(one["margin"] for one in some)),
+        "rival": least["rival_name"],
+        "margin": short(least["margin"]),
         "tokens": [
             {
                 "index": one["tokens"][0],

@@ -195,7 +195,7 @@ class Bound(Shown):
         theorem: Name in the catalogue.
         statement: Where it is stated.
         cite: Key of the bibliography, or "derived here".
-        kind: ``upper`` or ``lower``.
+        kind: ``upper`` or ``lower``; ``radius`` of a ball in which a decision stays.
         scope: For which inputs: ``local``, ``ball``, ``global``, ``mean-field`` or ``limit``.
         metric: How input and output are measured.
         value: The bound; null if there is none.

@@ -394,6 +394,7 @@ def _certified_groups(
     tell(0, len(groups), None)
     rows = run.rows(keep=False) if run.folder is not None else None
     id, keys = None if rows is None else rows[0].id, list[str]()
+    named: Any = {"id": id, "question": stable_id({**about, "id": id})}
     try:
         for done, group in enumerate(groups, 1):
             keys.append(radius_key(id, ball, group, **about))
@@ -401,7 +402,7 @@ def _certified_groups(
             found = None if before is None else _certificate(before)
             if found is None or found.stopped:
                 found = decision.certified(ball, group, as_voice(tell), found)
-                run.keep_value(RADII, keys[-1], replace(found, id=id))
+                run.keep_value(RADII, keys[-1], replace(found, **named))
             if found.stopped:
                 raise _StoppedError(keys)
             tell(done, len(groups), None)

@@ -1,7 +1,7 @@
 // How far each token may move before a model's decision can change.
 $("decided").hidden = !D.decided.length;
 const certified = () => D.decided[state.decided] ?? D.decided[0];
-const certifiedName = (c) => `${D.settings[c.s].model}, window ${c.sample}, “${c.decision}”`;
+const certifiedName = (c) => `${D.settings[c.s].model}, window ${c.sample}, “${c.decision}” before “${c.rival}”`;
 // The smaller the radius beside the least one, the darker.
 function radiusSpans(tokens) {
   const least = Math.min(...tokens.map((t) => t.radius ?? Infinity).filter((r) => r > 0));
@@ -16,7 +16,7 @@ DRAWERS.push(() => {
   const c = certified();
   if (!c) return;
   fill("decided-controls", chooseRecord("Decision", D.decided, c, certifiedName, "decided"));
-  $("decided-about").textContent = `${certifiedName(c)} ahead by ${number(c.margin)}, decided by ${c.by}`;
+  $("decided-about").textContent = `${certifiedName(c)} by ${number(c.margin)}, decided by ${c.by}`;
   fill("decided-text", ...radiusSpans(c.tokens));
   for (const name of ["text", "tokens"]) $(`decided-${name}`).hidden = !c.tokens.length;
   $("decided-balls").hidden = !c.balls.length;
