@@ -307,6 +307,28 @@ def test_stop_ends_a_certificate(opened: Opened, server: Server) -> None:
     until(lambda: server._slow[0]._running is None)
 
 
+def test_a_certificate_goes_when_another_question_is_asked(opened: Opened, server: Server) -> None:
+    page = opened.page
+    opened.type("It was late.")
+    page.click("#panels >> text=Certify")
+    page.click("#certify-controls >> text=Certify")
+    page.wait_for_selector("#certified dd")
+    page.get_by_label("What may move").select_option("each token alone")
+    until(lambda: server._slow[0]._running is None)
+    assert page.locator("#certified dd").count() == 0
+    assert page.inner_text("#certify-progress") == page.inner_text("#certify-note") == ""
+    assert page.locator("#certify-controls >> text=Certify").is_visible()
+
+
+def test_numbers_of_another_text_are_pale_where_one_is_refused(opened: Opened) -> None:
+    opened.type("It was late.")
+    opened.page.fill("#text", "")
+    opened.page.wait_for_selector("#problem:not([hidden])")
+    until(lambda: opened.page.locator("#layers tbody tr:not(.rough)").count() == 0)
+    assert opened.page.locator("#layers tbody tr").count() == 3
+    assert opened.page.inner_text("#counted") == "–"
+
+
 def test_a_link_brings_back_every_control(browser: Browser, pair: Server) -> None:
     first = Opened(browser, pair)
     page = first.page

@@ -43,9 +43,16 @@ function askAll() {
   document.documentElement.dataset.drawn = "";
   for (const [part, one] of running) if (part !== "all") one.abort();  // they were about what was there before
   remember();
+  stale();
   const fresh = { layers: new Map(), asked: null, done: false };
+  const before = () => (seen.done ? { ...seen, before: null } : seen.before);
   ask("all", question(), (event) => {
-    if (event.event === "error") return problem(event.text);
+    if (event.event === "error") {  // what stands there is about another question
+      seen = { layers: new Map(), done: false, before: before() };
+      $("counted").textContent = "–";
+      soon();
+      return problem(event.text);
+    }
     problem("");
     if (event.event === "asked") Object.assign(fresh, { asked: event });
     if (event.event === "rough") fresh.layers.set(event.layer, { rough: event.ends[0], row: null });
@@ -54,7 +61,7 @@ function askAll() {
     if (event.event === "rough" || event.event === "rows") {
       if (!performance.getEntriesByName("first").length) soon(() => performance.mark("first"));
     }
-    seen = { ...fresh, before: seen.done ? { ...seen, before: null } : seen.before };
+    seen = { ...fresh, before: before() };
     if (event.event === "done") soon(() => { performance.mark("tight"); finished(); document.documentElement.dataset.drawn = "yes"; });
     return soon();
   });
@@ -326,11 +333,22 @@ function certifyControls(busy) {
   fill("certify-controls", select("What may move", state.ball, BALLS, (ball) => { state.ball = ball; remember(); stale(); }),
     make("button", { type: "button", onclick: () => (busy ? stopCertify() : certify()) }, busy ? "Stop" : "Certify"));
 }
+// A certificate is about one question: it goes when another one is asked.
+let certifiedOf = "";
+const certifyAsked = () => ({ ...question(), move: "all", read: "all", kind: "certify", among: state.among, ball: state.ball });
+function clearCertified(told) {
+  for (const id of ["certified", "certified-tokens"]) fill(id);
+  $("certify-progress").textContent = told;
+  $("certify-note").textContent = "";
+}
 function stale() {
+  const now = running.get("certify");
+  if (now?.signal.aborted || certifiedOf !== JSON.stringify(certifyAsked())) { now?.abort(); clearCertified(""); }
   if (!running.get("certify") || running.get("certify").signal.aborted) certifyControls(false);
 }
 function stopCertify() {
   running.get("certify")?.abort();
+  running.delete("certify");
   $("certify-progress").textContent = "Stopped.";
   certifyControls(false);
 }
@@ -338,11 +356,10 @@ function certify() {
   const each = [];
   let decided = null;
   const told = (text) => { $("certify-progress").textContent = text; };
+  certifiedOf = JSON.stringify(certifyAsked());
   certifyControls(true);
-  told("Reading the model …");
-  for (const id of ["certified", "certified-tokens"]) fill(id);
-  $("certify-note").textContent = "";
-  ask("certify", { ...question(), move: "all", read: "all", kind: "certify", among: state.among, ball: state.ball }, (event) => {
+  clearCertified("Reading the model …");
+  ask("certify", certifyAsked(), (event) => {
     if (event.event === "error") told(event.text);
     if (event.event === "progress") told(event.text);
     if (event.event === "decision") decided = event;
@@ -364,7 +381,7 @@ function drawCertified(decided, each) {
   fill("certified", ...parts.filter(Boolean).map(([name, value, about]) => make("div", {}, make("dt", {}, name), make("dd", {}, value, make("small", {}, about)))));
   list("certified-tokens", alone ? each : [], [["token", (c) => c.tokens[0], "row"], ["", (c) => c.words[0]], ["certified radius", certifiedRadius, "number"],
     ["attack", (c) => (c.attack === null ? "–" : upward(c.attack)), "number"], ["other words within", (c) => c.words_within ?? "–", "number"]]);
-  $("certify-note").textContent = `Decided by ${decided.by}${decided.words.length < (seen.asked?.length ?? 0) ? `, of the first ${decided.words.length} tokens` : ""}.${least?.note ? ` ${least.note}.` : ""} Sizes are Frobenius norms of moves of the embeddings.`;
+  $("certify-note").textContent = `Decided by ${decided.by}${decided.words.length < (seen.asked?.length ?? 0) ? `, of the first ${decided.words.length} tokens` : ""}.${least?.note ? ` ${least.note}.` : ""} Sizes are ${one?.ball === "each" ? "the largest norm that the move of one embedding has" : "Frobenius norms of moves of the embeddings"}.`;
 }
 
 // --- keep
