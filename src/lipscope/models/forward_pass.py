@@ -181,7 +181,7 @@ class ForwardPass:
                 if name and module not in inside:
                     self._watch(recorder, name, module)
             recorder.enter_context(sums)
-            first, out = self._pass(function, ())
+            out = self._pass(function, first := Watch(function.beside))
         self.output = out.detach().clone()
         for made in (*sums.sums, *sums.multiples):
             self._keep(made.value)
@@ -201,14 +201,12 @@ class ForwardPass:
         kinds = (_ACTIVATIONS.get(name) for name in self.functions.elements())
         self.activations = Counter(kind for kind in kinds if kind is not None)
 
-    def _pass(self, function: StreamFunction, turned: tuple[int, ...]) -> tuple[Watch, Tensor]:
-        """A pass of the stream that is watched, some decisions in it turned."""
+    def _pass(self, function: StreamFunction, watch: Watch) -> Tensor:
         x = function.x.clone().requires_grad_()
-        watch = Watch(function.beside, turned)
         with Recorder() as recorder, torch.enable_grad(), watch:
             for site in self.sites:
                 recorder.around(site, *(functools.partial(watch.enter, by) for by in (1, -1)))
-            return watch, function(x)
+            return function(x)
 
     def _watch(self, recorder: Recorder, name: str, module: nn.Module) -> None:
         started: list[tuple[int, list[Tensor], list[Node]]] = []

@@ -42,7 +42,7 @@ class SideChannel(NamedTuple):
 
 
 class _GoesOnError(BaseException):
-    """A pass goes on after a check that should have ended it; no model catches this by mistake."""
+    """A pass goes on after a check that should have ended it."""
 
 
 class Watch(TorchDispatchMode):
@@ -58,7 +58,8 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, inputs: Iterable[Tensor], turned: Iterable[int] = ()) -> None:
         super().__init__()
-        self.turned = set(turned)
+        self.inputs, self.turned = tuple(inputs), set(turned)
+        self.goes_on = False  # whether anything was computed after a check that should have raised
         self.decisions: list[SideChannel] = []
         self.used: SideChannel | None = None  # the first that is more than a decision
         self.taken: list[tuple[str, Tensor]] = []  # what activations took of the stream, by name
@@ -66,7 +67,7 @@ class Watch(TorchDispatchMode):
         self._ended = False  # by a check, which raises
         # By where they lie in memory: tensors that were read off, kept alive, and of what.
         self._heard: dict[int, tuple[Tensor, int]] = {}
-        for one in inputs:
+        for one in self.inputs:
             self._hear(one, _VALUES if one.is_floating_point() else _IDS)
 
     def __enter__(self) -> Watch:
@@ -89,6 +90,7 @@ class Watch(TorchDispatchMode):
         if not kind or name.endswith("_like") or name.startswith("new_"):
             return func(*args, **kwargs)
         if self._ended:
+            self.goes_on = True  # a script makes another error of it
             raise _GoesOnError
         live = any(t.requires_grad for t in given)
         if live and name.rstrip("_") in _ACTIVATIONS:
@@ -166,7 +168,7 @@ class _Memory(TorchFunctionMode):
 def side_channel(
     first: Watch,
     out: Tensor,
-    again: Callable[[tuple[int, ...]], tuple[Watch, Tensor]],
+    again: Callable[[Watch], Tensor],
     alike: Callable[[Tensor, Tensor], bool],
 ) -> SideChannel | None:
     """By which function the output of a pass hears of what it reads off; None if by none.
@@ -177,7 +179,7 @@ def side_channel(
     Args:
         first: What was seen of the pass.
         out: What it gave.
-        again: Runs it again with some decisions turned.
+        again: Runs it again, watched by another one.
         alike: Whether two outputs are the same.
     """
     if first.used:
@@ -186,25 +188,29 @@ def side_channel(
         return SideChannel("detach", first.kind(out))
     by_ids = [k for k, one in enumerate(first.decisions) if one.kind == _IDS]
     for k, one in enumerate(first.decisions):
-        if k not in by_ids:
-            try:
-                again((k,))
-            except _GoesOnError:
-                return one
-            except Exception:  # a model raises what it likes
-                continue
+        if k not in by_ids and not _raises(again, Watch(first.inputs, (k,))):
             return one
     counts = range(1, len(by_ids) + 1)
     some = (turned for count in counts for turned in itertools.combinations(by_ids, count))
     for turned in some if len(by_ids) <= _MANY else [()]:
         same = False
         with contextlib.suppress(Exception):
-            other, y = again(turned)
+            other = Watch(first.inputs, turned)
+            y = again(other)
             decided = len(other.decisions) == len(first.decisions)
             same = bool(turned) and decided and other.used is None and alike(y, out)
         if not same:
             return first.decisions[by_ids[0]]
     return None
+
+
+def _raises(again: Callable[[Watch], Tensor], watch: Watch) -> bool:
+    """Whether a pass raises at once where its check fails."""
+    try:
+        again(watch)
+    except (_GoesOnError, Exception):  # a model raises what it likes
+        return not watch.goes_on
+    return False
 
 
 def _place(x: Tensor) -> int:
