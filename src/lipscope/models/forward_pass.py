@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import regex
@@ -16,7 +15,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
-from lipscope.linalg import start_named
 from lipscope.models.network import ActivationName
 from lipscope.models.tracing.calls import Stream, Streams, Trace
 from lipscope.models.tracing.map_endpoints import rerun
@@ -29,12 +27,11 @@ from lipscope.models.tracing.recorder import (
     TensorStore,
     as_tokens,
     has_storage,
-    marked,
     named_arguments,
     origins,
     tensors_in,
 )
-from lipscope.models.tracing.side_channels import MarkedTables, side_channel
+from lipscope.models.tracing.side_channels import Watch, side_channel
 from lipscope.models.tracing.sites import (
     AttentionCall,
     block_of,
@@ -64,20 +61,18 @@ _OF_NORMS = regex.compile(
 _FACTORS: dict[str, tuple[int, int]] = {}
 _FACTORS |= dict.fromkeys(("Mul", "Div", "Mm", "Bmm", "Mv", "Dot", "Linear"), (0, 1))
 _FACTORS |= dict.fromkeys(("Addmm", "Addmv", "Baddbmm"), (1, 2))
-# How an activation of z may be written: autograd's name, and what it keeps, one of its ends.
+# How an activation of z may be written: a function of torch, and what it takes.
 _WRITTEN: dict[ActivationName, tuple[tuple[str, Callable[[Tensor], Tensor]], ...]] = {
-    "relu": (("Relu", torch.relu),),
-    "gelu": (("Gelu", lambda z: z), ("Erf", lambda z: z / math.sqrt(2))),
+    "relu": (("relu", lambda z: z),),
+    "gelu": (("gelu", lambda z: z), ("erf", lambda z: z / math.sqrt(2))),
     "gelu_tanh": (
-        ("GeluTanh", lambda z: z),
-        ("Tanh", lambda z: torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
+        ("gelu_tanh", lambda z: z),
+        ("tanh", lambda z: math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)),
     ),
-    "silu": (("Silu", lambda z: z), ("Sigmoid", torch.sigmoid)),
-    "tanh": (("Tanh", torch.tanh),),
+    "silu": (("silu", lambda z: z), ("sigmoid", lambda z: z)),
+    "tanh": (("tanh", lambda z: z),),
 }
 _CUBE = 3  # products in tanh's form of GELU: z³, and z times the rest; z³ as a power is two
-# Times an input in front of the stream, and the size of what is added to it.
-_ELSEWHERE = ((1.0, 1e-3), (1.0, 1e0), (1.0, 1e2), (1.0, 1e4), (0.0, 0.0))
 
 
 def function_of(record: Trace) -> StreamFunction:
@@ -100,115 +95,16 @@ def function_of(record: Trace) -> StreamFunction:
 def _from_part(record: Trace, part: nn.Module, stream: Stream) -> StreamFunction:
     moved = Streams([stream], record.calls[0].token_axis)
     function = rerun(record, {part: moved}, "", once=True)
-    found = StreamFunction(record, moved.x.detach().clone(), function, record.calls)
-    _check_entrance(found, part, moved)
-    return found
+    x, beside = moved.x.detach().clone(), tuple(_sources(record.inputs))
+    return StreamFunction(record, x, function, record.calls, beside)
 
 
-def _check_entrance(function: StreamFunction, part: nn.Module, moved: Streams) -> None:
-    """Refuse a module whose output hears of its input in another way than by the stream."""
-    heard = list[Tensor]()
-    with torch.no_grad():
-        own = function(function.x)
-        for other in (*(functools.partial(_other, change=one) for one in _ELSEWHERE), _turned):
-            with contextlib.suppress(InputError):  # it may take no such values
-                heard.append(_output_given(function, part, moved, other))
-    found = "" if heard else "no other input that it takes"
-    if not all(same(one, own) for one in heard):
-        found = "another output for another input"
-    found = found or _made_around(function, part, moved)
-    if found:
-        raise InputError(
-            f"`{type(function.record.model).__name__}` should hear of its input by the stream "
-            f"alone that enters its first block. Found {found} with the same stream: what leads "
-            "around the blocks is not read; certify one layer."
-        )
-
-
-def _other(y: Tensor, *, change: tuple[float, float]) -> Tensor:
-    times, size = change
-    e = torch.randn(y.shape, generator=start_named("in front of the stream"), dtype=y.dtype)
-    return times * y + size * (float(y.abs().max()) or 1.0) * e
-
-
-def _turned(y: Tensor) -> Tensor:
-    """Each token's values at another one: in the range that the module takes."""
-    return y.roll(1, -2)
-
-
-def _output_given(
-    function: StreamFunction, part: nn.Module, moved: Streams, other: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """What a module makes of its own stream, where other values stand in front of it."""
-    record, width, entered = function.record, function.x.shape[1:], list[nn.Module]()
-
-    def embedded(_: nn.Module, __: Any, y: Tensor) -> Tensor | None:
-        return other(y) if not entered and y.shape[-1:] == width and y.ndim < 4 else None
-
-    elsewhere = replace(record, inputs=_with_other_values(record.inputs, other))
-    with Recorder() as recorder:
-        recorder.before(part, lambda module, *_: entered.append(module))
-        for table in record.model.modules():
-            if isinstance(table, nn.Embedding):
-                recorder.after(table, embedded)
-        again = rerun(elsewhere, {part: moved}, "", once=True)
-        return replace(function, function=again)(function.x)
-
-
-def _made_around(function: StreamFunction, part: nn.Module, moved: Streams) -> str:
-    """What the output is made of besides the stream, in a run as it was; empty if nothing."""
-    record, ids, entered = function.record, MarkedTables(), dict[Node, list[Node]]()
-    elsewhere = replace(record, inputs=_with_other_values(record.inputs, marked))
-    again = replace(function, function=rerun(elsewhere, {}, "", once=True))
-
-    def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids.of((*args, *kwargs.values()))
-
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        entrance.remove()
-        given = named_arguments(part, args, kwargs)
-        entered.update({given[name].grad_fn: [] for name in moved.names})
-
-    with Recorder() as recorder, torch.enable_grad(), ids:
-        recorder.before(record.model, begin)
-        entrance = recorder.before(part, enter)
-        out = again(function.x)
-    made = origins(out.grad_fn, entered)
-    if any(_name(node) == "AccumulateGrad" for node in made if node not in entered):
-        return "an output that is made of the input besides"
-
-    def run() -> Tensor:
-        with Recorder() as recorder, torch.enable_grad(), ids:
-            recorder.before(record.model, begin)
-            return again(function.x)
-
-    read = side_channel(run, same)
-    # Of what is read off the stream itself more is said elsewhere.
-    own = read and side_channel(lambda: function(function.x.clone().requires_grad_()), same)
-    return f"an output that hears by `{read}` of what is read off the input" * bool(
-        read and not own
-    )
-
-
-def _with_other_values(inputs: Inputs, other: Callable[[Tensor], Tensor]) -> Inputs:
-    """Inputs with other numbers in place of what is embedded: no ids, no masks, no positions."""
-    if isinstance(inputs, tuple):
-        return tuple(other(v) if k == 0 and _is_values(v) else v for k, v in enumerate(inputs))
-    kept = ("mask", "bias", "position")
-    if any(_is_ids(v) and not any(word in name for word in kept) for name, v in inputs.items()):
-        return inputs
-    return {
-        name: other(v) if _is_values(v) and not any(word in name for word in kept) else v
-        for name, v in inputs.items()
-    }
-
-
-def _is_ids(v: Any) -> bool:
-    return isinstance(v, Tensor) and v.dtype in (torch.int64, torch.int32)
-
-
-def _is_values(v: Any) -> bool:
-    return isinstance(v, Tensor) and v.is_floating_point() and v.ndim > 1
+def _sources(inputs: Inputs) -> Iterator[Tensor]:
+    """What is embedded of the inputs: no masks, no positions, no settings."""
+    kept, by_name = ("mask", "bias", "position"), isinstance(inputs, Mapping)
+    for name, value in inputs.items() if by_name else zip(("0",), inputs, strict=False):
+        if isinstance(value, Tensor) and value.ndim > 1 and not any(w in name for w in kept):
+            yield value
 
 
 def function_of_map(record: Trace, layer: int, name: str) -> StreamFunction:
@@ -227,6 +123,7 @@ class StreamFunction:
     x: Tensor  # the stream
     function: Callable[[Tensor], Tensor]
     calls: Sequence[AttentionCall]  # its attention layers, in the order in which they are called
+    beside: tuple[Tensor, ...] = ()  # inputs that should be heard of by the stream alone
 
     def __call__(self, x: Float[Tensor, "n d"]) -> Tensor:
         """What it returns: a row, or one for every token."""
@@ -279,12 +176,12 @@ class ForwardPass:
         self._tensors: dict[torch.Size, list[Tensor]] = {}
         self._jumps: dict[Node, list[Node]] = {}
         sums = SumRecorder(TensorStore(copies=True))
-        with Recorder() as recorder, torch.enable_grad():
+        with Recorder() as recorder:
             for name, module in record.model.named_modules():
                 if name and module not in inside:
                     self._watch(recorder, name, module)
             recorder.enter_context(sums)
-            out = function(function.x.clone().requires_grad_())
+            out = self._pass(function, first := Watch(function.beside))
         self.output = out.detach().clone()
         for made in (*sums.sums, *sums.multiples):
             self._keep(made.value)
@@ -292,14 +189,24 @@ class ForwardPass:
         made = [n for n in origins(out.grad_fn, self._jumps) if n not in self._jumps]
         # The functions that lead from the stream to the output, by name, and how often each.
         self.functions = Counter(map(_name, made))
-        self._saved = [(_name(n), v) for n in made if (v := _saved_by(n)) is not None]
         self._products = sum(map(_products_in, made))
-        # By which function it hears of what is read off the stream.
-        self.read = side_channel(lambda: function(function.x.clone().requires_grad_()), _made_alike)
+        self._taken = first.taken
+        # By which function it hears of what is read off the stream, or made beside it.
+        again = functools.partial(self._pass, function)
+        self.read = side_channel(first, out, again, _made_alike)
         self.unknown = sorted(f for f in self.functions if not _KNOWN.match(f))
+        if self.functions["AccumulateGrad"] > 1:
+            self.unknown.append("a tensor, not the stream, that requires a gradient")
         # An activation may be as good as linear, or zero, at this input, and not at another.
         kinds = (_ACTIVATIONS.get(name) for name in self.functions.elements())
         self.activations = Counter(kind for kind in kinds if kind is not None)
+
+    def _pass(self, function: StreamFunction, watch: Watch) -> Tensor:
+        x = function.x.clone().requires_grad_()
+        with Recorder() as recorder, torch.enable_grad(), watch:
+            for site in self.sites:
+                recorder.around(site, *(functools.partial(watch.enter, by) for by in (1, -1)))
+            return function(x)
 
     def _watch(self, recorder: Recorder, name: str, module: nn.Module) -> None:
         started: list[tuple[int, list[Tensor], list[Node]]] = []
@@ -338,9 +245,11 @@ class ForwardPass:
     def applies(self, activation: ActivationName, z: Tensor) -> bool:
         """Whether an activation met ``z`` in this run."""
         return any(
-            name == written and same(_rows(v), kept(z), _CONSTANTS)
-            for written, kept in _WRITTEN[activation]
-            for name, v in self._saved
+            name == written
+            and v.numel() == z.numel()
+            and torch.allclose(v.reshape(z.shape), given(z), rtol=_CONSTANTS, atol=0.0)
+            for written, given in _WRITTEN[activation]
+            for name, v in self._taken
         )
 
     def holds_products(self, gates: int, cubes: int) -> bool:
@@ -391,21 +300,6 @@ def _name(node: Node) -> str:
         return f"{kind.__name__}, a function of its own"
     name = regex.sub(r"(Backward)?\d*$", "", kind.__name__)
     return name + "Tanh" * (name == "Gelu" and getattr(node, "_saved_approximate", "") == "tanh")
-
-
-def _saved_by(node: Node) -> Tensor | None:
-    """What autograd keeps of an activation."""
-    kept = "_saved_result" if _name(node) in ("Relu", "Sigmoid", "Tanh") else "_saved_self"
-    if _name(node) not in _ACTIVATIONS:
-        return None
-    try:
-        return getattr(node, kept).detach().clone()
-    except RuntimeError:
-        raise InputError(
-            "A network should keep what its activations take and give. Found that it writes over "
-            f"that of `{_name(node)}` (as autograd calls it), or makes it anew (checkpoints); "
-            "certify one layer."
-        ) from None
 
 
 def _products_in(node: Node) -> float:

@@ -145,11 +145,13 @@ class Search:
                 f"relu, gelu, silu or tanh. Found `{unknown}` (as autograd calls it) between the "
                 "stream and the output; certify one layer."
             )
-        if self.view.read:
+        if self.view.read is not None:
+            how, of_stream = self.view.read.function, self.view.read.of_stream
             raise InputError(
-                "A network should be made of functions that have derivatives. Found that its "
-                f"output hears by `{self.view.read}` of what is read off the stream, so that it "
-                "may be something else at other values; certify one layer."
+                "A network should hear of its stream by functions that have derivatives, and of "
+                f"its input by the stream alone. Found that it hears by `{how}` of what is read "
+                f"off {'the stream' if of_stream else 'the input'}, so that it may be something "
+                "else at other values; certify one layer."
             )
         own = self._as_network()
         self.own = own if self.linked else copy.deepcopy(own)

@@ -582,7 +582,8 @@ def _hand_over(
         arguments = named_arguments(module, args, kwargs)
         for name, value in given.items():
             if is_free(arguments[name]):
-                arguments[name].copy_(value)
+                with torch._C._DisableTorchDispatch():  # what is written over is not mixed
+                    arguments[name].copy_(value)
             else:
                 arguments[name] = value.clone()  # the model may write into it
         return as_called(module, arguments, len(args))  # hooks of the model may count on these

@@ -1,130 +1,223 @@
-"""What a forward pass reads off its values without a derivative: comparisons, choices, numbers.
+"""What a forward pass hears of its values in another way than by their derivatives.
 
-One run shows nothing of what comes of them at other values.
+Comparisons, choices, numbers that are read, what is detached, and what is made of the input beside
+the stream: one run shows nothing of what comes of them at other values.
 """
 
 from __future__ import annotations
 
-import functools
-import operator
+import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lipscope.models.tracing.recorder import Node, data_address, marked, origins
-
-# What makes numbers, or a decision, of a tensor.
-_READS = (
-    *("__bool__", "is_nonzero", "equal", "allclose", "item", "tolist", "numpy", "__array__"),
-    *("__float__", "__int__", "__index__", "__contains__"),
+_IDS, _VALUES, _STREAM = 1, 2, 3  # what is read off: token ids, other inputs, the stream
+# What hands out the memory of a tensor, or prints it, past the dispatcher.
+_OF_MEMORY = (
+    *("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "__reduce_ex__", "__repr__"),
+    *("storage", "untyped_storage", "_typed_storage"),
 )
-# Of these the first argument alone is what comes out.
-_AS = ("to", "type_as", "expand_as", "view_as", "reshape_as")
-_FAR = 10**9  # no ordinary number is so large
-_TABLES = ("embedding", "__getitem__", "index_select")
+_BY_INDEX = ("index", "index_select", "gather")
+_ACTIVATIONS = ("relu", "gelu", "silu", "sigmoid", "tanh", "erf")
+_HIDDEN = -1e4  # scores that are moved so far down are hidden
+_MANY = 3  # decisions by ids, all of whose combinations are tried
+_SAID = {"_local_scalar_dense": "item"}
 
 
-class SideChannels(TorchFunctionMode):
-    """Watch a pass for what is read off a tensor that requires a gradient, and has none itself.
+class SideChannel(NamedTuple):
+    """By which function something was read, and of what it was."""
 
-    ``turned``: which of the numbers and decisions that are read is another one in this pass, and
-    what that is.
+    function: str
+    kind: int
+
+    @property
+    def of_stream(self) -> bool:
+        """Whether it was read off the stream itself."""
+        return self.kind == _STREAM
+
+
+class _GoesOnError(BaseException):
+    """A pass goes on after a check that should have ended it."""
+
+
+class Watch(TorchDispatchMode):
+    """Watch a pass of a stream for what is read off it, or made of the input beside it.
+
+    The stream, and what has derivatives by it, requires a gradient, and nothing else does. It is
+    seen below autograd, where what is scripted or written in C++ calls the same functions.
+
+    Args:
+        inputs: What the model is given and the stream is made of.
+        turned: Which of the decisions are other ones in this pass.
     """
 
-    def __init__(self, turned: int | None = None, other: Callable[[Any], Any] = bool) -> None:
-        self.turned, self.other = turned, other
-        self.reads: list[tuple[str, bool]] = []  # by which functions, and whether it decides
-        self._read: dict[int, Tensor] = {}  # tensors that were read off, kept alive
-        # What was made of such a tensor and of one that has derivatives, by which function.
-        self._mixed: dict[Node, str] = {}
+    def __init__(self, inputs: Iterable[Tensor], turned: Iterable[int] = ()) -> None:
+        super().__init__()
+        self.inputs, self.turned = tuple(inputs), set(turned)
+        self.goes_on = False  # whether anything was computed after a check that should have raised
+        self.decisions: list[SideChannel] = []
+        self.used: SideChannel | None = None  # the first that is more than a decision
+        self.taken: list[tuple[str, Tensor]] = []  # what activations took of the stream, by name
+        self._in_attention = 0
+        self._ended = False  # by a check, which raises
+        # By where they lie in memory: tensors that were read off, kept alive, and of what.
+        self._heard: dict[int, tuple[Tensor, int]] = {}
+        for one in self.inputs:
+            self._hear(one, _VALUES if one.is_floating_point() else _IDS)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+    def __enter__(self) -> Watch:
+        self._memory = _Memory(self)
+        self._memory.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        super().__exit__(*problem)
+        self._memory.__exit__(*problem)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._called(func, args, kwargs or {})
+
+    def _called(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        given, name = [*_tensors((*args, *kwargs.values()))], func.overloadpacket.__name__
+        kind = max(map(self.kind, given), default=0)
+        if not kind or name.endswith("_like") or name.startswith("new_"):
+            return func(*args, **kwargs)
+        if self._ended:
+            self.goes_on = True  # a script makes another error of it
+            raise _GoesOnError
+        live = any(t.requires_grad for t in given)
+        if live and name.rstrip("_") in _ACTIVATIONS:
+            by_tanh = "_tanh" * (kwargs.get("approximate") == "tanh")
+            self.taken.append((name.rstrip("_") + by_tanh, args[0].detach().clone()))
+        for one in given if live else ():
+            if not one.requires_grad and not self._may_join(name, one):
+                self.use(name, self.kind(one))
         out = func(*args, **kwargs)
-        free = name.endswith("_like") or name.startswith("new_") or name == "broadcast_tensors"
-        given = [*_tensors(args[:1] if name in _AS else (*args, *kwargs.values()))]
-        if free or not any(t.requires_grad or self.has(t) for t in given):
-            return out
-        if name in _READS:
-            self.reads.append((name, isinstance(out, bool)))
-            return self.other(out) if len(self.reads) - 1 == self.turned else out
-        mixed = any(map(self.has, given))
-        for one in given[:1] if name == "__setitem__" else _tensors((out,)):
-            if not one.requires_grad:
-                self._read[id(one)] = one
-            elif mixed or one.dtype.itemsize < 8:  # half precision is a choice of numbers too
-                self._mixed[one.grad_fn] = name
+        if torch.Tag.data_dependent_output in func.tags:
+            return self._decided(name, kind, out)
+        if torch.Tag.dynamic_output_shape in func.tags and name not in _BY_INDEX:
+            self.use(name, kind)
+        made = [*_tensors((out,))] or (given if func._schema.is_mutable else [])
+        for one in made:
+            self._hear(one, kind)
+            if live and one.is_floating_point() and one.dtype.itemsize < 8:
+                self.use(name, kind)  # half precision is a choice of numbers too
         return out
 
-    def has(self, x: Tensor) -> bool:
-        """Whether a tensor was read off."""
-        return id(x) in self._read
+    def _decided(self, name: str, kind: int, out: Any) -> Any:
+        if not isinstance(out, bool):
+            self.use(name, kind)
+            return out
+        self.decisions.append(SideChannel(_SAID.get(name, name), kind))
+        if len(self.decisions) - 1 not in self.turned:
+            return out
+        self._ended = kind != _IDS
+        return not out
 
-    def used(self, x: Tensor) -> str:
-        """By which function a tensor came to depend on what was read off; empty if by none."""
-        if self.has(x):
-            return "detach"
-        made = origins(x.grad_fn, {}) if self._mixed else ()
-        return next((self._mixed[one] for one in made if one in self._mixed), "")
+    def _may_join(self, name: str, x: Tensor) -> bool:
+        """Whether the stream may meet a tensor: tokens are chosen, and masked, by their ids."""
+        kind = self.kind(x)
+        if kind != _IDS:
+            return not kind
+        if self._in_attention and x.dtype == torch.bool:
+            return True
+        if self._in_attention and x.is_floating_point():
+            return bool(((x == 0) | (x < _HIDDEN)).all())
+        return name in _BY_INDEX and not x.is_floating_point()
+
+    def enter(self, by: int, *_: Any) -> None:
+        """Attention begins, 1, or ends, -1."""
+        self._in_attention += by
+
+    def use(self, name: str, kind: int) -> None:
+        """By this function something was heard."""
+        self.used = self.used or SideChannel(_SAID.get(name, name), kind)
+
+    def kind(self, x: Tensor) -> int:
+        """Of what a tensor is; zero of nothing that is watched."""
+        return _STREAM if x.requires_grad else self._heard.get(_place(x), (x, 0))[1]
+
+    def _hear(self, x: Tensor, kind: int) -> None:
+        place = _place(x)
+        self._heard[place] = x, max(kind, self._heard.get(place, (x, 0))[1])
 
 
-class MarkedTables(TorchFunctionMode):
-    """Mark what tables give for some ids, by whatever function."""
+class _Memory(TorchFunctionMode):
+    """Note what is read past the dispatcher."""
 
-    def __init__(self) -> None:
-        self.addresses = set[int]()
-
-    def of(self, values: Iterable[Any]) -> None:
-        """The ids are those among these values."""
-        ids = (t for t in _tensors(values) if not t.is_floating_point())
-        self.addresses = {data_address(one) for one in ids}
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") not in _TABLES or not isinstance(out, Tensor):
-            return out
-        ids = (t for t in _tensors(args) if not t.is_floating_point())
-        return marked(out) if any(data_address(t) in self.addresses for t in ids) else out
+        name = getattr(func, "__name__", "")
+        with torch._C.DisableTorchFunction():
+            given = _tensors(args[:1]) if name in _OF_MEMORY else ()
+            if kind := max(map(self.watch.kind, given), default=0):
+                self.watch.use(name, kind)
+        return func(*args, **(kwargs or {}))
 
 
-def side_channel(run: Callable[[], Tensor], alike: Callable[[Tensor, Tensor], bool]) -> str:
-    """By which function the output of a pass hears of what it reads off; empty if by none.
+def side_channel(
+    first: Watch,
+    out: Tensor,
+    again: Callable[[Watch], Tensor],
+    alike: Callable[[Tensor, Tensor], bool],
+) -> SideChannel | None:
+    """By which function the output of a pass hears of what it reads off; None if by none.
 
-    What is read as a number or a decision may be for a message or a check: the pass is run with
-    another one in its place, which may raise, or should change nothing, ``alike``.
+    A decision may be a check: with the other one in its place the pass raises, and does nothing
+    before. By ids warnings are decided too: all of them may change nothing, ``alike``.
+
+    Args:
+        first: What was seen of the pass.
+        out: What it gave.
+        again: Runs it again, watched by another one.
+        alike: Whether two outputs are the same.
     """
-    with (first := SideChannels()):
-        out = run()
-    if used := first.used(out):
-        return used
-    for index, (name, decides) in enumerate(first.reads):
-        for value in (operator.not_,) if decides else _NUMBERS:
-            with (other := SideChannels(index, value)):
-                try:
-                    again = run()
-                except Exception:  # a model raises what it likes
-                    if decides:
-                        continue
-                    return name
-            if other.used(again) or not alike(again, out):
-                return name
-    return ""
+    if first.used:
+        return first.used
+    if first.kind(out) and not out.requires_grad:
+        return SideChannel("detach", first.kind(out))
+    by_ids = [k for k, one in enumerate(first.decisions) if one.kind == _IDS]
+    for k, one in enumerate(first.decisions):
+        if k not in by_ids and not _raises(again, Watch(first.inputs, (k,))):
+            return one
+    counts = range(1, len(by_ids) + 1)
+    some = (turned for count in counts for turned in itertools.combinations(by_ids, count))
+    for turned in some if len(by_ids) <= _MANY else [()]:
+        same = False
+        with contextlib.suppress(Exception):
+            other = Watch(first.inputs, turned)
+            y = again(other)
+            decided = len(other.decisions) == len(first.decisions)
+            same = bool(turned) and decided and other.used is None and alike(y, out)
+        if not same:
+            return first.decisions[by_ids[0]]
+    return None
 
 
-def _number(value: Any, times: int, size: int) -> Any:
-    if isinstance(value, list):
-        return [_number(one, times, size) for one in value]
-    return times * value + size
+def _raises(again: Callable[[Watch], Tensor], watch: Watch) -> bool:
+    """Whether a pass raises at once where its check fails."""
+    try:
+        again(watch)
+    except (_GoesOnError, Exception):  # a model raises what it likes
+        return not watch.goes_on
+    return False
 
 
-# Other numbers: near the one that is read, and far from it on both sides.
-_NUMBERS = [
-    functools.partial(_number, times=times, size=size)
-    for times, size in ((1, 1), (0, _FAR), (0, -_FAR))
-]
+def _place(x: Tensor) -> int:
+    try:
+        return x.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # it lies nowhere
+        return -id(x)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -133,3 +226,5 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _tensors(value)
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
