@@ -85,13 +85,19 @@ _REGISTER: dict[str, Experiment] = {}
 def experiment(name: str, **fields: Any) -> Callable[[Function], Function]:
     """Enter a function into the register under its name, with the fields of `Experiment`.
 
-    It cites the paper of its name, and a quick run takes the smallest of its models, unless said.
+    Its title is the first line of its docstring. Unless said it cites the paper of its name, if
+    that is one, a quick run takes the smallest of its models, and ``dinov2`` reads pictures.
     """
-    small = tuple(one for one in fields.get("models", ()) if one == "minilm")
-    fields = {"cite": name.partition("/")[0], "quick_models": small} | fields
+    paper, models = name.partition("/")[0], fields.get("models", ())
+    derived = {
+        "cite": paper if paper[-1].isdigit() else "derived here",
+        "quick_models": tuple(one for one in models if one == "minilm"),
+        "reads_images": "dinov2" in models,
+    }
 
     def enter(function: Function) -> Function:
-        _REGISTER[name] = Experiment(name, function, **fields)
+        title = (function.__doc__ or "").partition("\n")[0].removesuffix(".")
+        _REGISTER[name] = Experiment(name, function, title, **derived | fields)
         return function
 
     return enter

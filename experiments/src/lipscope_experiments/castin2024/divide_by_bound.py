@@ -185,13 +185,9 @@ PLAN = (
 )
 
 
-@experiment(
-    "castin2024/divide-by-bound",
-    title="How Smooth Is Attention?: attention divided by its bound, beside networks without it",
-    reads_text=False,
-)
+@experiment("castin2024/divide-by-bound", reads_text=False)
 def divide_by_bound(study: Study) -> None:
-    """Accuracy, certified and adversarial, of kinds of attention, none, and a linear map."""
+    """How Smooth Is Attention?: attention divided by its bound, beside networks without it."""
     study.plan(*PLAN)
     data = {"marked pair": marked_pairs(study.pick(200, 2000)), "digits": digits()}
     keys = grid(

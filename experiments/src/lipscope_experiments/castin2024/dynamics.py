@@ -1,4 +1,4 @@
-"""Tokens that flow through attention: clusters, consensus, and sigma along depth."""
+"""Tokens that flow through attention: adaptive and fixed steps, variants, spheres, depth."""
 
 from __future__ import annotations
 
@@ -57,13 +57,9 @@ _TIMES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)
 _LENGTH = 32
 
 
-@experiment(
-    "castin2024/dynamics",
-    title="Deep attention as a flow: clusters, consensus, and sigma along depth",
-    models=("minilm", "smollm2"),
-)
+@experiment("castin2024/dynamics", models=("minilm", "smollm2"))
 def dynamics(study: Study) -> None:
-    """Adaptive flows beside fixed steps; variants; spheres; products of layers."""
+    """Deep attention as a flow: clusters, consensus, and sigma along depth."""
     pick = study.pick
     order = study.values("order", grid(seed=range(pick(3, 20))), _order_of_euler)
     found = study.values("clusters", grid(seed=range(pick(8, 100))), _clusters_at_the_end)

@@ -1,4 +1,4 @@
-"""Figure 1: growth of sigma with the number of tokens, on real text and on adversarial inputs."""
+"""Figure 1: both rows, on text and on adversarial inputs; what its scripts compute; controls."""
 
 from __future__ import annotations
 
@@ -69,13 +69,9 @@ class FigureColumn:
         return self.source.model.name.endswith(", causal")
 
 
-@experiment(
-    "castin2024/figure1",
-    title="How Smooth Is Attention?, Figure 1: growth with the number of tokens",
-    models=("minilm", "smollm2", "random:gpt2", "random:bert"),
-)
+@experiment("castin2024/figure1", models=("minilm", "smollm2", "random:gpt2", "random:bert"))
 def figure1(study: Study) -> None:
-    """Both rows of the figure, what its scripts compute, and the controls."""
+    """How Smooth Is Attention?, Figure 1: growth with the number of tokens."""
     cases = [
         _figure_column(study, source)
         for model in _models_and_masked(study)

@@ -1,4 +1,4 @@
-"""Figure 2: the scaling factor gamma R² of every head on real data."""
+"""Figure 2: gamma of every head, times the squared radius of its layer's input on text."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ from lipscope_experiments.findings import Record, curve, grouped, level, middle
 _LENGTHS = (128, 512, 4096)
 
 
-@experiment(
-    "castin2024/figure2",
-    title="How Smooth Is Attention?, Figure 2: the scaling factor on real data",
-    models=("minilm", "smollm2", "random:gpt2"),
-)
+@experiment("castin2024/figure2", models=("minilm", "smollm2", "random:gpt2"))
 def figure2(study: Study) -> None:
-    """Gamma of every head and the radius of its layer's input on text."""
+    """How Smooth Is Attention?, Figure 2: the scaling factor on real data."""
     found = [record for source in study.sources() for record in _factors_of(study, source)]
     _draw_heads(study, found)
     heads = _over_texts(found)

@@ -1,4 +1,4 @@
-"""Figures 4 to 6: models with learnt positions, the radius of their tokens, and sigma."""
+"""Figures 4 to 6: sigma and the radius against n, and sigma against the radius, by windows."""
 
 from __future__ import annotations
 
@@ -16,14 +16,9 @@ from lipscope_experiments.findings import chosen, curve, exponent, middle
 _LEAST = 1.1  # range of the radius below which a slope in it says nothing
 
 
-@experiment(
-    "castin2024/figure4",
-    title="How Smooth Is Attention?, Figures 4 to 6: learnt positions, radius and sigma",
-    models=("minilm", "random:gpt2", "dinov2"),
-    reads_images=True,
-)
+@experiment("castin2024/figure4", models=("minilm", "random:gpt2", "dinov2"))
 def figure4(study: Study) -> None:
-    """Consecutive windows: sigma and the radius against n, and sigma against the radius."""
+    """How Smooth Is Attention?, Figures 4 to 6: learnt positions, radius and sigma."""
     places = [
         (f"{where}, layer {layer}", chosen(rows, layer=layer), fit)
         for where, rows in _windows_or_pictures(study)

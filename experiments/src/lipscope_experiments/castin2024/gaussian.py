@@ -1,4 +1,4 @@
-"""Normal laws that flow through attention: blow-up, rank collapse, particles beside the closure."""
+"""Normal laws that flow through attention: closures beside exact solutions, Euler, particles."""
 
 from __future__ import annotations
 
@@ -39,14 +39,9 @@ _FAR = 1e8  # a time at which limits are nearly reached
 _SCALES = (0.25, 1.0)  # of A in one dimension: a σ² is twice as much at the end
 
 
-@experiment(
-    "castin2024/gaussian",
-    title="Normal laws under attention: blow-up, rank collapse, and particles",
-    cite="castin2025",
-    reads_text=False,
-)
+@experiment("castin2024/gaussian", cite="castin2025", reads_text=False)
 def gaussian(study: Study) -> None:
-    """Closures beside exact solutions, Euler's steps and particles."""
+    """Normal laws under attention: blow-up, rank collapse, and particles."""
     pick = study.pick
     blown = study.values("blow-up", grid(d=(1, 2, 4, 8), seed=range(pick(10, 100))), _blow_up)
     ranks = study.values("ranks", grid(d=_STEPS, seed=range(pick(4, 30))), _rank)

@@ -1,4 +1,4 @@
-"""Theorem 3.7: sigma of s X as s grows, against the square root of the largest in-degree."""
+"""Theorem 3.7: sigma of s X over the root of the largest in-degree, random and real heads."""
 
 from __future__ import annotations
 
@@ -16,13 +16,9 @@ from lipscope_experiments.findings import Record, chosen, curve, grouped, level,
 from lipscope_experiments.simple_layers import normal, top
 
 
-@experiment(
-    "castin2024/large-radius",
-    title="How Smooth Is Attention?, Theorem 3.7: the large-radius regime",
-    models=("minilm", "random:gpt2"),
-)
+@experiment("castin2024/large-radius", models=("minilm", "random:gpt2"))
 def large_radius(study: Study) -> None:
-    """One head at a time, random and real, masked and not; tokens scaled by s."""
+    """How Smooth Is Attention?, Theorem 3.7: the large-radius regime."""
     scales = [2.0**k for k in range(study.pick(8, 13))]
     places = {**_random_heads(study), **_model_heads(study)}
     keys = [{"group": g, "which": k, "scale": s} for (g, k), s in itertools.product(places, scales)]

@@ -22,14 +22,9 @@ from lipscope_experiments.simple_layers import multiple, top
 _RADII = {"γR² = 4": 2.0, "γR² = 9": 3.0}  # of A = -I, whose gamma is 1
 
 
-@experiment(
-    "castin2024/long-context",
-    title="How Smooth Is Attention?: long contexts",
-    models=("smollm2",),
-    quick_models=("minilm",),
-)
+@experiment("castin2024/long-context", models=("smollm2",), quick_models=("minilm",))
 def long_context(study: Study) -> None:
-    """Sigma against n, far beyond the lengths of Figure 1."""
+    """How Smooth Is Attention?: long contexts."""
     counts = [2**k for k in range(3, 18)]
     measured = 2 ** study.pick(10, 11)
     clusters = study.values(

@@ -1,4 +1,4 @@
-"""Every theorem on real layers against the number of tokens, one metric at a time."""
+"""Every theorem over the measured norm of the same map, input and metric, by number of tokens."""
 
 from __future__ import annotations
 
@@ -28,13 +28,9 @@ _SHOWN = {
 _METRICS: tuple[Metric, ...] = ("frobenius", "max-token")
 
 
-@experiment(
-    "castin2024/looseness",
-    title="How far every theorem is above sigma on real layers",
-    models=("minilm", "smollm2"),
-)
+@experiment("castin2024/looseness", models=("minilm", "smollm2"))
 def looseness(study: Study) -> None:
-    """Upper bounds divided by the measured norm of the same map, input and metric."""
+    """How far every theorem is above sigma on real layers."""
     lengths = study.pick([16, 32], [16, 32, 64])
     sources = list(study.sources())
     points = [point for source in sources for point in _above_sigma(study, source, lengths)]

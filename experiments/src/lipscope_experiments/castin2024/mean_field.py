@@ -1,4 +1,4 @@
-"""Proposition 3.6: two unbalanced clusters, to 10 million tokens, against e^(gamma R²)."""
+"""Proposition 3.6: two unbalanced clusters to 10 million tokens, exactly, against R and n."""
 
 from __future__ import annotations
 
@@ -22,13 +22,9 @@ _BOUNDS = {
 _NAMES = {name: name for name in _BOUNDS.values()}
 
 
-@experiment(
-    "castin2024/mean-field",
-    title="How Smooth Is Attention?, Proposition 3.6: the mean-field regime",
-    reads_text=False,
-)
+@experiment("castin2024/mean-field", reads_text=False)
 def mean_field(study: Study) -> None:
-    """Sigma of the two clusters exactly (weighted tokens), against R, and against n at one R."""
+    """How Smooth Is Attention?, Proposition 3.6: the mean-field regime."""
     steps = study.pick(8, 24)
     keys = [
         {"layer": name, "radius": k / steps * math.sqrt(math.log(_MOST) / (2 * _gamma(name)))}

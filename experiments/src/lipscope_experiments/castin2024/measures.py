@@ -1,4 +1,4 @@
-"""Attention on measures: ratios and their limits, masks and the conditional distance."""
+"""Attention on measures: Lemmas 3.2, 4.2 and C.5, Definition 4.1, Theorems 4.3 and 4.4."""
 
 from __future__ import annotations
 
@@ -39,14 +39,9 @@ _CAUSAL = {"stated": "castin_thm_4_4", "corrected": "causal_mean_field"}
 _NEAR = 1e-6  # above 1: what transport's rounding can do
 
 
-@experiment(
-    "castin2024/measures",
-    title="How Smooth Is Attention? on measures: ratios, masks, and the conditional distance",
-    models=("minilm",),
-    reads_text=False,
-)
+@experiment("castin2024/measures", models=("minilm",), reads_text=False)
 def measures(study: Study) -> None:
-    """Lemmas 3.2, 4.2 and C.5, Definition 4.1, Theorems 4.3 and 4.4, and a search."""
+    """How Smooth Is Attention? on measures: ratios, masks, and the conditional distance."""
     pick, seeds = study.pick, range(study.pick(2, 10))
     kinds = ("uniform", "weighted", "causal")
     drawn = [{"kind": kind, "seed": seed} for seed in seeds for kind in kinds]

@@ -1,4 +1,4 @@
-"""Third column of Figure 1: GPT-2 with random weights, by sigma and by the scripts' quantity."""
+"""Third column of Figure 1: random GPT-2 on text and two clusters, by sigma and the scripts."""
 
 from __future__ import annotations
 
@@ -26,13 +26,9 @@ Built = list[tuple[int, Adversarial]]
 """Inputs that were built, with the seed of the weights."""
 
 
-@experiment(
-    "castin2024/random-gpt2",
-    title="How Smooth Is Attention?, Figure 1, third column: GPT-2 with random weights",
-    models=("random:gpt2",),
-)
+@experiment("castin2024/random-gpt2", models=("random:gpt2",))
 def random_gpt2(study: Study) -> None:
-    """Both quantities on text, and sigma on two clusters at the radius of text and of the paper."""
+    """How Smooth Is Attention?, Figure 1, third column: GPT-2 with random weights."""
     cases: list[Record] = []  # one draw of the weights on one text: rows, and what scripts compute
     built: Built = []
     first = study.load(study.models[0])

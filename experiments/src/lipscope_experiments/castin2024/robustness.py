@@ -1,4 +1,4 @@
-"""What perturbations of one size do, against what sigma and the ball certificate promise."""
+"""Moves of the first layer's input, against what sigma and the ball certificate promise."""
 
 from __future__ import annotations
 
@@ -37,13 +37,9 @@ _KINDS = {
 _MOVES = [kind for kind in _KINDS if kind != "split"]  # of the input itself
 
 
-@experiment(
-    "castin2024/robustness",
-    title="Perturbations of one size, against sigma and the ball certificate",
-    models=("minilm",),
-)
+@experiment("castin2024/robustness", models=("minilm",))
 def robustness(study: Study) -> None:
-    """The first layer and the whole model of an encoder, perturbed at the first layer's input."""
+    """Perturbations of one size, against sigma and the ball certificate."""
     found = [case for source in study.sources() for case in _moved_windows(study, source)]
     _draw_moves(study, found)
     moves = _by_kind(found)

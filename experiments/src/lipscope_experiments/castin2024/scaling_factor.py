@@ -1,4 +1,4 @@
-"""The scaling factor gamma R²: the adversarial exponent against it, and where it breaks off."""
+"""The scaling factor gamma R²: the exponent over 10 to 100 tokens, and where it breaks off."""
 
 from __future__ import annotations
 
@@ -19,14 +19,9 @@ _FACTORS = (0.1, 0.3, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 10.0)
 _IDEAL = "A = -I"
 
 
-@experiment(
-    "castin2024/scaling-factor",
-    title="How Smooth Is Attention?: the adversarial exponent against the scaling factor",
-    models=("minilm",),
-    reads_text=False,
-)
+@experiment("castin2024/scaling-factor", models=("minilm",), reads_text=False)
 def scaling_factor(study: Study) -> None:
-    """Exponent over 10 to 100 tokens, and the n of the largest sigma, for each gamma R²."""
+    """How Smooth Is Attention?: the adversarial exponent against the scaling factor."""
     layers = {_IDEAL: multiple(-1.0, 2)} | _single_heads(study)
     lengths = [round(10 ** (1 + k / study.pick(4, 10))) for k in range(1 + study.pick(4, 10))]
     wide = [round(2 ** (k / 2)) for k in range(2, study.pick(40, 60))]

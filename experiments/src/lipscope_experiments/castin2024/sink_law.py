@@ -124,14 +124,9 @@ class LayerLaw:
         return [one for one in self.points if one["rest"]]
 
 
-@experiment(
-    "castin2024/sink-law",
-    title="The sink's column and the exponent of sigma",
-    models=("minilm", "smollm2", "dinov2"),
-    reads_images=True,
-)
+@experiment("castin2024/sink-law", models=("minilm", "smollm2", "dinov2"))
 def sink_law(study: Study) -> None:
-    """Predicted against measured exponents, by layer and head."""
+    """The sink's column and the exponent of sigma."""
     found = grouped(_points_of_models(study), "model", "layer", "head")
     every = [LayerLaw(*where, points=points) for where, points in found]
     laws = sorted((one for one in every if one.head is None), key=lambda law: law.is_random)

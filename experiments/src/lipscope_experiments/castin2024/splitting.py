@@ -1,4 +1,4 @@
-"""Mass splitting: where it happens, which maps it happens to, and tiny masses that go far."""
+"""Mass splitting: wedges, finite moves, tiny masses, a table of maps, and tokens of texts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,9 @@ _WEDGES = ((-3.0, -0.3), (-0.5, -5.0))
 _FAR = (1.0, 2.0, 3.0, 5.0, 8.0)
 
 
-@experiment(
-    "castin2024/splitting",
-    title="Mass splitting: when tokens should be taken apart rather than moved",
-    models=("minilm", "smollm2"),
-)
+@experiment("castin2024/splitting", models=("minilm", "smollm2"))
 def splitting(study: Study) -> None:
-    """Wedges, finite moves, tiny masses, a table of maps, and tokens of texts."""
+    """Mass splitting: when tokens should be taken apart rather than moved."""
     side, many = study.pick((41, 400), (121, 4000))
     keys = grid(sign=SIGNS, n=[2], d=[1], radius=(1.0, 2.0, 3.0, 5.0), count=[side])
     keys += grid(sign=SIGNS, n=[3], d=(1, 2, 4), radius=[3.0], count=[many])

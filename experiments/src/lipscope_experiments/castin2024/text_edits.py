@@ -19,13 +19,9 @@ _COLUMNS |= {"layer's change": "change_layer", "model's change": "change_model"}
 _COLUMNS |= {"queries": "queries"}
 
 
-@experiment(
-    "castin2024/text-edits",
-    title="Edits of a few tokens that change the output most",
-    models=("minilm", "smollm2"),
-)
+@experiment("castin2024/text-edits", models=("minilm", "smollm2"))
 def text_edits(study: Study) -> None:
-    """One token against the model's output, a layer's, and the nearest neighbour."""
+    """Edits of a few tokens that change the output most."""
     queries, samples = study.pick((8, 2), (16, 120))
     cut = [part for text in study.texts for part in _passages(text.content)]
     passages = [*{" ".join(part.split()): part for part in cut}.values()]  # each once

@@ -1,4 +1,4 @@
-"""The largest sigma that is known to be reached at a radius, and what bounds say there."""
+"""Constructions, ascent and text under the largest token norm of the text, and the bounds."""
 
 from __future__ import annotations
 
@@ -24,13 +24,9 @@ _OTHERS = "given", KNOWN, DRAWN  # besides constructions
 _E3 = "castin_thm_e_3"
 
 
-@experiment(
-    "castin2024/worst-input",
-    title="The worst known input of a layer against the number of tokens",
-    models=("minilm", "smollm2"),
-)
+@experiment("castin2024/worst-input", models=("minilm", "smollm2"))
 def worst_input(study: Study) -> None:
-    """Constructions, ascent and text under the largest token norm of the text, and the bounds."""
+    """The worst known input of a layer against the number of tokens."""
     found = [record for source in study.sources() for record in _worst_at(study, source)]
     _draw_worst(study, found)
     _of_inputs(study, found)

@@ -40,13 +40,9 @@ _POINTS = 100_000  # at which the bounds of a network are held against its margi
 _AT_ONCE = 500  # points through a network
 
 
-@experiment(
-    "certified/decisions",
-    title="How far may tokens move before a network's answer can change",
-    cite="derived here",
-)
+@experiment("certified/decisions")
 def decisions(study: Study) -> None:
-    """Small classifiers of one to three blocks, and DeepT's: certified and attacked."""
+    """How far may tokens move before a network's answer can change."""
     plan = study.pick(_QUICK, _FULL)
     found = [one for name, counts in plan.items() for one in _of_network(study, name, counts)]
     for ball, words in BALLS.items():

@@ -164,14 +164,9 @@ def by_each(one: Record) -> list[Record]:
     ]
 
 
-@experiment(
-    "certified/smooth",
-    title="Classifiers with a bound: sentences and digits",
-    cite="newhouse2025",
-    reads_text=False,
-)
+@experiment("certified/smooth", cite="newhouse2025", reads_text=False)
 def smooth(study: Study) -> None:
-    """Capped, ordinary and linear classifiers: accuracy, and certified accuracy by each way."""
+    """Classifiers with a bound: sentences and digits."""
     found = dict[str, list[Record]]()
     for name in _ASKED:
         try:

@@ -1,4 +1,4 @@
-"""The witness that dot-product attention is not Lipschitz: a token at the origin, others far."""
+"""Sigma of one random head at (0, R u, -R u, …) against R, and every step of the proof."""
 
 from __future__ import annotations
 
@@ -18,14 +18,9 @@ from lipscope_experiments.simple_layers import normal, top
 _TOKENS = 9
 
 
-@experiment(
-    "witness",
-    title="Dot-product attention is not Lipschitz: the witness in closed form",
-    cite="kim2021",
-    reads_text=False,
-)
+@experiment("witness", cite="kim2021", reads_text=False)
 def witness(study: Study) -> None:
-    """Sigma of one random head at (0, R u, -R u, …) against R, and every step of the proof."""
+    """Dot-product attention is not Lipschitz: the witness in closed form."""
     radii = [10.0 ** (k / 4) for k in range(-4, study.pick(9, 17))]
     found = study.values("witness", grid(radius=radii, n=[_TOKENS]), _sigma_beside)
     steps = study.values("steps", grid(seed=range(study.pick(5, 50))), _errors_of_steps)

@@ -166,21 +166,18 @@ def held_out(model: SmoothTransformer, data: Corpus, length: int) -> Record:
     return {"accuracy": hits, "bits": bits}
 
 
-@experiment(
-    "newhouse2025/shakespeare",
-    title="Training Transformers with Enforced Lipschitz Constants: characters of Shakespeare",
-)
+@experiment("newhouse2025/shakespeare")
 def shakespeare(study: Study) -> None:
-    """Three kinds of attention at four caps and at none: what is learnt, and what can move."""
+    """Training Transformers with Enforced Lipschitz Constants: characters of Shakespeare."""
     _compare(study, {"steps": 600, "width": 64, "length": 64, "batch": 16}, _SEEDS)
 
 
-@experiment(
-    "newhouse2025/shakespeare-256",
-    title="Training Transformers with Enforced Lipschitz Constants: the width of its code",
-)
+@experiment("newhouse2025/shakespeare-256")
 def shakespeare_256(study: Study) -> None:
-    """The same at width 256, for as many steps as fit in two hours of two cores."""
+    """Training Transformers with Enforced Lipschitz Constants: the width of its code.
+
+    The same at width 256, for as many steps as fit in two hours of two cores.
+    """
     _compare(study, {"steps": 320, "width": 256, "length": 256, "batch": 16}, 1)
 
 

@@ -54,13 +54,9 @@ PLAN = (
 )
 
 
-@experiment(
-    "control/early-warning",
-    title="Early warning: which signal tells a run that will diverge, at one learning rate",
-    cite="derived here",
-)
+@experiment("control/early-warning")
 def early_warning(study: Study) -> None:
-    """Areas of signals at three steps, with and without a norm of queries and keys."""
+    """Early warning: which signal tells a run that will diverge, at one learning rate."""
     study.plan(*PLAN)
     text = study.texts[0]
     data = torch.tensor(list(text.content.encode()[:200_000]))

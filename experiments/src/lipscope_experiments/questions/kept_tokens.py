@@ -78,14 +78,9 @@ PLAN = (
 )
 
 
-@experiment(
-    "questions/kept-tokens",
-    title="Which tokens must stay? Keys and values evicted, or rounded",
-    cite="derived here",
-    models=("minilm", "smollm2"),
-)
+@experiment("questions/kept-tokens", models=("minilm", "smollm2"))
 def kept_tokens(study: Study) -> None:
-    """Costs of evicting and rounding tokens, one by one and by policy, beside baselines."""
+    """Which tokens must stay? Keys and values evicted, or rounded."""
     study.plan(*PLAN)
     by_model: dict[str, list[list[Record]]] = {}
     for source in study.sources():

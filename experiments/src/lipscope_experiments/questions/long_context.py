@@ -58,14 +58,9 @@ class RestrictedCase:
         return [mine[s] / whole[s] for s in sorted(whole.keys() & mine.keys())]
 
 
-@experiment(
-    "questions/long-context",
-    title="What happens at long context? Reading the last token, moving a tenth",
-    cite="derived here",
-    models=("minilm", "smollm2"),
-)
+@experiment("questions/long-context", models=("minilm", "smollm2"))
 def long_context(study: Study) -> None:
-    """Sigma of attention with what moves and what is read restricted, as windows get longer."""
+    """What happens at long context? Reading the last token, moving a tenth."""
     cases = list[RestrictedCase]()
     for source in study.sources():
         cases.append(_restricted_case(study, source, _ASKED))

@@ -75,14 +75,9 @@ PLAN = (
 )
 
 
-@experiment(
-    "questions/margin-gain",
-    title="What predicts the smallest move that changes an answer? The margin's gain",
-    cite="derived here",
-    models=("minilm", "smollm2"),
-)
+@experiment("questions/margin-gain", models=("minilm", "smollm2"))
 def margin_gain(study: Study) -> None:
-    """Rank correlations with moves that change the answer, by layer, beside baselines."""
+    """What predicts the smallest move that changes an answer? The margin's gain."""
     study.plan(*PLAN)
     by_model: dict[str, list[Windows]] = {}
     for source in study.sources():

@@ -71,15 +71,9 @@ class RoundedCase:
     change: dict[str, dict[str, np.ndarray]]
 
 
-@experiment(
-    "questions/precision",
-    title="Which blocks do I keep in high precision? Sigma against simulated rounding",
-    cite="derived here",
-    models=("minilm", "smollm2", "dinov2"),
-    reads_images=True,
-)
+@experiment("questions/precision", models=("minilm", "smollm2", "dinov2"))
 def precision(study: Study) -> None:
-    """Rank correlation over blocks of sigma and rounding errors with what rounding one does."""
+    """Which blocks do I keep in high precision? Sigma against simulated rounding."""
     cases = list[RoundedCase]()
     for source in study.sources():
         cases.append(_rounded_model(study, source))

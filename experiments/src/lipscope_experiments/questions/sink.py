@@ -28,15 +28,9 @@ _AS_IS, _BARE, _RANDOM = "as it is", "no special tokens", "random weights"
 _MOVED, _BARE_MOVED = f"from position {_LATER}", f"no special tokens, from position {_LATER}"
 
 
-@experiment(
-    "questions/sink",
-    title="Where is the sink? Which token holds the most sensitive direction",
-    cite="derived here",
-    models=("minilm", "smollm2", "dinov2"),
-    reads_images=True,
-)
+@experiment("questions/sink", models=("minilm", "smollm2", "dinov2"))
 def sink(study: Study) -> None:
-    """The top direction and the attention received, token by token, in layers of models."""
+    """Where is the sink? Which token holds the most sensitive direction."""
     sources = [*study.sources()]
     windows = [one for source in sources for one in _of_source(study, source)]
     _draw_shares(study, windows)

@@ -116,13 +116,9 @@ def targets(kind: str, windows: Tensor) -> Tensor:
     return torch.where(triggers(own) & (before < _LETTERS), before, own)
 
 
-@experiment(
-    "questions/sink-training",
-    title="When does a sink appear? Small models that copy at triggers",
-    cite="derived here",
-)
+@experiment("questions/sink-training")
 def sink_training(study: Study) -> None:
-    """Ten seeds of a small decoder and a small encoder, measured along training."""
+    """When does a sink appear? Small models that copy at triggers."""
     letters = Letters(study.texts[0])
     steps = study.pick((0, 20, 40), (0, 50, 100, 200, 400, 600, 800, 1000))
     keys = grid(
