@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,8 +54,8 @@ class Source:
     """A model with what it reads, a text or pictures, and a verb's option for that."""
 
     model: LoadedModel
-    name: str
-    asked: dict[str, Any]
+    name: str = ""
+    asked: dict[str, Any] = field(default_factory=dict)
 
     @property
     def sees(self) -> bool:
@@ -71,6 +71,30 @@ class Source:
     def where(self) -> str:
         """Model and text, for tables."""
         return f"{self.model.name}, {self.name}"
+
+    @property
+    def depth(self) -> int:
+        """How many layers the model has."""
+        return int(self.model.config.num_hidden_layers)
+
+    @property
+    def is_deep(self) -> bool:
+        """Deeper than the models of the paper: run on fewer layers and lengths."""
+        return self.depth > 12
+
+    @property
+    def first_and_middle(self) -> list[int]:
+        """The layers that stand for the paper's 0 and 6 of 12."""
+        return [0, self.depth // 2]
+
+    @property
+    def first_middle_last(self) -> list[int]:
+        """The first, the middle and the last layer, each once."""
+        return sorted({*self.first_and_middle, self.depth - 1})
+
+    def even_layers(self, most: int) -> list[int]:
+        """At most so many layers, from the first one on at even distances."""
+        return [*range(0, self.depth, math.ceil(self.depth / most))]
 
     def asking(self, tokens: int, samples: int) -> dict[str, Any]:
         """With windows of so many tokens, or pictures of the model's own side, all of a folder."""
@@ -141,6 +165,10 @@ class Study:
     def pick(self, quick: T, full: T) -> T:
         """One of two settings."""
         return quick if self.quick else full
+
+    def some_layers(self, source: Source) -> list[int]:
+        """The first, the middle and the last layer; of a quick run the middle one."""
+        return self.pick(source.first_and_middle[1:], source.first_middle_last)
 
     def sources(self) -> Iterator[Source]:
         """Every model on every text, or on pictures if it reads them.
@@ -268,36 +296,6 @@ class Study:
     def _tell(self, done: int, total: int, part: str) -> None:
         if self._progress is not None:
             self._progress(done, total, part)
-
-
-def depth_of(loaded: LoadedModel) -> int:
-    """How many layers a model has."""
-    return int(loaded.config.num_hidden_layers)
-
-
-def is_deep(loaded: LoadedModel) -> bool:
-    """Deeper than the models of the paper: run on fewer layers and lengths."""
-    return depth_of(loaded) > 12
-
-
-def first_and_middle(loaded: LoadedModel) -> list[int]:
-    """The layers that stand for the paper's 0 and 6 of 12."""
-    return [0, depth_of(loaded) // 2]
-
-
-def first_middle_last(loaded: LoadedModel) -> list[int]:
-    """The first, the middle and the last layer, each once."""
-    return sorted({*first_and_middle(loaded), depth_of(loaded) - 1})
-
-
-def some_layers(study: Study, loaded: LoadedModel) -> list[int]:
-    """The first, the middle and the last layer; of a quick run the middle one."""
-    return study.pick(first_and_middle(loaded)[1:], first_middle_last(loaded))
-
-
-def even_layers(loaded: LoadedModel, most: int) -> list[int]:
-    """At most so many layers, from the first one on at even distances."""
-    return [*range(0, depth_of(loaded), math.ceil(depth_of(loaded) / most))]
 
 
 def layers_of(model: LoadedModel, data: Any = None, **options: Any) -> Iterator[LayerAtInput]:

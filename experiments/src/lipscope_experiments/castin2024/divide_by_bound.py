@@ -137,7 +137,7 @@ def trained(net: Net, data: Task, epochs: int, seed: int) -> tuple[Net, int]:
     )
     (images, labels), done = data.train, 0
     while done < epochs and optimiser.param_groups[0]["lr"] >= _LEAST:
-        total = 0.0
+        total, done = 0.0, done + 1
         for some in torch.randperm(len(labels), generator=gen).split(_BATCH):
             loss = nn.functional.cross_entropy(net(images[some]), labels[some])
             optimiser.zero_grad()
@@ -145,7 +145,6 @@ def trained(net: Net, data: Task, epochs: int, seed: int) -> tuple[Net, int]:
             optimiser.step()
             total += float(loss.detach())
         plan.step(total)
-        done += 1
     return net.eval().requires_grad_(False), done
 
 
@@ -155,9 +154,8 @@ def attacked(net: VisionTransformer | Linear, images: Tensor, labels: Tensor, ep
     safe = net(images).argmax(1) == labels
     for _ in range(_ASCENTS):
         x = (images + move).requires_grad_()
-        (slope,) = torch.autograd.grad(
-            nn.functional.cross_entropy(net(x), labels, reduction="sum"), x
-        )
+        loss = nn.functional.cross_entropy(net(x), labels, reduction="sum")
+        (slope,) = torch.autograd.grad(loss, x)
         up = nn.functional.normalize(slope.flatten(1), eps=1e-30).view_as(slope)
         move = (move + 2.5 * eps / _ASCENTS * up).renorm(2, 0, eps)
         safe &= net(images + move).argmax(1) == labels
@@ -272,9 +270,8 @@ def _draw_accuracy(study: Study, runs: Sequence[Record]) -> None:
     axes = "size of the move (Frobenius)", "share of test images certified"
     for task, words in _TASKS.items():
         series = []
-        for kind in _KINDS:
-            shares = [r["certified"] for r in chosen(runs, task=task, kind=kind)]
-            means = map(fmean, zip(*shares, strict=True))
+        for kind, mine in grouped(chosen(runs, task=task), "kind"):
+            means = map(fmean, zip(*(r["certified"] for r in mine), strict=True))
             series.append(line(kind.replace("theorem-", "Theorem "), _SIZES, means))
         panels.append(Panel(words, series, *axes, log_y=False))
     study.draw("divide-by-bound", "Certified accuracy, mean over seeds", panels, columns=2)
@@ -289,14 +286,14 @@ def _of_task(study: Study, task: str, runs: Sequence[Record]) -> None:
     by = dict(grouped(runs, "kind"))
     accuracy = {kind: [r["accuracy"] for r in mine] for kind, mine in by.items()}
 
-    def sure(kind: str, at: int) -> list[float]:
-        return [r["certified"][at] for r in by[kind]]
-
+    sure = {kind: [*zip(*(r["certified"] for r in mine), strict=True)] for kind, mine in by.items()}
     for kind in (f"divided by {one}" for one in _DIVISORS):
         better = [
             f"{eps:g}"
-            for at, eps in enumerate(_SIZES)
-            if all(_above(sure(kind, at), sure(one, at)) for one in (_LINEAR, _NONE))
+            for eps, mine, *others in zip(
+                _SIZES, sure[kind], sure[_LINEAR], sure[_NONE], strict=True
+            )
+            if all(_above(mine, other) for other in others)
         ]
         study.claim(
             f"{task}: accuracy, attention {kind}",

@@ -10,7 +10,7 @@ from lipscope.charts import Panel, power_law
 from lipscope.pages import number
 from lipscope.records import slope_of
 from lipscope_experiments.castin2024.protocol import as_in_the_paper
-from lipscope_experiments.experiment import Study, experiment, first_and_middle
+from lipscope_experiments.experiment import Study, experiment
 from lipscope_experiments.findings import chosen, curve, exponent, middle
 
 _LEAST = 1.1  # range of the radius below which a slope in it says nothing
@@ -81,7 +81,7 @@ def _windows_or_pictures(study: Study) -> Iterator[tuple[str, Rows]]:
             asked["samples"] = None if study.images != "random" else study.pick(3, 10)
         else:
             asked = as_in_the_paper(study, one)
-        asked["layers"] = first_and_middle(one.model)
+        asked["layers"] = one.first_and_middle
         yield one.where, study.measure(one.where, one.model, **asked)
 
 

@@ -13,7 +13,7 @@ from lipscope.charts import Panel, Series, power_law
 from lipscope.models import reinitialised
 from lipscope.records import slope_of
 from lipscope_experiments.castin2024.protocol import Adversarial, adversarial, as_coded
-from lipscope_experiments.experiment import Study, experiment, first_and_middle
+from lipscope_experiments.experiment import Source, Study, experiment
 from lipscope_experiments.findings import Record, curve, exponent, middle, plain_exponent
 
 
@@ -32,7 +32,7 @@ def random_gpt2(study: Study) -> None:
     cases: list[Record] = []  # one draw of the weights on one text: rows, and what scripts compute
     built: Built = []
     first = study.load(study.models[0])
-    layers = first_and_middle(first)
+    layers = Source(first).first_and_middle
     lengths = study.pick([10, 20, 40], [10, 20, 40, 70, 100])
     options: dict[str, Any] = {"lengths": lengths, "samples": study.pick(3, 10)}
     options |= {"windows": "disjoint", "special_tokens": False}

@@ -11,7 +11,7 @@ from lipscope.charts import Panel
 from lipscope.pages import number
 from lipscope.records import off_line, percent_off, slope_of
 from lipscope.theorems import castin_thm_e_3, eigen_directions, heads_of
-from lipscope_experiments.experiment import Study, experiment, first_and_middle, grid, layers_of
+from lipscope_experiments.experiment import Source, Study, experiment, grid, layers_of
 from lipscope_experiments.findings import Record, curve, grouped, level
 from lipscope_experiments.simple_layers import multiple, top
 
@@ -107,9 +107,9 @@ def _single_heads(study: Study) -> dict[str, DotProduct]:
     """Some heads of the middle layer of each model, each as a layer of its own."""
     found = {}
     for name in study.models:
-        loaded = study.load(name)
-        _, layer = first_and_middle(loaded)
-        one = next(layers_of(loaded, layers=[layer], lengths=[16]))
+        source = Source(study.load(name))
+        _, layer = source.first_and_middle
+        one = next(layers_of(source.model, layers=[layer], lengths=[16]))
         for head in range(0, one.attention.num_heads, study.pick(6, 3)):
             alone = in_double(one.attention, head)
             if eigen_directions(heads_of(alone)[0]) and alone.rotary is None and not alone.causal:

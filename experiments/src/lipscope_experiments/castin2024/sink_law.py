@@ -13,15 +13,7 @@ from typing import Any
 from lipscope import LayerAtInput, TopSingular, records
 from lipscope.charts import Panel, Series
 from lipscope.models import LoadedModel, reinitialised
-from lipscope_experiments.experiment import (
-    Source,
-    Study,
-    even_layers,
-    experiment,
-    first_middle_last,
-    is_deep,
-    layers_of,
-)
+from lipscope_experiments.experiment import Source, Study, experiment, layers_of
 from lipscope_experiments.findings import Record, Value, average, grouped, line, middle
 from lipscope_experiments.frozen import (
     MEASURED,
@@ -162,17 +154,18 @@ def _points_of_models(study: Study) -> Iterator[Record]:
             yield from _points(study, source, heads=True)
 
 
-def _layers(study: Study, loaded: LoadedModel) -> list[int]:
+def _layers(study: Study, source: Source) -> list[int]:
     """All layers of models of twelve or fewer, the named ones of deeper ones, three random ones."""
-    if loaded.name.endswith(_RANDOM) or study.quick:
-        return first_middle_last(loaded)
-    named = sorted({*_STATED.get(loaded.name, ()), *_BESIDES.get(loaded.name, ())})
-    return named or even_layers(loaded, 12)
+    name = source.model.name
+    if name.endswith(_RANDOM) or study.quick:
+        return source.first_middle_last
+    named = sorted({*_STATED.get(name, ()), *_BESIDES.get(name, ())})
+    return named or source.even_layers(12)
 
 
 def _passages(study: Study, source: Source, heads: bool) -> Iterator[tuple[str, dict[int, Record]]]:
     """The passages of a text, or the pictures, and a verb's options by length, or side."""
-    loaded, deep = source.model, is_deep(source.model)
+    loaded, deep = source.model, source.is_deep
     if heads and (source.sees or deep):
         return
     if source.sees:
@@ -192,7 +185,7 @@ def _passages(study: Study, source: Source, heads: bool) -> Iterator[tuple[str, 
 
 def _points(study: Study, source: Source, *, heads: bool) -> Iterator[Record]:
     """Every layer, or head, at every length of a text's passages, or of pictures."""
-    model, layers = source.model, _layers(study, source.model)
+    model, layers = source.model, _layers(study, source)
     for passage, asked in _passages(study, source, heads):
         key = {"text": passage, "layers": layers, "heads": heads}
         keys = [key | {"length": n, "rest": n == max(asked) and not heads} for n in asked]

@@ -8,7 +8,7 @@ from typing import Any
 from lipscope import attack_text
 from lipscope.charts import Panel, Series
 from lipscope.records import SKIPPED, SUCCEEDED, TextEdit
-from lipscope_experiments.experiment import Study, experiment, first_and_middle
+from lipscope_experiments.experiment import Study, experiment
 from lipscope_experiments.findings import average, chosen, column_mean, grouped, line, percentage
 
 _LENGTH = 16
@@ -93,7 +93,7 @@ def text_edits(study: Study) -> None:
 def _edits_of(study: Study, **options: Any) -> list[TextEdit]:
     found: list[TextEdit] = []
     for source in study.sources():
-        _, middle = first_and_middle(source.model)
+        _, middle = source.first_and_middle
         where: dict[str, Any] = {"layer": middle, "length": _LENGTH, "out": study.folder}
         found += attack_text(source.model, **source.asked, budget=1, **where, **options).edits
     return found

@@ -13,7 +13,7 @@ from lipscope.attacks import DRAWN, KNOWN, ascend, worst
 from lipscope.charts import Panel
 from lipscope.pages import number
 from lipscope.records import off_line, slope_of
-from lipscope_experiments.experiment import Source, Study, experiment, grid, layers_of, some_layers
+from lipscope_experiments.experiment import Source, Study, experiment, grid, layers_of
 from lipscope_experiments.findings import Record, Value, chosen, curve, grouped, middle
 from lipscope_experiments.simple_layers import bound_values
 
@@ -54,7 +54,7 @@ def _worst_at(study: Study, source: Source) -> Iterator[Record]:
     name, text = source.model.name, source.name
     asked = source.asked | {"special_tokens": False, "samples": study.pick(2, 5)}
     asked["lengths"] = study.pick([4, 12], [2, 4, 8, 16, 32, 64, 100])
-    for layer in some_layers(study, source.model):
+    for layer in study.some_layers(source):
         inputs = list(layers_of(source.model, layers=[layer], **asked))
         places = dict(grouped(inputs, lambda one: len(one.x)))
         # One radius at all lengths, so that the curve is one of n alone; upward in the last digit.

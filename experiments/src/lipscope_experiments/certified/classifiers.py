@@ -122,7 +122,7 @@ def first_weights(recipe: Recipe) -> dict[str, Tensor]:
     if recipe.kind == "A":  # its attention is drawn once more, after a whole block
         drawn += drawn[: len(_ATTENTION)]
     for name, sizes in (*drawn, ("classifier", (d, 2))):
-        part = nn.Linear(*sizes) if len(sizes) > 1 else nn.LayerNorm(*sizes)
+        part = nn.Linear(sizes[0], sizes[1]) if len(sizes) > 1 else nn.LayerNorm(d)
         found |= part.state_dict(prefix=f"{name}.")
     return found
 

@@ -23,7 +23,7 @@ from lipscope_experiments.certified.classifiers import LICENCES, Recipe, Trained
 from lipscope_experiments.certified.crown import peer, peer_radius
 from lipscope_experiments.data import folder_for
 from lipscope_experiments.experiment import Study, experiment
-from lipscope_experiments.findings import Record, chosen, column_mean, grouped, middle
+from lipscope_experiments.findings import Record, chosen, grouped, middle
 
 BALLS: dict[DecisionBall, str] = {"joint": "all tokens move", "token": "one token moves"}
 SHARES = (0.4, 0.8, 1.0, 1.15, 1.4)  # of our radius: where its lower bound is attacked
@@ -61,27 +61,20 @@ def decisions(study: Study) -> None:
         f"{min(gaps):.3g} at the least, in {sum(r['points'] for r in found):,} points",
     )
     _draw(study, found)
-    study.table(
-        "Medians, with the smallest and the largest",
-        grouped(found, "name", "ball"),
-        {
-            "network": "name",
-            "ball": "ball",
-            "inputs": lambda _, mine: str(len(mine)),
-            "accuracy": lambda _, mine: f"{mine[0]['accuracy']:.2f}",
-            **{
-                " / ".join(pair): lambda _, mine, pair=pair: middle(ratios(mine, *pair))
-                for pair in PAIRS
-            },
-            **{
-                f"seconds, {who}": column_mean(
-                    lambda r, who=who: r.get(f"seconds, {who}"),
-                    lambda own: f"{median(own):.1f}" if own else "–",
-                )
-                for who in ("ours", "CROWN", "attack")
-            },
-        },
-    )
+    seconds = [f"seconds, {who}" for who in ("ours", "CROWN", "attack")]
+    lines = [
+        (
+            *(*one, len(mine), f"{mine[0]['accuracy']:.2f}"),
+            *(middle(ratios(mine, *pair)) for pair in PAIRS),
+            *(
+                f"{median(own):.1f}" if (own := [r[k] for r in mine if k in r]) else "–"
+                for k in seconds
+            ),
+        )
+        for one, mine in grouped(found, "name", "ball")
+    ]
+    columns = ("network", "ball", "inputs", "accuracy", *map(" / ".join, PAIRS), *seconds)
+    study.table("Medians, with the smallest and the largest", lines, columns)
     study.remark(
         "A: attention, mean pool, linear head; N, S: post-norm blocks of four heads and a ReLU "
         "network, without variance in their norms and with standard LayerNorm; then the number of "

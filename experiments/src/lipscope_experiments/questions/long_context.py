@@ -11,7 +11,7 @@ from lipscope import Measurement
 from lipscope.charts import Panel, training_end
 from lipscope.models import reinitialised
 from lipscope.records import growth
-from lipscope_experiments.experiment import Source, Study, experiment, first_and_middle, is_deep
+from lipscope_experiments.experiment import Source, Study, experiment
 from lipscope_experiments.findings import average, exponent, grouped, line, share
 
 _TOL = 1e-2
@@ -95,7 +95,7 @@ def long_context(study: Study) -> None:
 
 def _restricted_case(study: Study, source: Source, asked: Iterable[str]) -> RestrictedCase:
     loaded = source.model
-    full = _MOST_IF_DEEP if is_deep(loaded) else _MOST
+    full = _MOST_IF_DEEP if source.is_deep else _MOST
     most = min(loaded.max_tokens or full, study.pick(2**7, full))
     found: dict[str, dict[int, list[Measurement]]] = {}
     for one in asked:
@@ -103,7 +103,7 @@ def _restricted_case(study: Study, source: Source, asked: Iterable[str]) -> Rest
             f"{one}: {source.where}",
             loaded,
             **source.asked,
-            layers=first_and_middle(loaded),
+            layers=source.first_and_middle,
             lengths=[2**k for k in range(5, 10) if 2**k <= most],
             samples=study.pick(2, 4),
             windows="disjoint",

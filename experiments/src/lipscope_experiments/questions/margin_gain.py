@@ -12,16 +12,7 @@ from torch import Tensor, nn
 from lipscope.charts import Panel
 from lipscope.models import LoadedModel
 from lipscope_experiments import joint_test
-from lipscope_experiments.experiment import (
-    Source,
-    Study,
-    batch_of,
-    depth_of,
-    experiment,
-    grid,
-    is_deep,
-    layers_of,
-)
+from lipscope_experiments.experiment import Source, Study, batch_of, experiment, grid, layers_of
 from lipscope_experiments.findings import Record, average, chosen, grouped, line, middle
 from lipscope_experiments.questions.precision import decides
 from lipscope_experiments.simple_layers import embedding
@@ -94,8 +85,8 @@ def margin_gain(study: Study) -> None:
 
 
 def _windows(study: Study, source: Source) -> Windows:
-    loaded, count = source.model, depth_of(source.model)
-    layers = [*range(0, count, study.pick(max(count // 2, 1), 6 if is_deep(loaded) else 1))]
+    loaded, count = source.model, source.depth
+    layers = [*range(0, count, study.pick(max(count // 2, 1), 6 if source.is_deep else 1))]
     # Of encoders more: those among which one finds a neighbour are no windows that are asked.
     samples = study.pick(12, 16) if decides(loaded) else study.pick(24, 60)
     asked = source.asking(_TOKENS, samples)

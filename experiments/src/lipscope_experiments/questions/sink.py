@@ -14,7 +14,7 @@ from lipscope.charts import Panel, Series, readable
 from lipscope.control import attention_received
 from lipscope.models import reinitialised, special_tokens_of
 from lipscope.records import mean_interval, rank_correlation
-from lipscope_experiments.experiment import Source, Study, even_layers, experiment, layers_of
+from lipscope_experiments.experiment import Source, Study, experiment, layers_of
 from lipscope_experiments.findings import Record, Value, average, counted, grouped, middle, share
 
 _TOKENS = 64
@@ -84,7 +84,7 @@ def _of_source(study: Study, source: Source) -> Iterator[Record]:
 def _windows(study: Study, source: Source, where: str, control: str) -> Iterator[Record]:
     """Every layer of a model at every window."""
     part, asked = f"{where}, {control}", source.asking(_TOKENS, study.pick(4, 10))
-    asked["layers"] = even_layers(source.model, study.pick(4, _LAYERS))
+    asked["layers"] = source.even_layers(study.pick(4, _LAYERS))
     rows = study.measure(f"sigma, {part}", source.model, rest=True, **asked)
     key = {name: value for name, value in asked.items() if name != "data"}
     (found,) = study.values(f"received, {part}", [key], lambda **_: _received(source, asked))
@@ -120,7 +120,7 @@ def _received(source: Source, asked: Record) -> Record:
 
 def _erased_table(study: Study, source: Source) -> None:
     """Whether a layer's input at one place of a window still says which word stands there."""
-    layers = even_layers(source.model, study.pick(4, _LAYERS))
+    layers = source.even_layers(study.pick(4, _LAYERS))
     key = {"layers": layers, "words": list(_WORDS), "places": list(_PLACES)}
     part = f"erased, {source.where}"
     (found,) = study.values(part, [key], lambda **_: _erased(source, layers))
