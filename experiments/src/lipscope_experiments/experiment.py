@@ -20,15 +20,7 @@ from lipscope.errors import unwritable
 from lipscope.models import LoadedModel, inputs_of, load_model
 from lipscope.records import Place, RunFolder, provenance, stable_id, write_file
 from lipscope_experiments.data import Text, texts_named
-from lipscope_experiments.findings import (
-    Claim,
-    Columns,
-    Findings,
-    Record,
-    Table,
-    findings_page,
-    table_of,
-)
+from lipscope_experiments.findings import Claim, Columns, Findings, Record, Table, page_of, table_of
 
 Progress = Callable[[int, int, str], None]
 T = TypeVar("T")
@@ -286,7 +278,7 @@ class Study:
             self._drawn(name, title)
 
     def _drawn(self, name: str, title: str) -> None:
-        """Keep a figure for the findings_page, with the digest by which it is known again."""
+        """Keep a figure for the page, with the digest by which it is known again."""
         content = (self.folder.path / name).read_bytes()
         self.figures.append((name, title, hashlib.sha256(content).hexdigest()[:16]))
 
@@ -360,7 +352,7 @@ def reproduce(
     with RunFolder(folder_of(out), spec, origin) as folder:
         study = Study(folder, chosen, held, quick, progress, images or "random")
         entry.function(study)
-        text = findings_page(
+        text = page_of(
             study.findings,
             study.figures,
             title=entry.title,

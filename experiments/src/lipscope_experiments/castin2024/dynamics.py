@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lipscope import (
-    Attention,
-    DotProduct,
-    InputError,
-    L2Attention,
-    SigmoidAttention,
-    SinkhornAttention as Sinkhorn,
-)
+from lipscope import DotProduct, InputError, L2Attention, SigmoidAttention, SinkhornAttention
 from lipscope.charts import Panel, Scene
 from lipscope.dynamics import (
     Trajectory,
@@ -156,13 +149,13 @@ def _coordinate_heads() -> DotProduct:
     return DotProduct(eye(2), eye(2), value, output, heads=2, scale=1.0)
 
 
-_KINDS: dict[str, Callable[[], Attention]] = {
+_KINDS = {
     "dot product": lambda: multiple(1.0, 2),
     "causal": lambda: multiple(1.0, 2).replace(causal=True),
     "window of 8": lambda: multiple(1.0, 2).replace(causal=True, window=8),
     "two heads": _coordinate_heads,
     "L2": lambda: L2Attention(eye(2), eye(2)),
-    "Sinkhorn, A = I / 10": lambda: Sinkhorn(eye(2), eye(2), eye(2), scale=0.1),
+    "Sinkhorn, A = I / 10": lambda: SinkhornAttention(eye(2), eye(2), eye(2), scale=0.1),
     "sigmoid": lambda: SigmoidAttention(eye(2), eye(2), eye(2), scale=1.0),
     "A = -I": lambda: multiple(-1.0, 2),
     "V = -I": lambda: multiple(1.0, 2).replace(value=-eye(2)),
@@ -243,17 +236,14 @@ def _of_spheres(study: Study, found: Sequence[Record]) -> None:
             + f"; {average([r['counts'][-1] for r in mine])} clusters in the mean; Euler's "
             f"steps of 1 give another number for {share(other, len(mine))}",
         )
-    study.table(
-        "The longest phase of 2 to 15 clusters of every start",
-        grouped([r for r in found if r["phase"]], "beta", "d"),
-        {
-            "β": lambda at, _: f"{at[0]:g}",
-            "d": "d",
-            "clusters": lambda _, own: ", ".join(map(str, sorted({r["phase"][0] for r in own}))),
-            "from t": column_mean(lambda r: r["phase"][1]),
-            "lasts until t times": column_mean(lambda r: r["phase"][2] / r["phase"][1]),
-        },
-    )
+    lines = []
+    for (beta, d), mine in grouped([r for r in found if r["phase"]], "beta", "d"):
+        counts, starts, ends = zip(*(r["phase"] for r in mine), strict=True)
+        lasts = [end / start for start, end in zip(starts, ends, strict=True)]
+        said = ", ".join(map(str, sorted({*counts})))
+        lines.append((f"{beta:g}", d, said, average(starts), average(lasts)))
+    columns = ("β", "d", "clusters", "from t", "lasts until t times")
+    study.table("The longest phase of 2 to 15 clusters of every start", lines, columns)
 
 
 # --- figures
@@ -328,7 +318,7 @@ _FLOWS = {
     "A = +I, causal": lambda d: multiple(1.0, d).replace(causal=True),
     "V = -I": lambda d: multiple(1.0, d).replace(value=-eye(d)),
     "L2": lambda d: L2Attention(eye(d), d**0.5 * eye(d)),
-    "Sinkhorn, A = I / 10": lambda d: Sinkhorn(eye(d), eye(d), eye(d), scale=0.1),
+    "Sinkhorn, A = I / 10": lambda d: SinkhornAttention(eye(d), eye(d), eye(d), scale=0.1),
 }
 
 
@@ -388,22 +378,18 @@ def _of_depth(study: Study, flows: Sequence[Record], models: Sequence[Record]) -
             "exp ∫ ‖J‖ / sigma": lambda _, mine: average(_over_sigma(mine, "norms")),
         },
     )
-    study.table(
-        f"From the entrance of the first block to the end of another, {_LENGTH} tokens",
-        [
-            (mine, at)
-            for _, mine in grouped(models, "model", "text")
-            for at in range(1, len(mine[0]["times"]))
-        ],
-        {
-            "model": lambda mine, _: mine[0]["model"],
-            "text": lambda mine, _: mine[0]["text"],
-            "blocks": lambda mine, at: f"{mine[0]['times'][at]:g}",
-            "sigma together": lambda mine, at: geometric([r["sigma"][at] for r in mine]),
-            "product": lambda mine, at: geometric([r["product"][at] for r in mine]),
-            "product / sigma": lambda mine, at: geometric(_over_sigma(mine, at=at)),
-        },
-    )
+    lines = [
+        (
+            *(*where, f"{mine[0]['times'][at]:g}"),
+            *(geometric([r[key][at] for r in mine]) for key in ("sigma", "product")),
+            geometric(_over_sigma(mine, at=at)),
+        )
+        for where, mine in grouped(models, "model", "text")
+        for at in range(1, len(mine[0]["times"]))
+    ]
+    columns = ("model", "text", "blocks", "sigma together", "product", "product / sigma")
+    title = f"From the entrance of the first block to the end of another, {_LENGTH} tokens"
+    study.table(title, lines, columns)
 
 
 def _draw_depth(study: Study, flows: Sequence[Record], models: Sequence[Record]) -> None:

@@ -18,16 +18,7 @@ from lipscope.dynamics import closure, evolve, gaussian_flow
 from lipscope.pages import number
 from lipscope.records import slope_of
 from lipscope_experiments.experiment import Study, experiment, grid
-from lipscope_experiments.findings import (
-    Record,
-    average,
-    chosen,
-    column_mean,
-    curve,
-    grouped,
-    line,
-    share,
-)
+from lipscope_experiments.findings import Record, average, column_mean, grouped, line, share
 from lipscope_experiments.simple_layers import eye, multiple, normal
 
 # Public code: Euler's steps, projected to semidefinite matrices; blown up where the trace
@@ -67,7 +58,7 @@ def gaussian(study: Study) -> None:
         )
 
     def low(d: int, mine: list[Record]) -> str:
-        ends = chosen(mine, status="done")
+        ends = [r for r in mine if r["status"] == "done"]
         return share(sum(r["ranks"] <= (d + 1) // 2 for r in ends), len(ends)) if ends else "–"
 
     study.table(
@@ -76,7 +67,7 @@ def gaussian(study: Study) -> None:
         {
             "layer": "kind",
             "d": "d",
-            "blow-up": lambda _, own: share(len(chosen(own, status="blow-up")), len(own)),
+            "blow-up": lambda _, own: share(sum(r["status"] == "blow-up" for r in own), len(own)),
             "others: rank at most ⌈d/2⌉ at t = 10⁴": lambda at, own: low(at[1], own),
         },
     )
@@ -249,8 +240,10 @@ def _draw_laws(study: Study, particles: Sequence[Record]) -> None:
         x = normal(f"line|{n}|0", n, 1)
         end = evolve(_interpolated(multiple(1.0, 1)), x, times, rtol=1e-5)
         curves.append(line(f"{n:,} tokens", times.tolist(), end.states.var((1, 2)).tolist()))
-    by = grouped(particles, "a")
-    near = [curve(f"A = {a:g}", mine, "n", "error", "points") for a, mine in by]
+    near = [
+        line(f"A = {a:g}", [r["n"] for r in mine], [r["error"] for r in mine], "points")
+        for a, mine in grouped(particles, "a")
+    ]
     panels = [
         Panel("A = V = 1: blow-up at t = 1/2", curves, "t", "variance", log_x=False),
         Panel("particles half of the way to it", near, "tokens", "relative error"),

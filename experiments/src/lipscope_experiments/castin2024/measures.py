@@ -24,15 +24,7 @@ from lipscope.models import LoadedModel
 from lipscope.pages import number
 from lipscope_experiments.experiment import Study, experiment, grid, layers_of
 from lipscope_experiments.findings import Record, curve, grouped, middle, percentage
-from lipscope_experiments.simple_layers import (
-    SIGNS,
-    bound_values,
-    eye,
-    in_ball,
-    multiple,
-    normal,
-    top,
-)
+from lipscope_experiments.simple_layers import SIGNS, bound_values, in_ball, multiple, normal, top
 
 _SIZES = (1e-1, 1e-2, 1e-3, 1e-4)
 _CAUSAL = {"stated": "castin_thm_4_4", "corrected": "causal_mean_field"}
@@ -187,7 +179,7 @@ def _in_a_ball(n: int, seed: int) -> Record:
 
 def _running_mean(n: int) -> Record:
     """The worst pair for the running mean of n tokens, in the conditional distance."""
-    layer = DotProduct(0 * eye(1), eye(1), eye(1), causal=True)
+    layer = multiple(0.0, 1).replace(causal=True)
     mean = torch.ones(n, n, dtype=torch.float64).tril() / torch.arange(1, n + 1)[:, None]
     worst = torch.linalg.svd(mean)[2][0][:, None]
     mu, nu = in_order(torch.zeros(n, 1)), in_order(worst)
@@ -200,7 +192,7 @@ def _steepest_causal(seed: int) -> Record:
     alpha = float(torch.rand(1, generator=gen))
     a = normal(gen, 2, 2)
     a *= alpha / torch.linalg.matrix_norm(a, 2)
-    layer = DotProduct(a, eye(2), eye(2), scale=1.0, causal=True)
+    layer = multiple(1.0, 2).replace(query=a, causal=True)
     mu = in_order(in_ball(gen, 8, 2))
     e = top_singular(weighted_jacobian(layer, mu), generator=gen, tol=1e-6).v
     ratio = lipschitz_ratio(layer, mu, mu.moved(mu.points + 1e-4 * e))

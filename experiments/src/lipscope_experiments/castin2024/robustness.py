@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
@@ -147,15 +148,16 @@ def _certificates(
 
 
 def _by_kind(found: Sequence[Record]) -> list[Record]:
-    """A record for every kind of move, with its change over what sigma says of the size."""
-    own = ("output", "relative", "neighbour")
-    return [
-        r
-        | {"kind": kind, "change": r[kind], "gain": r[kind] / (r["sigma"] * r["size"])}
-        | {name: r.get(f"{kind} {name}") for name in own}
-        for r in found
-        for kind in _KINDS
-    ]
+    """A record for every kind of move, with its change over what is said of the size."""
+    moves = list[Record]()
+    for r, kind in itertools.product(found, _KINDS):
+        own = {name: r.get(f"{kind} {name}") for name in ("output", "relative", "neighbour")}
+        own |= {"kind": kind, "change": r[kind], "gain": r[kind] / (r["sigma"] * r["size"])}
+        if kind in _MOVES:
+            own["of certificate"] = r["certificate"] and r[kind] / r["certificate"]
+            own["of model"] = own["output"] / (r["sigma model"] * r["size"])
+        moves.append({"of certificate": None, **r, **own})
+    return moves
 
 
 def _of_sigma(study: Study, moves: Sequence[Record]) -> None:
@@ -203,31 +205,20 @@ def _changed(records: Sequence[Record], of: str) -> str:
 
 
 def _move_tables(study: Study, moves: Sequence[Record]) -> None:
-    where: dict[str, Value] = {
-        "size / ‖X‖": lambda at, _: _PERCENT[at[0]],
-        "move": lambda at, _: _KINDS[at[1]],
-    }
-
-    def of_certificate(r: Record) -> float | None:
-        return r["change"] / r["certificate"] if r["certificate"] and r["kind"] in _MOVES else None
-
+    where: dict[str, Value] = {"size / ‖X‖": lambda at, _: _PERCENT[at[0]]}
+    where["move"] = lambda at, _: _KINDS[at[1]]
+    gains = {"change / (sigma · size)": column_mean("gain")}
     study.table(
         "The layer: means with 95 % intervals over windows",
         grouped(moves, "share", "kind"),
-        {
-            **where,
-            "change / (sigma · size)": column_mean("gain"),
-            "change / certificate": column_mean(of_certificate),
-        },
+        {**where, **gains, "change / certificate": column_mean("of certificate")},
     )
     study.table(
         "The model: means with 95 % intervals over windows",
         grouped([r for r in moves if r["kind"] in _MOVES], "share", "kind"),
         {
             **where,
-            "change / (sigma of the model · size)": column_mean(
-                lambda r: r["output"] / (r["sigma model"] * r["size"])
-            ),
+            "change / (sigma of the model · size)": column_mean("of model"),
             "change / ‖output‖": column_mean("relative"),
             "nearest neighbour changes": lambda _, mine: _changed(mine, " of "),
         },

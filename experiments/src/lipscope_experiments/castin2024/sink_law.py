@@ -14,7 +14,7 @@ from lipscope import LayerAtInput, TopSingular, records
 from lipscope.charts import Panel, Series
 from lipscope.models import LoadedModel, reinitialised
 from lipscope_experiments.experiment import Source, Study, experiment, layers_of
-from lipscope_experiments.findings import Record, Value, average, grouped, line, middle
+from lipscope_experiments.findings import Record, Value, average, grouped, line, middle, ratios
 from lipscope_experiments.frozen import (
     MEASURED,
     PREDICTED,
@@ -326,27 +326,16 @@ def _law_tables(study: Study, laws: Sequence[LayerLaw]) -> None:
     for name, of in (*SLOPES.items(), ("predicted − measured", error)):
         columns[name] = lambda law, of=of: average(law.over_texts(of), digits=".2f")
     study.table("Exponents (mean over texts, 95 % interval over texts)", laws, columns)
-
-    def top_token(law: LayerLaw) -> str:
-        words = [one["words"] for one in law.ends if one["index"]]
-        first = f"first {len(law.ends) - len(words)} of {len(law.ends)}"
-        return first + f"; else {' '.join(words[:4])}" * bool(words)
-
-    study.table(
-        "What carries sigma, at the longest length (medians over passages, ranges)",
-        laws,
-        {
-            "model": "model",
-            "layer": "layer",
-            "top token": top_token,
-            "its |v|²": lambda law: middle(p["held"] for p in law.ends),
-            "tokens in v": lambda law: middle((p["tokens"] for p in law.ends), 1),
-            "attention frozen / sigma": lambda law: middle(
-                p["frozen"] / p["sigma"] for p in law.ends
-            ),
-            "whole column / sigma": lambda law: middle(p["whole"] / p["sigma"] for p in law.ends),
-        },
-    )
+    lines = []
+    for law in laws:
+        ends, words = law.ends, [one["words"] for one in law.ends if one["index"]]
+        first = f"first {len(ends) - len(words)} of {len(ends)}"
+        cells = (law.model, law.layer, first + f"; else {' '.join(words[:4])}" * bool(words))
+        cells += (middle(p["held"] for p in ends), middle((p["tokens"] for p in ends), 1))
+        lines.append((*cells, *(middle(ratios(ends, one, "sigma")) for one in ("frozen", "whole"))))
+    title = "What carries sigma, at the longest length (medians over passages, ranges)"
+    columns = ("model", "layer", "top token", "its |v|²", "tokens in v")
+    study.table(title, lines, (*columns, "attention frozen / sigma", "whole column / sigma"))
 
 
 def _draw_law(study: Study, laws: Sequence[LayerLaw]) -> None:
@@ -360,8 +349,7 @@ def _draw_law(study: Study, laws: Sequence[LayerLaw]) -> None:
     }
     series = []
     for name, of in kinds.items():
-        points = [(law.means[PREDICTED], law.means[MEASURED]) for law in laws if of(law)]
-        if points:
+        if points := [(law.means[PREDICTED], law.means[MEASURED]) for law in laws if of(law)]:
             series.append(Series(name, points, "points"))
     every = [law.means[name] for law in laws for name in (PREDICTED, MEASURED)]
     ends = min(every), max(every)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from lipscope.charts import Panel
 from lipscope.pages import number
 from lipscope.records import off_line, slope_of
 from lipscope_experiments.experiment import Source, Study, experiment, grid, layers_of
-from lipscope_experiments.findings import Record, Value, chosen, curve, grouped, middle
+from lipscope_experiments.findings import Record, chosen, curve, grouped, middle, ratios
 from lipscope_experiments.simple_layers import bound_values
 
 _STEPS = 5, 40  # the second is what `lipscope attack` takes
@@ -114,7 +115,7 @@ def _summed(record: Record) -> Record:
 
 def _of_inputs(study: Study, found: Sequence[Record]) -> None:
     def ratio(above: str, below: str) -> str:
-        values = [r[above] / r[below] for r in found if r[above] is not None and r[below]]
+        values = ratios(found, above, below)
         return f"{middle(values)} times" if values else "no such input for these layers"
 
     study.claim(
@@ -195,22 +196,16 @@ def _layer_tables(study: Study, found: Sequence[Record]) -> None:
 
 
 def _bounds_table(study: Study, found: Sequence[Record]) -> None:
-    names = dict.fromkeys(name for r in found for name in r["bounds"])
-    every = [r | {"bound": name} for name in names for r in found if name in r["bounds"]]
-    study.table(
-        "Every bound for all inputs, over layers, texts and lengths",
-        grouped(every, "bound", "model"),
-        {
-            "bound": "bound",
-            "model": "model",
-            "× the worst of all known inputs": lambda at, mine: _spread(
-                [r["bounds"][at[0]] / r["known"] for r in mine]
-            ),
-            "smallest of all": lambda at, mine: (
-                f"{sum(r['bounds'][at[0]] == r['least'] for r in mine)} of {len(mine)}"
-            ),
-        },
-    )
+    lines = [
+        (
+            *(name, model, _spread([r["bounds"][name] / r["known"] for r in mine])),
+            f"{sum(r['bounds'][name] == r['least'] for r in mine)} of {len(mine)}",
+        )
+        for name in dict.fromkeys(name for r in found for name in r["bounds"])
+        for model, mine in grouped([r for r in found if name in r["bounds"]], "model")
+    ]
+    columns = ("bound", "model", "× the worst of all known inputs", "smallest of all")
+    study.table("Every bound for all inputs, over layers, texts and lengths", lines, columns)
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -219,29 +214,23 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _head_tables(study: Study, found: Sequence[Record]) -> None:
-    def most_often(_: Record, heads: list[Record]) -> str:
-        which = [h["which"] for h in heads]
-        most = statistics.mode(which)
-        return f"{most}, {which.count(most)} of {len(which)}"
-
-    def heads_ratio(above: str, below: str) -> Value:
-        return lambda _, heads: middle((h[above] / h[below] for h in heads if h[above]), 1)
-
-    alone = [(r, [h for h in r["heads"] if h["built"]]) for r in found]
-    if alone := [one for one in alone if one[1]]:
-        study.table(
-            "One head at a time: median and range over heads",
-            alone,
-            {
-                "model, text": lambda r, _: f"{r['model']}, {r['text']}",
-                "layer": lambda r, _: r["layer"],
-                "n": lambda r, _: r["n"],
-                "worst known": lambda _, heads: middle((h["attack"] for h in heads), 1),
-                "against text": heads_ratio("attack", "given"),
-                "most often": most_often,
-                "smallest bound against it": heads_ratio("least", "attack"),
-            },
+    lines = [
+        (
+            *(f"{r['model']}, {r['text']}", r["layer"], r["n"]),
+            middle((head["attack"] for head in heads), 1),
+            middle(ratios(heads, "attack", "given"), 1),
+            "{}, {} of {}".format(
+                *Counter(h["which"] for h in heads).most_common(1)[0], len(heads)
+            ),
+            middle(ratios(heads, "least", "attack"), 1),
         )
+        for r in found
+        if (heads := [head for head in r["heads"] if head["built"]])
+    ]
+    columns = ("model, text", "layer", "n", "worst known", "against text", "most often")
+    if lines:
+        title = "One head at a time: median and range over heads"
+        study.table(title, lines, (*columns, "smallest bound against it"))
 
 
 def _draw_worst(study: Study, found: Sequence[Record]) -> None:

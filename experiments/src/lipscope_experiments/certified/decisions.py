@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -23,7 +23,7 @@ from lipscope_experiments.certified.classifiers import LICENCES, Recipe, Trained
 from lipscope_experiments.certified.crown import peer, peer_radius
 from lipscope_experiments.data import folder_for
 from lipscope_experiments.experiment import Study, experiment
-from lipscope_experiments.findings import Record, chosen, grouped, middle
+from lipscope_experiments.findings import Record, chosen, grouped, middle, ratios
 
 BALLS: dict[DecisionBall, str] = {"joint": "all tokens move", "token": "one token moves"}
 SHARES = (0.4, 0.8, 1.0, 1.15, 1.4)  # of our radius: where its lower bound is attacked
@@ -172,11 +172,6 @@ def _lower(bounds: NetworkBall, radius: float, label: int, point: Tensor) -> flo
         return None
     move = of_size(point[bounds.tokens], radius).flatten()
     return bounds.lower(0.3 * move, label, 1 - label)[0]
-
-
-def ratios(records: Iterable[Record], above: str, below: str) -> list[float]:
-    """One radius over another, where both were found."""
-    return [r[above] / r[below] for r in records if r.get(above) is not None and r.get(below)]
 
 
 def gaps_of(record: Record) -> list[float | None]:

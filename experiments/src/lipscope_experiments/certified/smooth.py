@@ -16,10 +16,9 @@ from lipscope.attention import Clip
 from lipscope.charts import Panel
 from lipscope.control import MeanPool
 from lipscope_experiments.certified.crown import peer, peer_radius
-from lipscope_experiments.certified.decisions import ratios
 from lipscope_experiments.data import Task, digits, folder_for, sentences
 from lipscope_experiments.experiment import Study, experiment, grid
-from lipscope_experiments.findings import Record, line, middle, percentage
+from lipscope_experiments.findings import Record, line, middle, percentage, ratios
 from lipscope_experiments.training import SHARPER, certified_radii, norm_of, seeded, train
 
 CAPS = {"cap 0.5": 0.5, "cap 1": 1.0, "cap 2": 2.0, "ordinary": None}

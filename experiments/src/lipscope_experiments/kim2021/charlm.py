@@ -68,9 +68,9 @@ class CharBlock(nn.Module):
         kind = ("dot-product", UntiedL2, "l2", "l2")[VARIANTS.index(run.variant)]
         options: dict[str, Any] = {"scale": 1.0} if kind is UntiedL2 else {}
         options |= {"bias": False, "batch_first": True, "causal": True}
-        self.attention: nn.Module = MultiheadAttention(run.width, run.heads, kind, **options)
-        if run.variant == VARIANTS[-1]:
-            self.attention = ContractiveAttention(self.attention.attention, CONSTANT)
+        layer = MultiheadAttention(run.width, run.heads, kind, **options).attention
+        held = run.variant == VARIANTS[-1]
+        self.attention = ContractiveAttention(layer, CONSTANT) if held else layer
         self.first, self.second = nn.LayerNorm(run.width), nn.LayerNorm(run.width)
         self.mlp = nn.Sequential(
             nn.Linear(run.width, 4 * run.width), nn.ReLU(), nn.Linear(4 * run.width, run.width)
@@ -78,10 +78,7 @@ class CharBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The tokens after the block."""
-        if isinstance(self.attention, MultiheadAttention):
-            x = self.first(x + self.attention(x, x, x, need_weights=False)[0])
-        else:
-            x = self.first(x + self.attention(x))
+        x = self.first(x + self.attention(x))
         return self.second(x + self.mlp(x))
 
 
@@ -92,15 +89,13 @@ class CharDecoder(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(characters, run.width)
         self.positions = nn.Parameter(torch.randn(run.length, run.width))
-        self.blocks = nn.ModuleList(CharBlock(run) for _ in range(run.depth))
+        self.blocks = nn.Sequential(*(CharBlock(run) for _ in range(run.depth)))
         self.head = nn.Linear(run.width, characters)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits of the next character."""
         x = self.tokens(input_ids) + self.positions[: input_ids.shape[-1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return self.head(self.blocks(x))
 
 
 def train(run: CharacterRun, data: Corpus, folder: RunFolder) -> dict[str, Any]:
@@ -281,17 +276,10 @@ def _bits_table(study: Study, data: Corpus, runs: Sequence[Record]) -> None:
             return "ended early"
         return f"{mean:.2f}" + f" ({min(bits):.2f} to {max(bits):.2f})" * (len(own) > 1)
 
-    own, depths = chosen(runs, sha256=data.text.sha256), _depths(runs)
+    own = grouped(chosen(runs, sha256=data.text.sha256), "schedule", "variant")
+    lines = [(*way, *(cell(some) for _, some in grouped(mine, "depth"))) for way, mine in own]
     title = f"Bits per held-out character: {data.text.name} (single characters: {data.chance:.2f})"
-    study.table(
-        title,
-        grouped(own, "schedule", "variant"),
-        {
-            "rate": "schedule",
-            "attention": "variant",
-            **{f"{d} blocks": lambda _, mine, d=d: cell(chosen(mine, depth=d)) for d in depths},
-        },
-    )
+    study.table(title, lines, ("rate", "attention", *(f"{d} blocks" for d in _depths(runs))))
 
 
 def _sigma_table(study: Study, runs: Sequence[Record], rows: Sequence[Measurement]) -> None:

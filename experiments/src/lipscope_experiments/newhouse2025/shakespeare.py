@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope import MultiheadAttention, SmoothTransformer, linearise
-from lipscope.charts import Panel
+from lipscope.charts import Panel, Series
 from lipscope.linalg import max_token_norm, start_named
 from lipscope.pages import number
 from lipscope.records import stable_id
@@ -248,18 +248,17 @@ def _say(study: Study, data: Corpus, found: Sequence[Record]) -> None:
         _by_cap(dots, "attack", "coded"),
     )
     means = {"as coded": "coded", "heads right": "right", "our bound": "ours", "attack": "attack"}
-    study.table(
-        "What was learnt, and what can move (root mean squares, largest over tokens)",
-        grouped(found, "variant", "cap"),
-        {
-            "attention": "variant",
-            "w_max": lambda key, _: _name_of(key[1]),
-            "accuracy": lambda _, mine: _of_blocks(mine, "accuracy"),
-            "bits per character": lambda _, mine: _of_blocks(mine, "bits"),
-            **{name: lambda _, mine, what=what: _mean(mine, what) for name, what in means.items()},
-            "sigma on text": lambda _, mine: geometric([s for one in mine for s in one["on_text"]]),
-        },
-    )
+    lines = [
+        (
+            *(variant, _name_of(cap), _of_blocks(mine, "accuracy"), _of_blocks(mine, "bits")),
+            *(_mean(mine, what) for what in means.values()),
+            geometric([s for one in mine for s in one["on_text"]]),
+        )
+        for (variant, cap), mine in grouped(found, "variant", "cap")
+    ]
+    columns = ("attention", "w_max", "accuracy", "bits per character", *means, "sigma on text")
+    title = "What was learnt, and what can move (root mean squares, largest over tokens)"
+    study.table(title, lines, columns)
     one = found[0]
     study.remark(
         f"{data.text.name}: the last tenth, {len(data.rest):,} characters, is held out and read "
@@ -320,10 +319,10 @@ def _draw(study: Study, found: Sequence[Record]) -> None:
     axes = {"x": "bound, root mean squares", "y": "accuracy, %", "log_y": False}
     panels = [Panel("Accuracy against bound", series, **axes)]
     for index, name in enumerate(("Our bound", "Sigma on text"), 1):
-        along = []
-        for one in chosen(found, seed=0, cap=None):
-            steps = [read[0] for read in one["curve"]]
-            along.append(line(one["variant"], steps, [read[index] for read in one["curve"]]))
+        along = [
+            Series(one["variant"], [(read[0], read[index]) for read in one["curve"]])
+            for one in chosen(found, seed=0, cap=None)
+        ]
         title = f"{name} along training, no cap"
         panels.append(Panel(title, along, x="step", y="root mean squares", log_x=False))
     study.draw("shakespeare", "Accuracy against bound; bound and sigma along training", panels)

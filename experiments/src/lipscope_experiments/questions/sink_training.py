@@ -17,15 +17,7 @@ from lipscope.models import LoadedModel
 from lipscope.records import rank_correlation
 from lipscope_experiments.data import Text
 from lipscope_experiments.experiment import Study, experiment, grid, layers_of
-from lipscope_experiments.findings import (
-    Record,
-    average,
-    chosen,
-    column_mean,
-    curve,
-    grouped,
-    share,
-)
+from lipscope_experiments.findings import Record, average, column_mean, curve, grouped, share
 from lipscope_experiments.frozen import MEASURED, PREDICTED, SLOPES, column_share, frozen_column
 from lipscope_experiments.simple_layers import top
 from lipscope_experiments.training import seeded
@@ -128,7 +120,7 @@ def sink_training(study: Study) -> None:
         text=[study.texts[0].sha256],
     )
     runs = study.values("runs", keys, functools.partial(_trained, letters))
-    panels = [_of_kind(study, kind, chosen(runs, kind=kind)) for kind in (DECODER, ENCODER)]
+    panels = [_of_kind(study, kind, mine) for kind, mine in grouped(runs, "kind")]
     study.draw("sink-training", "The sink along training, mean over seeds", panels, columns=2)
     study.remark(
         *PLAN,
