@@ -179,22 +179,18 @@ def _clusters_over_time(kind: str, seed: int) -> Record:
 
 
 def _kinds_table(study: Study, found: Sequence[Record]) -> None:
-    def early(_: str, mine: list[Record]) -> str:
+    lines = []
+    for kind, mine in grouped(found, "kind"):
         ended = [f"{r['note']} from t = {r['times'][-1]:.2f}" for r in mine if r["note"]]
-        return f"{len(ended)} of {len(mine)}: {min(ended)}" if ended else "–"
-
-    study.table(
+        early = f"{len(ended)} of {len(mine)}: {min(ended)}" if ended else "–"
+        counts = (average([r["counts"][at] for r in mine]) for at in (0, -1))
+        lines.append((kind, *counts, average([r["spread"] for r in mine]), early))
+    title = (
         "Variants at t = 5 (Sinkhorn: 2.5), V = A = I and renormalised unless another is named "
-        "(V = -I: as it is)",
-        grouped(found, "kind"),
-        {
-            "layer": "kind",
-            "clusters at 0": column_mean(lambda r: r["counts"][0]),
-            "at the end": column_mean(lambda r: r["counts"][-1]),
-            "diameter / that at 0": column_mean("spread"),
-            "ended early": early,
-        },
+        "(V = -I: as it is)"
     )
+    columns = ("layer", "clusters at 0", "at the end", "diameter / that at 0", "ended early")
+    study.table(title, lines, columns)
 
 
 # --- spheres

@@ -243,23 +243,19 @@ def _prefixes(cases: Sequence[FigureColumn]) -> str:
 
 
 def _exponent_table(study: Study, cases: Sequence[FigureColumn]) -> None:
-    study.table(
+    lines = []
+    for case in cases:
+        for layer, fit in _fits(case.paired).items():
+            fixed = growth(chosen(case.paired, layer=layer), paired=True, of="sigma_rest")
+            coded = plain_exponent(case.coded[layer]) if layer in case.coded else "–"
+            fits = map(exponent, (_fits(case.real).get(layer), fit, fixed))
+            lines.append((case.source.where, layer, *fits, coded))
+    title = (
         "Exponents of sigma in n (interval over the sampling of text, 95 % unless named; off by: "
-        "largest deviation of a mean from the line; ✗: no power law)",
-        [(case, layer) for case in cases for layer in _fits(case.paired)],
-        {
-            "model, text": lambda case, _: case.source.where,
-            "layer": lambda _, layer: layer,
-            "disjoint windows": lambda case, layer: exponent(_fits(case.real).get(layer)),
-            "same passages": lambda case, layer: exponent(_fits(case.paired)[layer]),
-            "top token fixed": lambda case, layer: exponent(
-                growth(chosen(case.paired, layer=layer), paired=True, of="sigma_rest")
-            ),
-            "as in the scripts": lambda case, layer: (
-                plain_exponent(case.coded[layer]) if layer in case.coded else "–"
-            ),
-        },
+        "largest deviation of a mean from the line; ✗: no power law)"
     )
+    columns = ("model, text", "layer", "disjoint windows", "same passages", "top token fixed")
+    study.table(title, lines, (*columns, "as in the scripts"))
 
 
 # --- controls: one thing taken away or changed at a time
@@ -354,9 +350,9 @@ def offsets(study: Study, source: Source) -> None:
         found[name] = [ask(f"from position, {name}", ask.in_place([n], at)) for at in later]
     for moved, runs in found.items():
         where = f"{source.where}, n = {n}, {moved}"
-        columns: dict[str, Value] = {"layer": str}
-        columns |= {f"from position {k}": one.median for k, one in zip(places, runs, strict=True)}
-        study.table(f"Position without length: {where}, median sigma", ask.layers, columns, 3)
+        lines = [(layer, *(one.median(layer) for one in runs)) for layer in ask.layers]
+        columns = ("layer", *(f"from position {k}" for k in places))
+        study.table(f"Position without length: {where}, median sigma", lines, columns, 3)
 
 
 def control_tables(study: Study, controlled: Sequence[Control]) -> None:

@@ -57,30 +57,21 @@ def gaussian(study: Study) -> None:
             f"relative error {words}; like N^{number(slope, 2)}",
         )
 
-    def low(d: int, mine: list[Record]) -> str:
-        ends = [r for r in mine if r["status"] == "done"]
-        return share(sum(r["ranks"] <= (d + 1) // 2 for r in ends), len(ends)) if ends else "–"
-
-    study.table(
-        "V positive semidefinite, K = -Q: eigenvalues above 1 % of the largest",
-        grouped(limits, "kind", "d"),
-        {
-            "layer": "kind",
-            "d": "d",
-            "blow-up": lambda _, own: share(sum(r["status"] == "blow-up" for r in own), len(own)),
-            "others: rank at most ⌈d/2⌉ at t = 10⁴": lambda at, own: low(at[1], own),
-        },
-    )
-    study.table(
-        "Particles against the closure in the plane, t = 0.5: relative errors",
-        grouped(plane, "kind", "n"),
-        {
-            "layer": "kind",
-            "particles": lambda at, _: f"{at[1]:,}",
-            "mean": column_mean("mean"),
-            "covariance": column_mean("cov"),
-        },
-    )
+    lines = []
+    for (kind, d), mine in grouped(limits, "kind", "d"):
+        ends = [r["ranks"] for r in mine if r["status"] == "done"]
+        low = share(sum(rank <= (d + 1) // 2 for rank in ends), len(ends)) if ends else "–"
+        blown_up = sum(r["status"] == "blow-up" for r in mine)
+        lines.append((kind, d, share(blown_up, len(mine)), low))
+    title = "V positive semidefinite, K = -Q: eigenvalues above 1 % of the largest"
+    columns = ("layer", "d", "blow-up", "others: rank at most ⌈d/2⌉ at t = 10⁴")
+    study.table(title, lines, columns)
+    lines = [
+        (kind, f"{n:,}", *(average([r[key] for r in mine]) for key in ("mean", "cov")))
+        for (kind, n), mine in grouped(plane, "kind", "n")
+    ]
+    title = "Particles against the closure in the plane, t = 0.5: relative errors"
+    study.table(title, lines, ("layer", "particles", "mean", "covariance"))
     study.remark(
         "Blow-up: V = I, A normal, so that Σ⁻¹ = Σ₀⁻¹ − t(A + Aᵀ) exactly; starts whose "
         "largest eigenvalue of Σ₀(A + Aᵀ) is positive.",

@@ -60,13 +60,7 @@ def mean_field(study: Study) -> None:
     study.claim(
         "upper bounds there, divided by sigma",
         "almost tight up to a constant factor in the exponential (Section 3.2)",
-        "; ".join(
-            f"{name}: "
-            + ", ".join(
-                f"{label} {number(r[key] / r['sigma'], 3)}" for label, key in _BOUNDS.items()
-            )
-            for name, r in last.items()
-        ),
+        "; ".join(f"{name}: {_bounds_over_sigma(r)}" for name, r in last.items()),
     )
     study.claim(
         "where the growth like √n ends (A = -I, R = 2)",
@@ -93,6 +87,10 @@ def mean_field(study: Study) -> None:
 
 
 _RADIUS = 2.0
+
+
+def _bounds_over_sigma(r: Record) -> str:
+    return ", ".join(f"{label} {number(r[key] / r['sigma'], 3)}" for label, key in _BOUNDS.items())
 
 
 def _edge() -> float:

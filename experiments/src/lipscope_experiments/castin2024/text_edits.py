@@ -9,7 +9,7 @@ from lipscope import attack_text
 from lipscope.charts import Panel, Series
 from lipscope.records import SKIPPED, SUCCEEDED, TextEdit
 from lipscope_experiments.experiment import Study, experiment
-from lipscope_experiments.findings import average, chosen, column_mean, grouped, line, percentage
+from lipscope_experiments.findings import average, chosen, grouped, line, percentage
 
 _LENGTH = 16
 _PASSAGES, _LONG = 20, 100  # of each text; characters
@@ -57,24 +57,18 @@ def text_edits(study: Study) -> None:
         ("The model's output, one token", change),
         ("The output of the middle layer's attention, one token", layer),
     ):
-        study.table(
-            title,
-            _by_recipe(found).items(),
-            {"recipe": lambda name, _: name}
-            | {title: column_mean(key, _mean_words) for title, key in _COLUMNS.items()},
-        )
-    study.table(
-        f"Which of {len(passages)} passages is nearest by the mean output: one token",
-        _by_recipe(flips).items(),
-        {
-            "recipe": lambda name, _: name,
-            "decision changed": lambda _, some: _flip_rate(some),
-            "model's change, where it did": lambda _, some: _mean_words(
-                one.change_model for one in chosen(some, status=SUCCEEDED)
-            ),
-            "queries": column_mean("queries", _mean_words),
-        },
-    )
+        lines = [
+            (name, *(_mean_words(getattr(one, key) for one in some) for key in _COLUMNS.values()))
+            for name, some in _by_recipe(found).items()
+        ]
+        study.table(title, lines, ("recipe", *_COLUMNS))
+    lines = []
+    for name, some in _by_recipe(flips).items():
+        moved = _mean_words(one.change_model for one in chosen(some, status=SUCCEEDED))
+        lines.append((name, _flip_rate(some), moved, _mean_words(one.queries for one in some)))
+    title = f"Which of {len(passages)} passages is nearest by the mean output: one token"
+    columns = ("recipe", "decision changed", "model's change, where it did", "queries")
+    study.table(title, lines, columns)
     study.remark(
         f"Windows of {_LENGTH} tokens, at most {queries} edited texts that the model reads for "
         "each window and recipe, of which the best is kept; changes are relative, "

@@ -176,7 +176,7 @@ def holds(known: Mapping[str, np.ndarray], change: np.ndarray, name: str) -> tup
 def _of_rounding(study: Study, case: RoundedCase) -> None:
     """Which predictors made of sigma are advice for this model on this text, and how good."""
     measure, change = next(iter(case.change.items()))
-    words, advice = [], []
+    means, words, advice = {way: own.mean(1) for way, own in change.items()}, [], []
     for name in PREDICTORS:
         answers = [holds(case.known[way], own, name) for way, own in change.items()]
         above, better = map(sum, zip(*answers, strict=True))
@@ -192,9 +192,8 @@ def _of_rounding(study: Study, case: RoundedCase) -> None:
         f"{case.where}: {measure}, largest block / smallest",
         "far above 1, if it matters which block is kept",
         "; ".join(
-            f"{way}: {number(high / low, 3)} times ({number(high, 2)} at most)"
-            for way, own in change.items()
-            for low, high in [(own.mean(1).min(), own.mean(1).max())]
+            f"{way}: {number(mean.max() / mean.min(), 3)} times ({number(mean.max(), 2)} at most)"
+            for way, mean in means.items()
         ),
     )
     for name in ("relative sigma, block", "relative sigma · error, block", *BASELINES):
