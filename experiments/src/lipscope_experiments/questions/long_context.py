@@ -29,23 +29,9 @@ class RestrictedCase:
 
     where: str
     rows: dict[str, dict[int, list[Measurement]]]
-
-    @property
-    def layers(self) -> list[int]:
-        """The layers."""
-        return [*self.rows[_ALL]]
-
-    @property
-    def lengths(self) -> list[int]:
-        """The numbers of tokens, increasing."""
-        return sorted({row.num_tokens for row in self.rows[_ALL][self.layers[0]]})
-
-    @property
-    def longest_trained(self) -> int:
-        """The longest windows that the model was trained on, as far as its files say."""
-        row = self.rows[_ALL][self.layers[0]][0]
-        fit = [n for n in self.lengths if n <= (row.trained_length or math.inf)]
-        return max(fit, default=self.lengths[-1])
+    layers: list[int]
+    lengths: list[int]  # numbers of tokens, increasing
+    longest_trained: int  # of windows that the model was trained on, as far as its files say
 
     def sigmas(self, asked: str, layer: int, num_tokens: int) -> dict[int, float]:
         """Sigma of what was asked, by window."""
@@ -112,7 +98,11 @@ def _restricted_case(study: Study, source: Source, asked: Iterable[str]) -> Rest
             **_ASKED[one],
         )
         found[one] = dict(grouped(rows, "layer"))
-    return RestrictedCase(source.where, found)
+    layers = [*found[_ALL]]
+    lengths = sorted({row.num_tokens for row in found[_ALL][layers[0]]})
+    trained = found[_ALL][layers[0]][0].trained_length or math.inf
+    longest = max((n for n in lengths if n <= trained), default=lengths[-1])
+    return RestrictedCase(source.where, found, layers, lengths, longest)
 
 
 def _of_parts(study: Study, case: RestrictedCase) -> None:

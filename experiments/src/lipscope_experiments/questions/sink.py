@@ -219,27 +219,19 @@ def _finite(windows: Sequence[Record], name: str) -> list[float]:
 
 
 def _shares_table(study: Study, title: str, windows: Sequence[Record]) -> None:
-    def mean(name: str, least: float = 0.0) -> Value:
-        return lambda _, some: average(_finite(some, name), (least, 1.0))
-
-    def top(_: int, some: Sequence[Record]) -> str:
+    kinds = [kind for kind in _KINDS if any(kind in one for one in windows)]
+    lines = []
+    for layer, some in grouped(windows, "layer"):
         tops = [one["top"] for one in some]
-        kind = max(_KINDS, key=tops.count)
-        return f"{kind}: {share(tops.count(kind), len(tops))}"
-
-    shown = [kind for kind in _KINDS if any(kind in one for one in windows)]
-    study.table(
-        title,
-        grouped(windows, "layer"),
-        {
-            "layer": "layer",
-            **{f"|v|² on: {kind}": mean(kind) for kind in shown},
-            "top token": top,
-            "attention that the first token receives": mean("received"),
-            "rank correlation": mean("agreement", -1.0),
-            "held fixed / sigma": mean("kept"),
-        },
-    )
+        most = max(_KINDS, key=tops.count)
+        names = (*kinds, "received", "kept")
+        *shares, received, kept = (average(_finite(some, name), (0.0, 1.0)) for name in names)
+        said = f"{most}: {share(tops.count(most), len(tops))}", received
+        agreement = average(_finite(some, "agreement"), (-1.0, 1.0))
+        lines.append((layer, *shares, *said, agreement, kept))
+    columns = ("top token", "attention that the first token receives", "rank correlation")
+    of_kinds = (f"|v|² on: {kind}" for kind in kinds)
+    study.table(title, lines, ("layer", *of_kinds, *columns, "held fixed / sigma"))
 
 
 def _draw_shares(study: Study, windows: Sequence[Record]) -> None:
