@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -125,11 +125,8 @@ class Linear(nn.Module):
         return 1.0
 
 
-Net = TypeVar("Net", bound=VisionTransformer | Linear)
-
-
-def trained(net: Net, data: Task, epochs: int, seed: int) -> tuple[Net, int]:
-    """The classifier, trained with Adam until its loss no longer falls, and for how many epochs."""
+def train(net: VisionTransformer | Linear, data: Task, epochs: int, seed: int) -> int:
+    """Train a classifier with Adam until its loss no longer falls; for how many epochs."""
     gen = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.Adam(net.parameters(), lr=_RATE)
     plan = torch.optim.lr_scheduler.ReduceLROnPlateau(
@@ -145,7 +142,8 @@ def trained(net: Net, data: Task, epochs: int, seed: int) -> tuple[Net, int]:
             optimiser.step()
             total += float(loss.detach())
         plan.step(total)
-    return net.eval().requires_grad_(False), done
+    net.eval().requires_grad_(False)
+    return done
 
 
 def attacked(net: VisionTransformer | Linear, images: Tensor, labels: Tensor, eps: float) -> Tensor:
@@ -242,8 +240,7 @@ def _trained_run(
 ) -> Record:
     with seeded(seed):
         net = Linear() if kind == _LINEAR else VisionTransformer(kind)
-    net, done = trained(net, data[task], epochs, seed)
-    images, labels = data[task].test
+    done, (images, labels) = train(net, data[task], epochs, seed), data[task].test
     scores, slope = net(images).detach(), net.slope()
     radii = certified_radii(scores, net.head.weight, labels, slope)
     return {

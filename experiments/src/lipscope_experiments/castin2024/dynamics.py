@@ -27,16 +27,7 @@ from lipscope.models import LoadedModel
 from lipscope.pages import number
 from lipscope.records import slope_of
 from lipscope_experiments.experiment import Source, Study, experiment, grid, layers_of
-from lipscope_experiments.findings import (
-    Record,
-    average,
-    chosen,
-    column_mean,
-    geometric,
-    grouped,
-    line,
-    share,
-)
+from lipscope_experiments.findings import Record, average, chosen, geometric, grouped, line, share
 from lipscope_experiments.simple_layers import dots, eye, multiple, normal
 
 _RADIUS = 0.05  # of clusters of renormalised tokens, whose own spread is about 1
@@ -359,21 +350,14 @@ def _of_depth(study: Study, flows: Sequence[Record], models: Sequence[Record]) -
         average(_over_sigma(chosen(flows, kind="A = +I"))),
     )
     for (name, text), mine in grouped(models, "model", "text"):
-        study.claim(
-            f"{name}, {text}: product of the blocks' sigmas / sigma of all blocks together",
-            "at least 1",
-            geometric(_over_sigma(mine)),
-        )
-    study.table(
-        "Flows to t = 2, ten standard normal tokens in the plane",
-        grouped(flows, "kind"),
-        {
-            "layer": "kind",
-            "sigma of the flow": column_mean(lambda r: r["sigma"][-1]),
-            "product / sigma": lambda _, mine: average(_over_sigma(mine)),
-            "exp ∫ ‖J‖ / sigma": lambda _, mine: average(_over_sigma(mine, "norms")),
-        },
-    )
+        about = f"{name}, {text}: product of the blocks' sigmas / sigma of all blocks together"
+        study.claim(about, "at least 1", geometric(_over_sigma(mine)))
+    lines = []
+    for kind, mine in grouped(flows, "kind"):
+        over = (average(_over_sigma(mine, key)) for key in ("product", "norms"))
+        lines.append((kind, average([r["sigma"][-1] for r in mine]), *over))
+    columns = ("layer", "sigma of the flow", "product / sigma", "exp ∫ ‖J‖ / sigma")
+    study.table("Flows to t = 2, ten standard normal tokens in the plane", lines, columns)
     lines = [
         (
             *(*where, f"{mine[0]['times'][at]:g}"),

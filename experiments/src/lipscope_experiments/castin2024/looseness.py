@@ -61,10 +61,10 @@ def looseness(study: Study) -> None:
         f"costs a factor of the order of 10³ on these layers: {_ratio_of(points, _DIVISOR)}",
     )
     keys = ("layers", "metric", "theorem", "scope")
-    lines = [
-        (*where, *(_upper_median(mine, n) for n in lengths))
-        for where, mine in grouped(points, *keys)
-    ]
+    lines = []
+    for where, mine in grouped(points, *keys):
+        ratios = ([p["ratio"] for p in chosen(mine, n=n)] for n in lengths)
+        lines.append((*where, *(statistics.median_high(some) if some else None for some in ratios)))
     columns = (*keys, *(f"n = {n}" for n in lengths))
     study.table("Bound / measured norm, median over layers and texts", lines, columns, digits=3)
     study.remark(
@@ -135,8 +135,3 @@ def _draw_bounds(study: Study, points: Sequence[Record]) -> None:
             series.append(line(name, ratios, ratios.values()))
     panel = Panel("Frobenius norm", series, y="bound / sigma")
     study.draw("looseness", "Bounds above sigma", [panel], ["Medians over layers and texts."])
-
-
-def _upper_median(points: Sequence[Record], n: int) -> float | None:
-    ratios = [p["ratio"] for p in chosen(points, n=n)]
-    return statistics.median_high(ratios) if ratios else None

@@ -68,18 +68,15 @@ def mean_field(study: Study) -> None:
         f"exponent {early:.3f} below a tenth of e^(2γR²) = {_edge():.0f}, largest sigma at "
         f"n = {top[0]:,}, exponent {late:.3f} beyond a hundred times",
     )
-    study.table(
-        "V = I, one token against all others",
-        along,
-        {
-            "layer": "layer",
-            "R": lambda r: number(r["radius"], 3),
-            "n": lambda r: f"{r['n']:,}",
-            "sigma": "sigma",
-            "sigma / ((γ/2) R² e^(γR²))": lambda r: r["sigma"] / r["reference"],
-            **_BOUNDS,
-        },
-    )
+    lines = [
+        (
+            *(r["layer"], number(r["radius"], 3), f"{r['n']:,}", r["sigma"]),
+            *(r["sigma"] / r["reference"], *(r[key] for key in _BOUNDS.values())),
+        )
+        for r in along
+    ]
+    columns = ("layer", "R", "n", "sigma", "sigma / ((γ/2) R² e^(γR²))", *_BOUNDS)
+    study.table("V = I, one token against all others", lines, columns)
     study.remark(
         "Weighted tokens: exact for any n, moves of equal tokens against each other included.",
         "For A = +I, γ = 1/8 and the exponent of the upper bounds is eight times larger.",

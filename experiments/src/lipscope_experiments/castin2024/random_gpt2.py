@@ -51,18 +51,16 @@ def random_gpt2(study: Study) -> None:
         built += [(seed, one) for one in found]
     _draw_both(study, cases, built)
     _of_both(study, cases, built)
-    study.table(
-        "Exponents in n on text, 95 % intervals over its windows",
-        [case | {"layer": layer} for case in cases for layer in case["fits"]],
-        {
-            "seed": "seed",
-            "text": "text",
-            "layer": "layer",
-            "norm of the tokens": lambda r: f"{_radius(r['rows'], r['layer']):.2f}",
-            "sigma": lambda r: exponent(r["fits"][r["layer"]]),
-            "as in the scripts": lambda r: plain_exponent(r["coded"][r["layer"]]),
-        },
-    )
+    lines = [
+        (
+            *(case["seed"], case["text"], layer, f"{_radius(case['rows'], layer):.2f}"),
+            *(exponent(fit), plain_exponent(case["coded"][layer])),
+        )
+        for case in cases
+        for layer, fit in case["fits"].items()
+    ]
+    columns = ("seed", "text", "layer", "norm of the tokens", "sigma", "as in the scripts")
+    study.table("Exponents in n on text, 95 % intervals over its windows", lines, columns)
     lines = [
         (seed, one.layer, f"{one.radii[name]:.3g}", one.exponents(name))
         for seed, one in built
@@ -97,11 +95,8 @@ def _of_both(study: Study, cases: Sequence[Record], built: Built) -> None:
         "named sigma in the scripts; whether the printed figure came from them is unknown",
         "; ".join(f"layer {layer}: {middle(found)}" for layer, found in coded.items()),
     )
-    study.claim(
-        "exponent on two clusters at the norm of text",
-        "radii below 100 grow slower than n^(1/2) (Section 5.2)",
-        slopes["the text"],
-    )
+    about = "exponent on two clusters at the norm of text"
+    study.claim(about, "radii below 100 grow slower than n^(1/2) (Section 5.2)", slopes["the text"])
     about = "exponent on two clusters at radius 100"
     study.claim(about, "1/2 (Section 5.3)", slopes["the scripts"])
 

@@ -173,11 +173,8 @@ def _of_sigma(study: Study, moves: Sequence[Record]) -> None:
         f"{sum(r['gain'] > 1.01 for r in mine)} of {len(mine)} windows at {_PERCENT[share]}"
         for share, mine in grouped(chosen(moves, kind="pgd"), "share")
     )
-    study.claim(
-        "layer: largest change found above sigma · size, by more than 1 %",
-        "possible: sigma speaks of small moves only",
-        "; ".join(over),
-    )
+    about = "layer: largest change found above sigma · size, by more than 1 %"
+    study.claim(about, "possible: sigma speaks of small moves only", "; ".join(over))
 
 
 def _of_the_certificate(study: Study, moves: Sequence[Record]) -> None:

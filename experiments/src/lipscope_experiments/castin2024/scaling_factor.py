@@ -82,21 +82,12 @@ def scaling_factor(study: Study) -> None:
             if r["t"] == last
         ),
     )
-    study.table(
-        "Exponent of sigma over n = 10 to 100, and how far sigma leaves that power law",
-        _FACTORS,
-        {"γR²": lambda t: f"{t:g}", **{name: lambda t, name=name: by[name, t] for name in layers}},
-    )
-    study.table(
-        "Where sigma is largest, A = -I",
-        peaks,
-        {
-            "γR²": lambda p: f"{p['t']:g}",
-            "n": lambda p: f"{p['n']:,}",
-            "e^(2γR²)": lambda p: math.exp(2 * p["t"]),
-            "sigma": "sigma",
-        },
-    )
+    lines = [(f"{t:g}", *(by[name, t] for name in layers)) for t in _FACTORS]
+    title = "Exponent of sigma over n = 10 to 100, and how far sigma leaves that power law"
+    study.table(title, lines, ("γR²", *layers))
+    lines = [(f"{p['t']:g}", f"{p['n']:,}", math.exp(2 * p["t"]), p["sigma"]) for p in peaks]
+    columns = ("γR²", "n", "e^(2γR²)", "sigma")
+    study.table("Where sigma is largest, A = -I", lines, columns)
     study.remark(
         "Heads alone, with biases, at their own two clusters and the radius that gives γR².",
         "The n of the largest sigma is found on a grid of ratio √2, exactly (weighted tokens).",

@@ -334,8 +334,8 @@ def _law_tables(study: Study, laws: Sequence[LayerLaw]) -> None:
         cells += (middle(p["held"] for p in ends), middle((p["tokens"] for p in ends), 1))
         lines.append((*cells, *(middle(ratios(ends, one, "sigma")) for one in ("frozen", "whole"))))
     title = "What carries sigma, at the longest length (medians over passages, ranges)"
-    columns = ("model", "layer", "top token", "its |v|²", "tokens in v")
-    study.table(title, lines, (*columns, "attention frozen / sigma", "whole column / sigma"))
+    names = ("model", "layer", "top token", "its |v|²", "tokens in v")
+    study.table(title, lines, (*names, "attention frozen / sigma", "whole column / sigma"))
 
 
 def _draw_law(study: Study, laws: Sequence[LayerLaw]) -> None:

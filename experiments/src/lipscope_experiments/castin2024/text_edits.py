@@ -30,11 +30,8 @@ def text_edits(study: Study) -> None:
     flips = _edits_of(study, target="model", between=passages, **asked)
     layer = _edits_of(study, target="layer", queries=queries, samples=samples // 2)
     _draw_edits(study, change)
-    study.claim(
-        "windows, and how many were attacked",
-        "–",
-        f"{_count_windows(change)}; of the layer {_count_windows(layer)}",
-    )
+    about = "windows, and how many were attacked"
+    study.claim(about, "–", f"{_count_windows(change)}; of the layer {_count_windows(layer)}")
     both = {"model": change, "layer": layer}
     for name, found in both.items():
         about = f"change of the {name}'s output, one token, best try"

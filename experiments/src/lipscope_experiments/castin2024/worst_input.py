@@ -15,7 +15,7 @@ from lipscope.charts import Panel
 from lipscope.pages import number
 from lipscope.records import off_line, slope_of
 from lipscope_experiments.experiment import Source, Study, experiment, grid, layers_of
-from lipscope_experiments.findings import Record, chosen, curve, grouped, middle, ratios
+from lipscope_experiments.findings import Record, Value, chosen, curve, grouped, middle, ratios
 from lipscope_experiments.simple_layers import bound_values
 
 _STEPS = 5, 40  # the second is what `lipscope attack` takes
@@ -123,26 +123,17 @@ def _of_inputs(study: Study, found: Sequence[Record]) -> None:
         "gradient ascent gives poor results (Section 5.2)",
         ratio(DRAWN, "construction"),
     )
-    study.claim(
-        "ascent from everything known, against the best construction",
-        "not in the paper",
-        ratio(KNOWN, "construction"),
-    )
-    study.claim(
-        f"random starts with {_LONGER} times as many steps, against the worst known input",
-        "not in the paper",
-        ratio("longer", "attack"),
-    )
+    about = "ascent from everything known, against the best construction"
+    study.claim(about, "not in the paper", ratio(KNOWN, "construction"))
+    about = f"random starts with {_LONGER} times as many steps, against the worst known input"
+    study.claim(about, "not in the paper", ratio("longer", "attack"))
     study.claim(
         "best construction, against two clusters",
         "two clusters reach the growth of the bound (Proposition 3.4)",
         ratio("construction", "two clusters"),
     )
-    study.claim(
-        "worst of all known inputs, against text",
-        "text is far from the worst case (Section 5)",
-        ratio("known", "given"),
-    )
+    about = "worst of all known inputs, against text"
+    study.claim(about, "text is far from the worst case (Section 5)", ratio("known", "given"))
     places = [mine for _, mine in grouped(found, *_PLACE)]
     curves = [[(r["n"], r["known"]) for r in mine] for mine in places if len(mine) > 2]
     slopes, off = ([of(one) for one in curves] for of in (slope_of, off_line))
@@ -160,11 +151,8 @@ def _of_inputs(study: Study, found: Sequence[Record]) -> None:
             "no growth, if √n is tight in n for the layer as well (Section 3.2)",
             "; ".join(tight),
         )
-    study.claim(
-        "smallest bound for all inputs, against the worst of all known inputs",
-        "derived here",
-        ratio("least", "known"),
-    )
+    about = "smallest bound for all inputs, against the worst of all known inputs"
+    study.claim(about, "derived here", ratio("least", "known"))
     below = sum(r["least"] is not None and r["known"] > r["least"] for r in found)
     study.claim("bounds below a known input", "none", f"{below} of {len(found)}")
 
@@ -175,24 +163,15 @@ def _tight(first: Record, last: Record) -> str:
 
 
 def _layer_tables(study: Study, found: Sequence[Record]) -> None:
+    columns: dict[str, Value] = {"n": "n", "text": "given", "two clusters": "two clusters"}
+    columns |= {"best construction": "construction"}
+    columns["which"] = lambda r: max(r["built"], key=r["built"].get, default="–")
+    columns |= {"ascent, random starts": DRAWN, "ascent, known inputs": KNOWN}
+    columns |= {f"random starts, {_LONGER} × the steps": "longer"}
+    columns |= {"smallest bound": "least", "Theorem E.3": _E3}
     for (model, text, layer), mine in grouped(found, *_PLACE):
-        study.table(
-            f"{model}, layer {layer}, {text}, radius {mine[0]['radius']:.3g}: all heads",
-            mine,
-            {
-                "n": "n",
-                "text": "given",
-                "two clusters": "two clusters",
-                "best construction": "construction",
-                "which": lambda r: max(r["built"], key=r["built"].get, default="–"),
-                "ascent, random starts": DRAWN,
-                "ascent, known inputs": KNOWN,
-                f"random starts, {_LONGER} × the steps": "longer",
-                "smallest bound": "least",
-                "Theorem E.3": _E3,
-            },
-            digits=3,
-        )
+        title = f"{model}, layer {layer}, {text}, radius {mine[0]['radius']:.3g}: all heads"
+        study.table(title, mine, columns, digits=3)
 
 
 def _bounds_table(study: Study, found: Sequence[Record]) -> None:

@@ -64,18 +64,10 @@ def tightness(study: Study) -> None:
         f"best found / closed form {min(above):.4f} to {max(above):.4f}; "
         + ("never above the bound" if inside else "ABOVE THE BOUND"),
     )
-    study.table(
-        "One head of width one, unit weights",
-        found,
-        {
-            "N": "n",
-            "upper bound": "bound",
-            "closed form": "closed",
-            "measured there": "measured",
-            "best found": "best",
-            "bound / closed": lambda r: r["bound"] / r["closed"],
-        },
-    )
+    columns = {"N": "n", "upper bound": "bound", "closed form": "closed"}
+    columns |= {"measured there": "measured", "best found": "best"}
+    lines = [(*(r[key] for key in columns.values()), r["bound"] / r["closed"]) for r in found]
+    study.table("One head of width one, unit weights", lines, (*columns, "bound / closed"))
     study.remark(
         "The opposed input (one token at the origin, the others at opposite points) is derived "
         "here; the paper's own figure was not seen.",

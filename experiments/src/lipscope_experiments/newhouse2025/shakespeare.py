@@ -218,11 +218,8 @@ def _name_of(cap: float | None) -> str:
 def _say(study: Study, data: Corpus, found: Sequence[Record]) -> None:
     """How the bounds compare, and what every setting learnt."""
     hits, bits = data.by_pairs
-    study.claim(
-        "accuracy and bits per character of a table of pairs of characters",
-        "what a model that reads one character can reach",
-        f"{hits:.3f}, {bits:.2f}",
-    )
+    about = "accuracy and bits per character of a table of pairs of characters"
+    study.claim(about, "what a model that reads one character can reach", f"{hits:.3f}, {bits:.2f}")
     capped = [one for one in found if one["cap"] is not None]
     dots = chosen(capped, variant="dot product")
     study.claim(
@@ -242,11 +239,8 @@ def _say(study: Study, data: Corpus, found: Sequence[Record]) -> None:
     for variant in VARIANTS:
         about = f"our bound over the largest sigma found by attack, {variant}"
         study.claim(about, "at least 1", _by_cap(chosen(capped, variant=variant), "ours", "attack"))
-    study.claim(
-        "largest sigma found over the bound as coded",
-        "at most 1, if the formula were true",
-        _by_cap(dots, "attack", "coded"),
-    )
+    about = "largest sigma found over the bound as coded"
+    study.claim(about, "at most 1, if the formula were true", _by_cap(dots, "attack", "coded"))
     means = {"as coded": "coded", "heads right": "right", "our bound": "ours", "attack": "attack"}
     lines = [
         (

@@ -39,6 +39,7 @@ PREDICTORS: dict[str, Callable[[Record], float]] = {
     "relative sigma": lambda r: -r["relative"],
     MARGIN_SIGMA: lambda r: r["margin"] / r["sigma"],
 }
+TESTED = tuple(name for name in PREDICTORS if name not in BASELINES)
 PLAN = (
     "Question: does the gain of the margin, ‖∇(score of the answer − that of the next one)‖ by "
     "the stream that enters a block, predict how far that stream must move before the answer "
@@ -50,8 +51,7 @@ PLAN = (
     "and the point where the answer changes on the way to the next window's stream (patching), "
     "which is not built of gradients.",
     "Statistic: Spearman's correlation over windows, layer by layer, its mean over layers and "
-    f"texts. Baselines: {', '.join(BASELINES)}. Tested: "
-    f"{', '.join(name for name in PREDICTORS if name not in BASELINES)}. Sigma is that of the "
+    f"texts. Baselines: {', '.join(BASELINES)}. Tested: {', '.join(TESTED)}. Sigma is that of the "
     "layer's attention. Signs as a first-order argument gives them; a correlation of the other "
     "sign counts as found, and is printed negative.",
     "Two joint tests for each model and target: targets permuted over windows within a text, "
@@ -239,9 +239,7 @@ def _of_model(study: Study, name: str, texts: Sequence[Windows]) -> None:
             for key, of in PREDICTORS.items()
         }
         levels = joint_test.different(known, truth)
-        gaps = joint_test.better(
-            known, truth, [k for k in PREDICTORS if k not in BASELINES], BASELINES
-        )
+        gaps = joint_test.better(known, truth, TESTED, BASELINES)
         lines: list[tuple[str, ...]] = [
             (
                 key,
