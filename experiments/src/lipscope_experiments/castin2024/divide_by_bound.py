@@ -186,19 +186,14 @@ def divide_by_bound(study: Study) -> None:
     """How Smooth Is Attention?: attention divided by its bound, beside networks without it."""
     study.plan(*PLAN)
     data = {"marked pair": marked_pairs(study.pick(200, 2000)), "digits": digits()}
-    keys = grid(
-        seed=range(study.pick(2, 3)),
-        task=_TASKS,
-        kind=_KINDS,
-        epochs=[study.pick(3, 60)],
-        radius=[RADIUS],
-    )
+    seeds, epochs = study.pick((2, 3), (3, 60))
+    keys = grid(seed=range(seeds), task=_TASKS, kind=_KINDS, epochs=[epochs], radius=[RADIUS])
     runs = study.values("runs", keys, functools.partial(_trained_run, data))
     _draw_accuracy(study, runs)
     for task in _TASKS:
         _of_task(study, task, chosen(runs, task=task))
     study.remark(
-        f"Means over {study.pick(2, 3)} seeds of weights and batches, with 95 % Student "
+        f"Means over {seeds} seeds of weights and batches, with 95 % Student "
         "intervals: they say nothing about other test images, nor about other widths.",
         f"{BLOCKS} blocks of width {WIDTH}, {HEADS} heads, {PATCHES} patches; no layer norm: "
         f"tokens are brought into the ball of radius {RADIUS:g} (its nearest point) before "
@@ -207,7 +202,7 @@ def divide_by_bound(study: Study) -> None:
         "queries, keys and values are free.",
         f"Training: Adam from {_RATE:g}; the rate times {_LOWER:g} after {_PATIENCE} epochs "
         f"without 1 % less loss, until it is below {_LEAST:g}: converged in that sense, unless "
-        f"{study.pick(3, 60)} epochs came first.",
+        f"{epochs} epochs came first.",
         "Bound of a layer: the least of the catalogue on the ball, the larger of two layers. "
         "Bound of the network: product over its parts, from pixels between 0 and 1 to the sum of "
         "the last tokens; an image is certified where its margin exceeds what that lets a move "

@@ -47,16 +47,9 @@ def measures(study: Study) -> None:
     lengths = pick([2, 10, 100], [2, 3, 5, 10, 30, 100, 300, 1000])
     hardy = study.values("running mean", grid(n=lengths), _running_mean)
     masked = study.values("theorem 4.4", grid(seed=range(pick(40, 400))), _steepest_causal)
-    search = study.values(
-        "search",
-        grid(
-            sign=SIGNS,
-            radius=pick((1.0, 2.0), (0.5, 1.0, 1.5, 2.0, 2.5)),
-            steps=[pick(300, 1000)],
-            starts=[pick(2, 4)],
-        ),
-        _searched,
-    )
+    radii = pick((1.0, 2.0), (0.5, 1.0, 1.5, 2.0, 2.5))
+    keys = grid(sign=SIGNS, radius=radii, steps=[pick(300, 1000)], starts=[pick(2, 4)])
+    search = study.values("search", keys, _searched)
     _draw_measures(study, limits, hardy, finite)
     study.claim(
         "ratios of small moves along the top singular vector, over the local constant",

@@ -161,17 +161,10 @@ def decided(trained: Trained, ball: DecisionBall, index: int, points: int) -> Re
     found |= {"ours": ours, "seconds, ours": time.process_time() - began}
     bounds, below = NetworkBall(network, x, free), []
     for radius in (share * ours for share in SHARES):
-        least = search.least_margin(radius, point, points)
-        below.append([_lower(bounds, radius, label, point), least])
+        move = 0.3 * of_size(point[free], radius).flatten()
+        low = bounds.lower(move, label, 1 - label)[0] if bounds.grow(radius) else None
+        below.append([low, search.least_margin(radius, point, points)])
     return found | {"below": below, "points": points * len(SHARES)}
-
-
-def _lower(bounds: NetworkBall, radius: float, label: int, point: Tensor) -> float | None:
-    """The certified lower bound of the margin in a ball; None where there is none."""
-    if not bounds.grow(radius):
-        return None
-    move = of_size(point[bounds.tokens], radius).flatten()
-    return bounds.lower(0.3 * move, label, 1 - label)[0]
 
 
 def gaps_of(record: Record) -> list[float | None]:

@@ -68,9 +68,9 @@ class CharBlock(nn.Module):
         kind = ("dot-product", UntiedL2, "l2", "l2")[VARIANTS.index(run.variant)]
         options: dict[str, Any] = {"scale": 1.0} if kind is UntiedL2 else {}
         options |= {"bias": False, "batch_first": True, "causal": True}
-        layer = MultiheadAttention(run.width, run.heads, kind, **options).attention
-        held = run.variant == VARIANTS[-1]
-        self.attention = ContractiveAttention(layer, CONSTANT) if held else layer
+        self.attention: nn.Module = MultiheadAttention(run.width, run.heads, kind, **options)
+        if run.variant == VARIANTS[-1]:
+            self.attention = ContractiveAttention(self.attention.attention, CONSTANT)
         self.first, self.second = nn.LayerNorm(run.width), nn.LayerNorm(run.width)
         self.mlp = nn.Sequential(
             nn.Linear(run.width, 4 * run.width), nn.ReLU(), nn.Linear(4 * run.width, run.width)
@@ -78,7 +78,10 @@ class CharBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The tokens after the block."""
-        x = self.first(x + self.attention(x))
+        if isinstance(self.attention, MultiheadAttention):
+            x = self.first(x + self.attention(x, x, x, need_weights=False)[0])
+        else:
+            x = self.first(x + self.attention(x))
         return self.second(x + self.mlp(x))
 
 

@@ -26,15 +26,9 @@ _FEW_STEPS, _STEPS = (1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 def invertibility(study: Study) -> None:
     """The Lipschitz Constant of Self-Attention: which residual blocks can be inverted."""
     n, d, heads = study.pick((8, 8, 2), (32, 32, 4))
-    keys = grid(
-        kind=_KINDS,
-        c=_CONSTANTS,
-        depth=study.pick((1, 3), (1, 2, 4, 8)),
-        seed=range(study.pick(1, 3)),
-        n=[n],
-        d=[d],
-        heads=[heads],
-    )
+    depths, seeds = study.pick(((1, 3), range(1)), ((1, 2, 4, 8), range(3)))
+    axes = {"kind": _KINDS, "c": _CONSTANTS, "depth": depths, "seed": seeds}
+    keys = grid(**axes, n=[n], d=[d], heads=[heads])
     found = study.values("invertibility", keys, functools.partial(_inverse_errors, study))
     _draw_errors(study, found)
     steps, keys = found[0]["steps"][-1], ("error", "mixed")

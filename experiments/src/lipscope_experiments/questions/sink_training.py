@@ -113,12 +113,8 @@ def sink_training(study: Study) -> None:
     """When does a sink appear? Small models that copy at triggers."""
     letters = Letters(study.texts[0])
     steps = study.pick((0, 20, 40), (0, 50, 100, 200, 400, 600, 800, 1000))
-    keys = grid(
-        seed=range(study.pick(1, 10)),
-        kind=(DECODER, ENCODER),
-        steps=[list(steps)],
-        text=[study.texts[0].sha256],
-    )
+    seeds, text = range(study.pick(1, 10)), study.texts[0].sha256
+    keys = grid(seed=seeds, kind=(DECODER, ENCODER), steps=[list(steps)], text=[text])
     runs = study.values("runs", keys, functools.partial(_trained, letters))
     panels = [_of_kind(study, kind, mine) for kind, mine in grouped(runs, "kind")]
     study.draw("sink-training", "The sink along training, mean over seeds", panels, columns=2)
