@@ -47,7 +47,7 @@ def marked_pairs(count: int = 2000) -> Task:
     shown.scatter_(1, places[:, 1:], (first + apart * (1 - labels[:, None])) % _SYMBOLS)
     marks = torch.zeros(total, PATCHES).scatter_(1, places, 1.0)
     patches = torch.cat([marks[..., None], nn.functional.one_hot(shown, _SYMBOLS)], -1)
-    images = nn.functional.fold(patches.mT, 8, 2, stride=2)
+    images = nn.functional.fold(patches.mT, 8, 2, stride=2).squeeze(1)
     return Task((images[:count], labels[:count]), (images[count:], labels[count:]))
 
 
@@ -87,7 +87,7 @@ class VisionTransformer(nn.Module):
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Ten scores."""
-        patches = nn.functional.unfold(pixel_values, 2, stride=2).mT
+        patches = nn.functional.unfold(pixel_values[:, None], 2, stride=2).mT
         x = self.blocks(self.patches(patches) + self.positions)
         return self.head(x.sum(-2) * PATCHES**-0.5)
 
