@@ -41,9 +41,8 @@ SLOW = [pytest.param(one, marks=pytest.mark.slow) for one in _KINDS if "3.3" in 
 def test_no_move_within_the_radius_changes_the_answer(kind) -> None:
     torch.manual_seed(0)
     data = blobs()
-    net = VisionTransformer(kind)
-    train(net, data, 5, 0)
-    net = net.double()
+    train(net := VisionTransformer(kind), data, 5, 0)
+    net.double()
     images, labels = data.test[0].double(), data.test[1]
     slope = net.slope()
     radii = certified_radii(net(images), net.head.weight, labels, slope)
@@ -68,9 +67,8 @@ def test_no_move_within_the_radius_changes_the_answer(kind) -> None:
 def test_a_linear_map_is_certified_to_its_nearest_other_answer() -> None:
     """The nearest image with another answer lies on the plane where two scores tie."""
     data = blobs()
-    net = Linear()
-    train(net, data, 5, 0)
-    net = net.double()
+    train(net := Linear(), data, 5, 0)
+    net.double()
     images, labels = data.test[0].double(), data.test[1]
     w = net.head.weight
     radii = certified_radii(net(images), w, labels, net.slope())

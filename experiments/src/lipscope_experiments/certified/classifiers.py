@@ -137,15 +137,15 @@ def network_of(weights: Mapping[str, Tensor], recipe: Recipe, n: int) -> Network
     def of(name: str) -> tuple[Tensor, Tensor]:
         return weights[f"{name}.weight"], weights[f"{name}.bias"]
 
+    head, bias = of("classifier")
+
     def norm(name: str) -> Branch:
         return Branch(norm=Norm(*of(f"{name}LayerNorm"), scaled=recipe.kind == "S"), skip=False)
 
     def map_alone(name: str, activation: ActivationName) -> Branch:
-        head, _ = of("classifier")
         nothing = torch.eye(recipe.d).to(head), torch.zeros(recipe.d).to(head)  # a second map
         return Branch(Feed(*of(name), *nothing, activation), skip=False)
 
-    head, bias = of("classifier")
     share, branches, tail = torch.full((n,), 1 / n).to(head), list[Branch](), ()
     if "linear_in.weight" in weights:
         branches += [map_alone("linear_in", "identity"), norm("")]
