@@ -24,8 +24,8 @@ from tables import Raw, Section, Target, say, table
 
 from lipscope_experiments import reproduce
 from lipscope_experiments.certified.crown import peer
-from lipscope_experiments.certified.decisions import BALLS, PAIRS, SHARES, gaps_of, ratios
-from lipscope_experiments.findings import chosen, grouped
+from lipscope_experiments.certified.decisions import BALLS, PAIRS, SHARES, gaps_of
+from lipscope_experiments.findings import chosen, grouped, ratios
 
 # What our radius over CROWN's is to reach: model, ball, ratio.
 GOALS = (

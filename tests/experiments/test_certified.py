@@ -23,13 +23,7 @@ from lipscope_experiments.certified.classifiers import (
     scores,
 )
 from lipscope_experiments.certified.crown import Moved, bisected, peer, peer_radius
-from lipscope_experiments.certified.decisions import (
-    decided,
-    gaps_of,
-    least_margin,
-    margins,
-    smallest_flip,
-)
+from lipscope_experiments.certified.decisions import Search, decided, gaps_of
 
 
 class _Affine(nn.Module):
@@ -81,11 +75,11 @@ def test_a_flip_of_an_affine_classifier_is_its_distance() -> None:
     """1/3 where both tokens move, 1/2 where the second does; margins fall by no more."""
     model, x = _Affine(), torch.zeros(2, 2, dtype=torch.float64)
     for moves, distance in (([[1.0], [1.0]], 1 / 3), ([[0.0], [1.0]], 1 / 2)):
-        free = torch.tensor(moves, dtype=torch.float64)
-        radius, move = smallest_flip(model, x, 0, free)
+        search = Search(model, x, 0, torch.tensor(moves, dtype=torch.float64))
+        radius, move = search.smallest_flip()
         assert distance <= radius < 1.0001 * distance
-        assert float(margins(model, (x + move)[None], 0)) <= 0
-        least = least_margin(model, x, 0, free, distance / 2, move)
+        assert float(search.margins(move[None])) <= 0
+        least = search.least_margin(distance / 2, move)
         assert 0.5 - 1e-12 <= least < 0.5001
 
 
@@ -122,7 +116,7 @@ def test_the_peer_proves_less_than_an_attack_reaches(name: str) -> None:
     model = functools.partial(scores, network)
     label = int(network(x).argmax())
     for moves in (torch.ones(8, 1), torch.eye(8)[:, :1]):
-        attack, _ = smallest_flip(model, x, label, moves.double(), restarts=2, steps=50)
+        attack, _ = Search(model, x, label, moves.double()).smallest_flip(restarts=2, steps=50)
         crown, ibp = (
             peer_radius(network, x, label, moves.double(), attack, one) for one in ("CROWN", "IBP")
         )

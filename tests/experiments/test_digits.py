@@ -18,7 +18,7 @@ from lipscope_experiments.castin2024.divide_by_bound import (
     Linear,
     VisionTransformer,
     attacked,
-    trained,
+    train,
 )
 from lipscope_experiments.data import Task, digits
 from lipscope_experiments.simple_layers import bound_values, top
@@ -29,8 +29,8 @@ def blobs() -> Task:
     """Ten noisy images of their own, as many of each as of the others."""
     gen = torch.Generator().manual_seed(0)
     labels = torch.arange(120) % 10
-    images = torch.rand(10, 1, 8, 8, generator=gen)[labels]
-    images = images + 0.1 * torch.randn(120, 1, 8, 8, generator=gen)
+    images = torch.rand(10, 8, 8, generator=gen)[labels]
+    images = images + 0.1 * torch.randn(120, 8, 8, generator=gen)
     return Task((images, labels), (images[:40], labels[:40]))
 
 
@@ -41,7 +41,8 @@ SLOW = [pytest.param(one, marks=pytest.mark.slow) for one in _KINDS if "3.3" in 
 def test_no_move_within_the_radius_changes_the_answer(kind) -> None:
     torch.manual_seed(0)
     data = blobs()
-    net = trained(VisionTransformer(kind), data, 5, 0)[0].double()
+    train(net := VisionTransformer(kind), data, 5, 0)
+    net.double()
     images, labels = data.test[0].double(), data.test[1]
     slope = net.slope()
     radii = certified_radii(net(images), net.head.weight, labels, slope)
@@ -53,7 +54,7 @@ def test_no_move_within_the_radius_changes_the_answer(kind) -> None:
         handle.remove()
         return held[0]
 
-    jacobian = torch.autograd.functional.jacobian(lambda x: inner(x[None, None])[0], images[0, 0])
+    jacobian = torch.autograd.functional.jacobian(lambda x: inner(x[None])[0], images[0])
     assert torch.linalg.matrix_norm(jacobian.flatten(1), 2) <= slope
     right = net(images).argmax(1) == labels
     assert bool(right.any()) and bool((radii > 0).equal(right))
@@ -66,7 +67,8 @@ def test_no_move_within_the_radius_changes_the_answer(kind) -> None:
 def test_a_linear_map_is_certified_to_its_nearest_other_answer() -> None:
     """The nearest image with another answer lies on the plane where two scores tie."""
     data = blobs()
-    net = trained(Linear(), data, 5, 0)[0].double()
+    train(net := Linear(), data, 5, 0)
+    net.double()
     images, labels = data.test[0].double(), data.test[1]
     w = net.head.weight
     radii = certified_radii(net(images), w, labels, net.slope())
@@ -76,7 +78,7 @@ def test_a_linear_map_is_certified_to_its_nearest_other_answer() -> None:
             away = w[c] - w[y]
             gap = net(images[i : i + 1])[0, [y, c]].diff()
             tied.append(float((away * gap / away.square().sum()).norm()))
-            move = (-(1 + 1e-9) * gap * away / away.square().sum()).view(1, 1, 8, 8)
+            move = (-(1 + 1e-9) * gap * away / away.square().sum()).view(1, 8, 8)
             scores = net(images[i : i + 1] + move)[0]
             assert scores[c] > scores[y]
         assert float(radii[i]) == pytest.approx(min(tied), rel=1e-9)
@@ -89,7 +91,7 @@ def test_a_sum_over_patches_cannot_tell_the_marked_pairs() -> None:
     1/2 + k/6 - k (k - 1)/12 is 2/3 at most.
     """
     images, labels = divide_by_bound.marked_pairs(400).train
-    patches = torch.nn.functional.unfold(images, 2, stride=2).mT
+    patches = torch.nn.functional.unfold(images[:, None], 2, stride=2).mT
     marked = [one[one[:, 0] == 1, 1:] for one in patches]
     same = torch.tensor([bool((a == b).all()) for a, b in marked])
     assert all(len(one) == 2 for one in marked) and bool((same.long() == labels).all())

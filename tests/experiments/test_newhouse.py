@@ -117,9 +117,7 @@ def test_the_radius_of_a_linear_model_is_the_distance():
 
 def test_without_a_folder_of_sentences_the_rest_is_found(monkeypatch, tmp_path):
     monkeypatch.delenv("LIPSCOPE_DEEPT", raising=False)
-    (x, y), (tested, labels) = (blobs(3).train, blobs(3).test)
-    data = Task((x[:, None], y), (tested[:, None], labels))
-    monkeypatch.setattr(smooth, "digits", lambda: data)
+    monkeypatch.setattr(smooth, "digits", lambda: blobs(3))
     monkeypatch.setattr(smooth, "CAPS", {"cap 1": 1.0})
     found = reproduce("certified/smooth", quick=True, out=tmp_path / "run")
     assert any("SST was left out" in one for one in found.remarks)

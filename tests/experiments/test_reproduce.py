@@ -24,7 +24,7 @@ from lipscope_experiments import experiments, reproduce
 from lipscope_experiments.castin2024.figure1 import controls
 from lipscope_experiments.data import Text, texts_named
 from lipscope_experiments.experiment import Source, Study, grid
-from lipscope_experiments.findings import Claim, Findings, Table, exponent, findings_page, middle
+from lipscope_experiments.findings import Claim, Findings, Table, exponent, middle, page_of
 from rows import row
 from small import drawn, sigma
 
@@ -172,9 +172,7 @@ def test_page_escapes_and_counts() -> None:
         (Claim("‖J‖ | n", "a\nb", "1"),), (Table("More", ("x", "y"), (("1", "2"),)),), ("Not run.",)
     )
     figures = [("f.svg", "F", "0123456789abcdef")]
-    text = findings_page(
-        findings, title="T", cite="castin2024", command="c", figures=figures, origin="o"
-    )
+    text = page_of(findings, title="T", cite="castin2024", command="c", figures=figures, origin="o")
     assert "| ‖J‖ \\| n | a b | 1 |" in text
     assert "![F](f.svg)\n<!-- sha256 0123456789abcdef -->" in text and "- Not run." in text
 

@@ -81,7 +81,7 @@ class Task:
 
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
-    vocabulary: int | None = None  # of inputs that are ids
+    vocabulary: int = 0  # of inputs that are ids
 
 
 def corpus(text: Text, length: int) -> Corpus:
@@ -154,7 +154,7 @@ def sentences(folder: Path, part: str) -> list[tuple[list[str], int]]:
 
 
 def digits() -> Task:
-    """The digits of scikit-learn, ``(b, 1, 8, 8)`` from 0 to 1, the last quarter for tests."""
+    """The digits of scikit-learn, ``(b, 8, 8)`` from 0 to 1, the last quarter for tests."""
     try:
         from sklearn.datasets import load_digits  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -162,6 +162,6 @@ def digits() -> Task:
             f"The digits need the package `scikit-learn`; run `{install('digits')}`."
         ) from None
     found: Any = load_digits()
-    images = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16
+    images = torch.tensor(found.images, dtype=torch.float32) / 16
     labels = torch.tensor(found.target)
     return Task((images[:_DIGITS], labels[:_DIGITS]), (images[_DIGITS:], labels[_DIGITS:]))

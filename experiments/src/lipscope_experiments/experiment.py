@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,15 +20,7 @@ from lipscope.errors import unwritable
 from lipscope.models import LoadedModel, inputs_of, load_model
 from lipscope.records import Place, RunFolder, provenance, stable_id, write_file
 from lipscope_experiments.data import Text, texts_named
-from lipscope_experiments.findings import (
-    Claim,
-    Columns,
-    Findings,
-    Record,
-    Table,
-    findings_page,
-    table_of,
-)
+from lipscope_experiments.findings import Claim, Columns, Findings, Record, Table, page_of, table_of
 
 Progress = Callable[[int, int, str], None]
 T = TypeVar("T")
@@ -54,8 +46,8 @@ class Source:
     """A model with what it reads, a text or pictures, and a verb's option for that."""
 
     model: LoadedModel
-    name: str
-    asked: dict[str, Any]
+    name: str = ""
+    asked: dict[str, Any] = field(default_factory=dict)
 
     @property
     def sees(self) -> bool:
@@ -72,6 +64,30 @@ class Source:
         """Model and text, for tables."""
         return f"{self.model.name}, {self.name}"
 
+    @property
+    def depth(self) -> int:
+        """How many layers the model has."""
+        return int(self.model.config.num_hidden_layers)
+
+    @property
+    def is_deep(self) -> bool:
+        """Deeper than the models of the paper: run on fewer layers and lengths."""
+        return self.depth > 12
+
+    @property
+    def first_and_middle(self) -> list[int]:
+        """The layers that stand for the paper's 0 and 6 of 12."""
+        return [0, self.depth // 2]
+
+    @property
+    def first_middle_last(self) -> list[int]:
+        """The first, the middle and the last layer, each once."""
+        return sorted({*self.first_and_middle, self.depth - 1})
+
+    def even_layers(self, most: int) -> list[int]:
+        """At most so many layers, from the first one on at even distances."""
+        return [*range(0, self.depth, math.ceil(self.depth / most))]
+
     def asking(self, tokens: int, samples: int) -> dict[str, Any]:
         """With windows of so many tokens, or pictures of the model's own side, all of a folder."""
         drawn = self.asked.get("images", "random") == "random"
@@ -85,13 +101,19 @@ _REGISTER: dict[str, Experiment] = {}
 def experiment(name: str, **fields: Any) -> Callable[[Function], Function]:
     """Enter a function into the register under its name, with the fields of `Experiment`.
 
-    It cites the paper of its name, and a quick run takes the smallest of its models, unless said.
+    Its title is the first line of its docstring. Unless said it cites the paper of its name, if
+    that is one, a quick run takes the smallest of its models, and ``dinov2`` reads pictures.
     """
-    small = tuple(one for one in fields.get("models", ()) if one == "minilm")
-    fields = {"cite": name.partition("/")[0], "quick_models": small} | fields
+    paper, models = name.partition("/")[0], fields.get("models", ())
+    derived = {
+        "cite": paper if paper[-1].isdigit() else "derived here",
+        "quick_models": tuple(one for one in models if one == "minilm"),
+        "reads_images": "dinov2" in models,
+    }
 
     def enter(function: Function) -> Function:
-        _REGISTER[name] = Experiment(name, function, **fields)
+        title = (function.__doc__ or "").partition("\n")[0].removesuffix(".")
+        _REGISTER[name] = Experiment(name, function, title, **derived | fields)
         return function
 
     return enter
@@ -135,6 +157,10 @@ class Study:
     def pick(self, quick: T, full: T) -> T:
         """One of two settings."""
         return quick if self.quick else full
+
+    def some_layers(self, source: Source) -> list[int]:
+        """The first, the middle and the last layer; of a quick run the middle one."""
+        return self.pick(source.first_and_middle[1:], source.first_middle_last)
 
     def sources(self) -> Iterator[Source]:
         """Every model on every text, or on pictures if it reads them.
@@ -252,7 +278,7 @@ class Study:
             self._drawn(name, title)
 
     def _drawn(self, name: str, title: str) -> None:
-        """Keep a figure for the findings_page, with the digest by which it is known again."""
+        """Keep a figure for the page, with the digest by which it is known again."""
         content = (self.folder.path / name).read_bytes()
         self.figures.append((name, title, hashlib.sha256(content).hexdigest()[:16]))
 
@@ -262,36 +288,6 @@ class Study:
     def _tell(self, done: int, total: int, part: str) -> None:
         if self._progress is not None:
             self._progress(done, total, part)
-
-
-def depth_of(loaded: LoadedModel) -> int:
-    """How many layers a model has."""
-    return int(loaded.config.num_hidden_layers)
-
-
-def is_deep(loaded: LoadedModel) -> bool:
-    """Deeper than the models of the paper: run on fewer layers and lengths."""
-    return depth_of(loaded) > 12
-
-
-def first_and_middle(loaded: LoadedModel) -> list[int]:
-    """The layers that stand for the paper's 0 and 6 of 12."""
-    return [0, depth_of(loaded) // 2]
-
-
-def first_middle_last(loaded: LoadedModel) -> list[int]:
-    """The first, the middle and the last layer, each once."""
-    return sorted({*first_and_middle(loaded), depth_of(loaded) - 1})
-
-
-def some_layers(study: Study, loaded: LoadedModel) -> list[int]:
-    """The first, the middle and the last layer; of a quick run the middle one."""
-    return study.pick(first_and_middle(loaded)[1:], first_middle_last(loaded))
-
-
-def even_layers(loaded: LoadedModel, most: int) -> list[int]:
-    """At most so many layers, from the first one on at even distances."""
-    return [*range(0, depth_of(loaded), math.ceil(depth_of(loaded) / most))]
 
 
 def layers_of(model: LoadedModel, data: Any = None, **options: Any) -> Iterator[LayerAtInput]:
@@ -356,7 +352,7 @@ def reproduce(
     with RunFolder(folder_of(out), spec, origin) as folder:
         study = Study(folder, chosen, held, quick, progress, images or "random")
         entry.function(study)
-        text = findings_page(
+        text = page_of(
             study.findings,
             study.figures,
             title=entry.title,

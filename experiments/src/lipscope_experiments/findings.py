@@ -107,7 +107,7 @@ def level(name: str, y: float, x: Numbers) -> Series:
     return Series(name, [(at, y) for at in x], "dashes")
 
 
-def findings_page(findings: Findings, figures: Iterable[tuple[str, str, str]], **of: str) -> str:
+def page_of(findings: Findings, figures: Iterable[tuple[str, str, str]], **of: str) -> str:
     """The findings in Markdown, ``of`` an experiment's title, cite, command and origin.
 
     Figures are file name, what is shown, and a digest, which tells a page of another run apart.
@@ -188,6 +188,15 @@ def grouped(items: Iterable[Item], *by: Value) -> Iterator[tuple[Any, list[Item]
         return found if len(by) > 1 else found[0]
 
     yield from grouped_by(items, key).items()
+
+
+def ratios(records: Iterable[Record], above: str, below: str) -> list[float]:
+    """One value over another, where both were found.
+
+    >>> ratios([{"a": 1.0, "b": 2.0}, {"a": 1.0}], "a", "b")
+    [0.5]
+    """
+    return [r[above] / r[below] for r in records if r.get(above) is not None and r.get(below)]
 
 
 def counted(words: Iterable[str]) -> str:

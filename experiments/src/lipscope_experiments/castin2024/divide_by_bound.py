@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ def marked_pairs(count: int = 2000) -> Task:
     shown.scatter_(1, places[:, 1:], (first + apart * (1 - labels[:, None])) % _SYMBOLS)
     marks = torch.zeros(total, PATCHES).scatter_(1, places, 1.0)
     patches = torch.cat([marks[..., None], nn.functional.one_hot(shown, _SYMBOLS)], -1)
-    images = nn.functional.fold(patches.mT, 8, 2, stride=2)
+    images = nn.functional.fold(patches.mT, 8, 2, stride=2).squeeze(1)
     return Task((images[:count], labels[:count]), (images[count:], labels[count:]))
 
 
@@ -87,7 +87,7 @@ class VisionTransformer(nn.Module):
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Ten scores."""
-        patches = nn.functional.unfold(pixel_values, 2, stride=2).mT
+        patches = nn.functional.unfold(pixel_values[:, None], 2, stride=2).mT
         x = self.blocks(self.patches(patches) + self.positions)
         return self.head(x.sum(-2) * PATCHES**-0.5)
 
@@ -125,11 +125,8 @@ class Linear(nn.Module):
         return 1.0
 
 
-Net = TypeVar("Net", bound=VisionTransformer | Linear)
-
-
-def trained(net: Net, data: Task, epochs: int, seed: int) -> tuple[Net, int]:
-    """The classifier, trained with Adam until its loss no longer falls, and for how many epochs."""
+def train(net: VisionTransformer | Linear, data: Task, epochs: int, seed: int) -> int:
+    """Train a classifier with Adam until its loss no longer falls; for how many epochs."""
     gen = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.Adam(net.parameters(), lr=_RATE)
     plan = torch.optim.lr_scheduler.ReduceLROnPlateau(
@@ -137,7 +134,7 @@ def trained(net: Net, data: Task, epochs: int, seed: int) -> tuple[Net, int]:
     )
     (images, labels), done = data.train, 0
     while done < epochs and optimiser.param_groups[0]["lr"] >= _LEAST:
-        total = 0.0
+        total, done = 0.0, done + 1
         for some in torch.randperm(len(labels), generator=gen).split(_BATCH):
             loss = nn.functional.cross_entropy(net(images[some]), labels[some])
             optimiser.zero_grad()
@@ -145,8 +142,8 @@ def trained(net: Net, data: Task, epochs: int, seed: int) -> tuple[Net, int]:
             optimiser.step()
             total += float(loss.detach())
         plan.step(total)
-        done += 1
-    return net.eval().requires_grad_(False), done
+    net.eval().requires_grad_(False)
+    return done
 
 
 def attacked(net: VisionTransformer | Linear, images: Tensor, labels: Tensor, eps: float) -> Tensor:
@@ -155,9 +152,8 @@ def attacked(net: VisionTransformer | Linear, images: Tensor, labels: Tensor, ep
     safe = net(images).argmax(1) == labels
     for _ in range(_ASCENTS):
         x = (images + move).requires_grad_()
-        (slope,) = torch.autograd.grad(
-            nn.functional.cross_entropy(net(x), labels, reduction="sum"), x
-        )
+        loss = nn.functional.cross_entropy(net(x), labels, reduction="sum")
+        (slope,) = torch.autograd.grad(loss, x)
         up = nn.functional.normalize(slope.flatten(1), eps=1e-30).view_as(slope)
         move = (move + 2.5 * eps / _ASCENTS * up).renorm(2, 0, eps)
         safe &= net(images + move).argmax(1) == labels
@@ -185,28 +181,19 @@ PLAN = (
 )
 
 
-@experiment(
-    "castin2024/divide-by-bound",
-    title="How Smooth Is Attention?: attention divided by its bound, beside networks without it",
-    reads_text=False,
-)
+@experiment("castin2024/divide-by-bound", reads_text=False)
 def divide_by_bound(study: Study) -> None:
-    """Accuracy, certified and adversarial, of kinds of attention, none, and a linear map."""
+    """How Smooth Is Attention?: attention divided by its bound, beside networks without it."""
     study.plan(*PLAN)
     data = {"marked pair": marked_pairs(study.pick(200, 2000)), "digits": digits()}
-    keys = grid(
-        seed=range(study.pick(2, 3)),
-        task=_TASKS,
-        kind=_KINDS,
-        epochs=[study.pick(3, 60)],
-        radius=[RADIUS],
-    )
+    seeds, epochs = study.pick((2, 3), (3, 60))
+    keys = grid(seed=range(seeds), task=_TASKS, kind=_KINDS, epochs=[epochs], radius=[RADIUS])
     runs = study.values("runs", keys, functools.partial(_trained_run, data))
     _draw_accuracy(study, runs)
     for task in _TASKS:
         _of_task(study, task, chosen(runs, task=task))
     study.remark(
-        f"Means over {study.pick(2, 3)} seeds of weights and batches, with 95 % Student "
+        f"Means over {seeds} seeds of weights and batches, with 95 % Student "
         "intervals: they say nothing about other test images, nor about other widths.",
         f"{BLOCKS} blocks of width {WIDTH}, {HEADS} heads, {PATCHES} patches; no layer norm: "
         f"tokens are brought into the ball of radius {RADIUS:g} (its nearest point) before "
@@ -215,7 +202,7 @@ def divide_by_bound(study: Study) -> None:
         "queries, keys and values are free.",
         f"Training: Adam from {_RATE:g}; the rate times {_LOWER:g} after {_PATIENCE} epochs "
         f"without 1 % less loss, until it is below {_LEAST:g}: converged in that sense, unless "
-        f"{study.pick(3, 60)} epochs came first.",
+        f"{epochs} epochs came first.",
         "Bound of a layer: the least of the catalogue on the ball, the larger of two layers. "
         "Bound of the network: product over its parts, from pixels between 0 and 1 to the sum of "
         "the last tokens; an image is certified where its margin exceeds what that lets a move "
@@ -248,8 +235,7 @@ def _trained_run(
 ) -> Record:
     with seeded(seed):
         net = Linear() if kind == _LINEAR else VisionTransformer(kind)
-    net, done = trained(net, data[task], epochs, seed)
-    images, labels = data[task].test
+    done, (images, labels) = train(net, data[task], epochs, seed), data[task].test
     scores, slope = net(images).detach(), net.slope()
     radii = certified_radii(scores, net.head.weight, labels, slope)
     return {
@@ -276,9 +262,8 @@ def _draw_accuracy(study: Study, runs: Sequence[Record]) -> None:
     axes = "size of the move (Frobenius)", "share of test images certified"
     for task, words in _TASKS.items():
         series = []
-        for kind in _KINDS:
-            shares = [r["certified"] for r in chosen(runs, task=task, kind=kind)]
-            means = map(fmean, zip(*shares, strict=True))
+        for kind, mine in grouped(chosen(runs, task=task), "kind"):
+            means = map(fmean, zip(*(r["certified"] for r in mine), strict=True))
             series.append(line(kind.replace("theorem-", "Theorem "), _SIZES, means))
         panels.append(Panel(words, series, *axes, log_y=False))
     study.draw("divide-by-bound", "Certified accuracy, mean over seeds", panels, columns=2)
@@ -293,14 +278,14 @@ def _of_task(study: Study, task: str, runs: Sequence[Record]) -> None:
     by = dict(grouped(runs, "kind"))
     accuracy = {kind: [r["accuracy"] for r in mine] for kind, mine in by.items()}
 
-    def sure(kind: str, at: int) -> list[float]:
-        return [r["certified"][at] for r in by[kind]]
-
+    sure = {kind: [*zip(*(r["certified"] for r in mine), strict=True)] for kind, mine in by.items()}
     for kind in (f"divided by {one}" for one in _DIVISORS):
         better = [
             f"{eps:g}"
-            for at, eps in enumerate(_SIZES)
-            if all(_above(sure(kind, at), sure(one, at)) for one in (_LINEAR, _NONE))
+            for eps, mine, *others in zip(
+                _SIZES, sure[kind], sure[_LINEAR], sure[_NONE], strict=True
+            )
+            if all(_above(mine, other) for other in others)
         ]
         study.claim(
             f"{task}: accuracy, attention {kind}",

@@ -1,23 +1,16 @@
-"""Tokens that flow through attention: clusters, consensus, and sigma along depth."""
+"""Tokens that flow through attention: adaptive and fixed steps, variants, spheres, depth."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lipscope import (
-    Attention,
-    DotProduct,
-    InputError,
-    L2Attention,
-    SigmoidAttention,
-    SinkhornAttention as Sinkhorn,
-)
+from lipscope import DotProduct, InputError, L2Attention, SigmoidAttention, SinkhornAttention
 from lipscope.charts import Panel, Scene
 from lipscope.dynamics import (
     Trajectory,
@@ -34,16 +27,7 @@ from lipscope.models import LoadedModel
 from lipscope.pages import number
 from lipscope.records import slope_of
 from lipscope_experiments.experiment import Source, Study, experiment, grid, layers_of
-from lipscope_experiments.findings import (
-    Record,
-    average,
-    chosen,
-    column_mean,
-    geometric,
-    grouped,
-    line,
-    share,
-)
+from lipscope_experiments.findings import Record, average, chosen, geometric, grouped, line, share
 from lipscope_experiments.simple_layers import dots, eye, multiple, normal
 
 _RADIUS = 0.05  # of clusters of renormalised tokens, whose own spread is about 1
@@ -57,13 +41,9 @@ _TIMES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)
 _LENGTH = 32
 
 
-@experiment(
-    "castin2024/dynamics",
-    title="Deep attention as a flow: clusters, consensus, and sigma along depth",
-    models=("minilm", "smollm2"),
-)
+@experiment("castin2024/dynamics", models=("minilm", "smollm2"))
 def dynamics(study: Study) -> None:
-    """Adaptive flows beside fixed steps; variants; spheres; products of layers."""
+    """Deep attention as a flow: clusters, consensus, and sigma along depth."""
     pick = study.pick
     order = study.values("order", grid(seed=range(pick(3, 20))), _order_of_euler)
     found = study.values("clusters", grid(seed=range(pick(8, 100))), _clusters_at_the_end)
@@ -160,13 +140,13 @@ def _coordinate_heads() -> DotProduct:
     return DotProduct(eye(2), eye(2), value, output, heads=2, scale=1.0)
 
 
-_KINDS: dict[str, Callable[[], Attention]] = {
+_KINDS = {
     "dot product": lambda: multiple(1.0, 2),
     "causal": lambda: multiple(1.0, 2).replace(causal=True),
     "window of 8": lambda: multiple(1.0, 2).replace(causal=True, window=8),
     "two heads": _coordinate_heads,
     "L2": lambda: L2Attention(eye(2), eye(2)),
-    "Sinkhorn, A = I / 10": lambda: Sinkhorn(eye(2), eye(2), eye(2), scale=0.1),
+    "Sinkhorn, A = I / 10": lambda: SinkhornAttention(eye(2), eye(2), eye(2), scale=0.1),
     "sigmoid": lambda: SigmoidAttention(eye(2), eye(2), eye(2), scale=1.0),
     "A = -I": lambda: multiple(-1.0, 2),
     "V = -I": lambda: multiple(1.0, 2).replace(value=-eye(2)),
@@ -190,22 +170,18 @@ def _clusters_over_time(kind: str, seed: int) -> Record:
 
 
 def _kinds_table(study: Study, found: Sequence[Record]) -> None:
-    def early(_: str, mine: list[Record]) -> str:
+    lines = []
+    for kind, mine in grouped(found, "kind"):
         ended = [f"{r['note']} from t = {r['times'][-1]:.2f}" for r in mine if r["note"]]
-        return f"{len(ended)} of {len(mine)}: {min(ended)}" if ended else "–"
-
-    study.table(
+        early = f"{len(ended)} of {len(mine)}: {min(ended)}" if ended else "–"
+        counts = (average([r["counts"][at] for r in mine]) for at in (0, -1))
+        lines.append((kind, *counts, average([r["spread"] for r in mine]), early))
+    title = (
         "Variants at t = 5 (Sinkhorn: 2.5), V = A = I and renormalised unless another is named "
-        "(V = -I: as it is)",
-        grouped(found, "kind"),
-        {
-            "layer": "kind",
-            "clusters at 0": column_mean(lambda r: r["counts"][0]),
-            "at the end": column_mean(lambda r: r["counts"][-1]),
-            "diameter / that at 0": column_mean("spread"),
-            "ended early": early,
-        },
+        "(V = -I: as it is)"
     )
+    columns = ("layer", "clusters at 0", "at the end", "diameter / that at 0", "ended early")
+    study.table(title, lines, columns)
 
 
 # --- spheres
@@ -247,17 +223,14 @@ def _of_spheres(study: Study, found: Sequence[Record]) -> None:
             + f"; {average([r['counts'][-1] for r in mine])} clusters in the mean; Euler's "
             f"steps of 1 give another number for {share(other, len(mine))}",
         )
-    study.table(
-        "The longest phase of 2 to 15 clusters of every start",
-        grouped([r for r in found if r["phase"]], "beta", "d"),
-        {
-            "β": lambda at, _: f"{at[0]:g}",
-            "d": "d",
-            "clusters": lambda _, own: ", ".join(map(str, sorted({r["phase"][0] for r in own}))),
-            "from t": column_mean(lambda r: r["phase"][1]),
-            "lasts until t times": column_mean(lambda r: r["phase"][2] / r["phase"][1]),
-        },
-    )
+    lines = []
+    for (beta, d), mine in grouped([r for r in found if r["phase"]], "beta", "d"):
+        counts, starts, ends = zip(*(r["phase"] for r in mine), strict=True)
+        lasts = [end / start for start, end in zip(starts, ends, strict=True)]
+        said = ", ".join(map(str, sorted({*counts})))
+        lines.append((f"{beta:g}", d, said, average(starts), average(lasts)))
+    columns = ("β", "d", "clusters", "from t", "lasts until t times")
+    study.table("The longest phase of 2 to 15 clusters of every start", lines, columns)
 
 
 # --- figures
@@ -332,7 +305,7 @@ _FLOWS = {
     "A = +I, causal": lambda d: multiple(1.0, d).replace(causal=True),
     "V = -I": lambda d: multiple(1.0, d).replace(value=-eye(d)),
     "L2": lambda d: L2Attention(eye(d), d**0.5 * eye(d)),
-    "Sinkhorn, A = I / 10": lambda d: Sinkhorn(eye(d), eye(d), eye(d), scale=0.1),
+    "Sinkhorn, A = I / 10": lambda d: SinkhornAttention(eye(d), eye(d), eye(d), scale=0.1),
 }
 
 
@@ -377,37 +350,26 @@ def _of_depth(study: Study, flows: Sequence[Record], models: Sequence[Record]) -
         average(_over_sigma(chosen(flows, kind="A = +I"))),
     )
     for (name, text), mine in grouped(models, "model", "text"):
-        study.claim(
-            f"{name}, {text}: product of the blocks' sigmas / sigma of all blocks together",
-            "at least 1",
-            geometric(_over_sigma(mine)),
+        about = f"{name}, {text}: product of the blocks' sigmas / sigma of all blocks together"
+        study.claim(about, "at least 1", geometric(_over_sigma(mine)))
+    lines = []
+    for kind, mine in grouped(flows, "kind"):
+        over = (average(_over_sigma(mine, key)) for key in ("product", "norms"))
+        lines.append((kind, average([r["sigma"][-1] for r in mine]), *over))
+    columns = ("layer", "sigma of the flow", "product / sigma", "exp ∫ ‖J‖ / sigma")
+    study.table("Flows to t = 2, ten standard normal tokens in the plane", lines, columns)
+    lines = [
+        (
+            *(*where, f"{mine[0]['times'][at]:g}"),
+            *(geometric([r[key][at] for r in mine]) for key in ("sigma", "product")),
+            geometric(_over_sigma(mine, at=at)),
         )
-    study.table(
-        "Flows to t = 2, ten standard normal tokens in the plane",
-        grouped(flows, "kind"),
-        {
-            "layer": "kind",
-            "sigma of the flow": column_mean(lambda r: r["sigma"][-1]),
-            "product / sigma": lambda _, mine: average(_over_sigma(mine)),
-            "exp ∫ ‖J‖ / sigma": lambda _, mine: average(_over_sigma(mine, "norms")),
-        },
-    )
-    study.table(
-        f"From the entrance of the first block to the end of another, {_LENGTH} tokens",
-        [
-            (mine, at)
-            for _, mine in grouped(models, "model", "text")
-            for at in range(1, len(mine[0]["times"]))
-        ],
-        {
-            "model": lambda mine, _: mine[0]["model"],
-            "text": lambda mine, _: mine[0]["text"],
-            "blocks": lambda mine, at: f"{mine[0]['times'][at]:g}",
-            "sigma together": lambda mine, at: geometric([r["sigma"][at] for r in mine]),
-            "product": lambda mine, at: geometric([r["product"][at] for r in mine]),
-            "product / sigma": lambda mine, at: geometric(_over_sigma(mine, at=at)),
-        },
-    )
+        for where, mine in grouped(models, "model", "text")
+        for at in range(1, len(mine[0]["times"]))
+    ]
+    columns = ("model", "text", "blocks", "sigma together", "product", "product / sigma")
+    title = f"From the entrance of the first block to the end of another, {_LENGTH} tokens"
+    study.table(title, lines, columns)
 
 
 def _draw_depth(study: Study, flows: Sequence[Record], models: Sequence[Record]) -> None:

@@ -1,4 +1,4 @@
-"""Figure 1: growth of sigma with the number of tokens, on real text and on adversarial inputs."""
+"""Figure 1: both rows, on text and on adversarial inputs; what its scripts compute; controls."""
 
 from __future__ import annotations
 
@@ -11,34 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope import Rows
+from lipscope import Rows, models
 from lipscope.charts import Panel, Series, power_law
-from lipscope.models import (
-    Keeps,
-    LoadedModel,
-    Which,
-    as_decoder,
-    quantised,
-    random_tokens,
-    reinitialised,
-    repeated_token,
-    scrambled,
-    shuffled_words,
-    special_tokens_of,
-    windows_of_text,
-)
 from lipscope.records import Growth, growth, slope_of, steps, top_held_fixed
 from lipscope_experiments.castin2024 import protocol
 from lipscope_experiments.data import AG_NEWS_TITLE
-from lipscope_experiments.experiment import (
-    Source,
-    Study,
-    depth_of,
-    experiment,
-    first_and_middle,
-    first_middle_last,
-    is_deep,
-)
+from lipscope_experiments.experiment import Source, Study, experiment
 from lipscope_experiments.findings import (
     Record,
     Value,
@@ -69,13 +47,9 @@ class FigureColumn:
         return self.source.model.name.endswith(", causal")
 
 
-@experiment(
-    "castin2024/figure1",
-    title="How Smooth Is Attention?, Figure 1: growth with the number of tokens",
-    models=("minilm", "smollm2", "random:gpt2", "random:bert"),
-)
+@experiment("castin2024/figure1", models=("minilm", "smollm2", "random:gpt2", "random:bert"))
 def figure1(study: Study) -> None:
-    """Both rows of the figure, what its scripts compute, and the controls."""
+    """How Smooth Is Attention?, Figure 1: growth with the number of tokens."""
     cases = [
         _figure_column(study, source)
         for model in _models_and_masked(study)
@@ -128,25 +102,25 @@ def figure1(study: Study) -> None:
     )
 
 
-def _models_and_masked(study: Study) -> Iterator[LoadedModel]:
+def _models_and_masked(study: Study) -> Iterator[models.LoadedModel]:
     for name in study.models:
         loaded = study.load(name)
         yield loaded
         encodes = getattr(loaded.config, "is_decoder", None) is False
         if encodes and loaded.config.model_type != "gpt2":  # which says so of itself
-            yield as_decoder(loaded)
+            yield models.as_decoder(loaded)
 
 
-def _every(loaded: LoadedModel) -> list[int]:
+def _every(source: Source) -> list[int]:
     """All layers; of deep models every fifth, of random ones (all alike) three."""
-    if loaded.weights.startswith("random"):
-        return first_middle_last(loaded)
-    return list(range(0, depth_of(loaded), 5 if is_deep(loaded) else 1))
+    if source.model.weights.startswith("random"):
+        return source.first_middle_last
+    return list(range(0, source.depth, 5 if source.is_deep else 1))
 
 
 def _figure_column(study: Study, source: Source) -> FigureColumn:
     loaded, where = source.model, source.where
-    layers = first_and_middle(loaded)[loaded.name.endswith(", causal") :]
+    layers = source.first_and_middle[loaded.name.endswith(", causal") :]
     asked = protocol.as_in_the_paper(study, source)
     longer = [512] * ((loaded.trained_length or 0) >= 512)
     return FigureColumn(
@@ -158,7 +132,7 @@ def _figure_column(study: Study, source: Source) -> FigureColumn:
             f"nested, {where}",
             loaded,
             **source.asked,
-            layers=study.pick(layers, _every(loaded)),
+            layers=study.pick(layers, _every(source)),
             lengths=study.pick([16, 32, 64], [8, 16, 32, 64, 128, 256, *longer]),
             samples=study.pick(3, 10),
             special_tokens=False,
@@ -269,23 +243,19 @@ def _prefixes(cases: Sequence[FigureColumn]) -> str:
 
 
 def _exponent_table(study: Study, cases: Sequence[FigureColumn]) -> None:
-    study.table(
+    lines = []
+    for case in cases:
+        for layer, fit in _fits(case.paired).items():
+            fixed = growth(chosen(case.paired, layer=layer), paired=True, of="sigma_rest")
+            coded = plain_exponent(case.coded[layer]) if layer in case.coded else "–"
+            fits = map(exponent, (_fits(case.real).get(layer), fit, fixed))
+            lines.append((case.source.where, layer, *fits, coded))
+    title = (
         "Exponents of sigma in n (interval over the sampling of text, 95 % unless named; off by: "
-        "largest deviation of a mean from the line; ✗: no power law)",
-        [(case, layer) for case in cases for layer in _fits(case.paired)],
-        {
-            "model, text": lambda case, _: case.source.where,
-            "layer": lambda _, layer: layer,
-            "disjoint windows": lambda case, layer: exponent(_fits(case.real).get(layer)),
-            "same passages": lambda case, layer: exponent(_fits(case.paired)[layer]),
-            "top token fixed": lambda case, layer: exponent(
-                growth(chosen(case.paired, layer=layer), paired=True, of="sigma_rest")
-            ),
-            "as in the scripts": lambda case, layer: (
-                plain_exponent(case.coded[layer]) if layer in case.coded else "–"
-            ),
-        },
+        "largest deviation of a mean from the line; ✗: no power law)"
     )
+    columns = ("model, text", "layer", "disjoint windows", "same passages", "top token fixed")
+    study.table(title, lines, (*columns, "as in the scripts"))
 
 
 # --- controls: one thing taken away or changed at a time
@@ -336,7 +306,7 @@ def controls(study: Study, source: Source) -> Iterator[Control]:
     if ask.special:
         yield ask("no special tokens", special_tokens=False)
     if loaded.weights == "float32":
-        yield ask("Q4_1 weights", model=quantised(loaded))
+        yield ask("Q4_1 weights", model=models.quantised(loaded))
     for seed in range(study.pick(1, 3)):
         yield from _random_controls(ask, seed)
 
@@ -344,18 +314,23 @@ def controls(study: Study, source: Source) -> Iterator[Control]:
 def _random_controls(ask: _Ask, seed: int) -> Iterator[Control]:
     """Controls with something random in them, for one seed."""
     loaded = ask.source.model
-    drawn = ({"input_ids": random_tokens(loaded, n, ask.samples, seed)} for n in ask.lengths)
+    drawn = ({"input_ids": models.random_tokens(loaded, n, ask.samples, seed)} for n in ask.lengths)
     yield ask("random tokens", drawn, seed=seed)
-    yield ask("shuffled words", shuffled_words(ask.source.asked["data"], seed), seed=seed)
-    yield ask("weights of a new model", model=reinitialised(loaded, seed), seed=seed)
-    lost: dict[Keeps, str] = {"entries": "entries shuffled", "spectrum": "singular values only"}
+    yield ask("shuffled words", models.shuffled_words(ask.source.asked["data"], seed), seed=seed)
+    yield ask("weights of a new model", model=models.reinitialised(loaded, seed), seed=seed)
+    lost: dict[models.Keeps, str] = {
+        "entries": "entries shuffled",
+        "spectrum": "singular values only",
+    }
     for keeps, name in lost.items():
-        yield ask(f"{name}, whole model", model=scrambled(loaded, keeps, seed=seed), seed=seed)
-    halves: tuple[Which, ...] = ("query and key", "value and output")
+        yield ask(
+            f"{name}, whole model", model=models.scrambled(loaded, keeps, seed=seed), seed=seed
+        )
+    halves: tuple[models.Which, ...] = ("query and key", "value and output")
     for which in halves:
         # One layer at a time: what it reads stays what it was trained to read.
         name = f"entries of {which} shuffled, this layer"
-        other = functools.partial(scrambled, loaded, "entries", which, seed=seed)
+        other = functools.partial(models.scrambled, loaded, "entries", which, seed=seed)
         parts = [ask(name, model=other(layer=i), layers=[i], seed=seed) for i in ask.layers]
         yield replace(parts[0], rows=Rows(row for one in parts for row in one.rows))
 
@@ -375,9 +350,9 @@ def offsets(study: Study, source: Source) -> None:
         found[name] = [ask(f"from position, {name}", ask.in_place([n], at)) for at in later]
     for moved, runs in found.items():
         where = f"{source.where}, n = {n}, {moved}"
-        columns: dict[str, Value] = {"layer": str}
-        columns |= {f"from position {k}": one.median for k, one in zip(places, runs, strict=True)}
-        study.table(f"Position without length: {where}, median sigma", ask.layers, columns, 3)
+        lines = [(layer, *(one.median(layer) for one in runs)) for layer in ask.layers]
+        columns = ("layer", *(f"from position {k}" for k in places))
+        study.table(f"Position without length: {where}, median sigma", lines, columns, 3)
 
 
 def control_tables(study: Study, controlled: Sequence[Control]) -> None:
@@ -401,18 +376,18 @@ class _Ask:
 
     def __init__(self, study: Study, source: Source) -> None:
         self.study, self.source = study, source
-        self.layers = study.pick(first_and_middle, first_middle_last)(source.model)
+        self.layers = study.pick(source.first_and_middle, source.first_middle_last)
         self.lengths = study.pick([16, 32, 64], [16, 32, 64, 128])
         self.samples = study.pick(3, 10)
         tokenizer = source.model.tokenizer
-        self.special = tokenizer is not None and any(special_tokens_of(tokenizer))
+        self.special = tokenizer is not None and any(models.special_tokens_of(tokenizer))
 
     def __call__(
         self,
         name: str,
         data: str | Iterable[Record] | None = None,
         *,
-        model: LoadedModel | None = None,
+        model: models.LoadedModel | None = None,
         seed: int | None = None,
         **options: Any,
     ) -> Control:
@@ -430,7 +405,7 @@ class _Ask:
     def in_place(self, lengths: Sequence[int], positions: Tensor) -> Iterator[Record]:
         """Windows of the text, a batch for each length, with positions of their own."""
         text, tokenizer = self.source.asked["data"], self.source.model.tokenizer
-        cut = windows_of_text(text, tokenizer, lengths=lengths, samples=self.samples)
+        cut = models.windows_of_text(text, tokenizer, lengths=lengths, samples=self.samples)
         for n, windows in grouped(cut, "num_tokens"):
             ids = torch.cat([window.ids for window in windows])
             yield {"input_ids": ids, "position_ids": positions[:n].expand_as(ids)}
@@ -438,6 +413,6 @@ class _Ask:
     def repeated(self, *, same_place: bool) -> Iterator[Record]:
         """One token again and again; at one position all its copies are equal vectors."""
         for n in self.lengths:
-            ids = repeated_token(self.source.model, n, self.samples)
+            ids = models.repeated_token(self.source.model, n, self.samples)
             where = {"position_ids": torch.zeros_like(ids)} if same_place else {}
             yield {"input_ids": ids, **where}

@@ -1,4 +1,4 @@
-"""Figure 2: the scaling factor gamma R² of every head on real data."""
+"""Figure 2: gamma of every head, times the squared radius of its layer's input on text."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ from lipscope_experiments.findings import Record, curve, grouped, level, middle
 _LENGTHS = (128, 512, 4096)
 
 
-@experiment(
-    "castin2024/figure2",
-    title="How Smooth Is Attention?, Figure 2: the scaling factor on real data",
-    models=("minilm", "smollm2", "random:gpt2"),
-)
+@experiment("castin2024/figure2", models=("minilm", "smollm2", "random:gpt2"))
 def figure2(study: Study) -> None:
-    """Gamma of every head and the radius of its layer's input on text."""
+    """How Smooth Is Attention?, Figure 2: the scaling factor on real data."""
     found = [record for source in study.sources() for record in _factors_of(study, source)]
     _draw_heads(study, found)
     heads = _over_texts(found)
@@ -44,23 +40,17 @@ def figure2(study: Study) -> None:
             "always satisfied in practice (Section 3.2)",
             ", ".join(f"{_holding(mine, n):.1%} at n = {n:,}" for n in _LENGTHS),
         )
-    study.table(
-        "By layer",
-        grouped(heads, "model", "layer"),
-        {
-            "model": "model",
-            "layer": "layer",
-            "R": lambda _, mine: f"{mine[0]['radius']:.1f}",
-            "γR², median and range": lambda _, mine: middle(_positive(mine), 1),
-            "heads without positive γ": lambda _, mine: (
-                f"{len(mine) - len(_positive(mine))} of {len(mine)}"
-            ),
-            **{
-                f"condition holds at n = {n:,}": lambda _, mine, n=n: f"{_holding(mine, n):.0%}"
-                for n in _LENGTHS
-            },
-        },
-    )
+    lines = [
+        (
+            *(*where, f"{mine[0]['radius']:.1f}", middle(positive := _positive(mine), 1)),
+            f"{len(mine) - len(positive)} of {len(mine)}",
+            *(f"{_holding(mine, n):.0%}" for n in _LENGTHS),
+        )
+        for where, mine in grouped(heads, "model", "layer")
+    ]
+    columns = ("model", "layer", "R", "γR², median and range", "heads without positive γ")
+    holds = (f"condition holds at n = {n:,}" for n in _LENGTHS)
+    study.table("By layer", lines, (*columns, *holds))
     study.remark(
         *study.not_run("bert-base-uncased"),
         "R is the root mean square token norm of the layer's input, as in the scripts. Each "
@@ -71,12 +61,9 @@ def figure2(study: Study) -> None:
 
 def _over_texts(found: list[Record]) -> list[Record]:
     """One record a head: means over the texts."""
+    keys = ("radius", "factor", "star")
     return [
-        one[0]
-        | {
-            key: one[0][key] and statistics.fmean(r[key] for r in one)
-            for key in ("radius", "factor", "star")
-        }
+        one[0] | {key: one[0][key] and statistics.fmean(r[key] for r in one) for key in keys}
         for _, one in grouped(found, "model", "layer", "head")
     ]
 

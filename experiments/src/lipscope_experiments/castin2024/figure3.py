@@ -1,4 +1,4 @@
-"""Figure 3: quadratic growth with the radius."""
+"""Figure 3, in one dimension, ``A = V = 1``: a token at 0, the others at ± R."""
 
 from __future__ import annotations
 
@@ -12,13 +12,9 @@ from lipscope_experiments.findings import Record, curve, grouped, level
 from lipscope_experiments.simple_layers import eye, top
 
 
-@experiment(
-    "castin2024/figure3",
-    title="How Smooth Is Attention?, Figure 3: quadratic growth with the radius",
-    reads_text=False,
-)
+@experiment("castin2024/figure3", reads_text=False)
 def figure3(study: Study) -> None:
-    """One dimension, ``A = V = 1``: a token at 0, the others at ± R."""
+    """How Smooth Is Attention?, Figure 3: quadratic growth with the radius."""
     radii = [0.3, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0]
     sizes = study.pick([3, 9, 33], [3, 4, 9, 10, 33, 34, 129])
     found = study.values("figure3", grid(n=sizes, radius=radii), _sigma_at)

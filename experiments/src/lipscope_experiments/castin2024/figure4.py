@@ -1,4 +1,4 @@
-"""Figures 4 to 6: models with learnt positions, the radius of their tokens, and sigma."""
+"""Figures 4 to 6: sigma and the radius against n, and sigma against the radius, by windows."""
 
 from __future__ import annotations
 
@@ -10,20 +10,15 @@ from lipscope.charts import Panel, power_law
 from lipscope.pages import number
 from lipscope.records import slope_of
 from lipscope_experiments.castin2024.protocol import as_in_the_paper
-from lipscope_experiments.experiment import Study, experiment, first_and_middle
+from lipscope_experiments.experiment import Study, experiment
 from lipscope_experiments.findings import chosen, curve, exponent, middle
 
 _LEAST = 1.1  # range of the radius below which a slope in it says nothing
 
 
-@experiment(
-    "castin2024/figure4",
-    title="How Smooth Is Attention?, Figures 4 to 6: learnt positions, radius and sigma",
-    models=("minilm", "random:gpt2", "dinov2"),
-    reads_images=True,
-)
+@experiment("castin2024/figure4", models=("minilm", "random:gpt2", "dinov2"))
 def figure4(study: Study) -> None:
-    """Consecutive windows: sigma and the radius against n, and sigma against the radius."""
+    """How Smooth Is Attention?, Figures 4 to 6: learnt positions, radius and sigma."""
     places = [
         (f"{where}, layer {layer}", chosen(rows, layer=layer), fit)
         for where, rows in _windows_or_pictures(study)
@@ -86,7 +81,7 @@ def _windows_or_pictures(study: Study) -> Iterator[tuple[str, Rows]]:
             asked["samples"] = None if study.images != "random" else study.pick(3, 10)
         else:
             asked = as_in_the_paper(study, one)
-        asked["layers"] = first_and_middle(one.model)
+        asked["layers"] = one.first_and_middle
         yield one.where, study.measure(one.where, one.model, **asked)
 
 

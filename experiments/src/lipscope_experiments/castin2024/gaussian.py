@@ -1,4 +1,4 @@
-"""Normal laws that flow through attention: blow-up, rank collapse, particles beside the closure."""
+"""Normal laws that flow through attention: closures beside exact solutions, Euler, particles."""
 
 from __future__ import annotations
 
@@ -18,16 +18,7 @@ from lipscope.dynamics import closure, evolve, gaussian_flow
 from lipscope.pages import number
 from lipscope.records import slope_of
 from lipscope_experiments.experiment import Study, experiment, grid
-from lipscope_experiments.findings import (
-    Record,
-    average,
-    chosen,
-    column_mean,
-    curve,
-    grouped,
-    line,
-    share,
-)
+from lipscope_experiments.findings import Record, average, grouped, line, share
 from lipscope_experiments.simple_layers import eye, multiple, normal
 
 # Public code: Euler's steps, projected to semidefinite matrices; blown up where the trace
@@ -39,14 +30,9 @@ _FAR = 1e8  # a time at which limits are nearly reached
 _SCALES = (0.25, 1.0)  # of A in one dimension: a σ² is twice as much at the end
 
 
-@experiment(
-    "castin2024/gaussian",
-    title="Normal laws under attention: blow-up, rank collapse, and particles",
-    cite="castin2025",
-    reads_text=False,
-)
+@experiment("castin2024/gaussian", cite="castin2025", reads_text=False)
 def gaussian(study: Study) -> None:
-    """Closures beside exact solutions, Euler's steps and particles."""
+    """Normal laws under attention: blow-up, rank collapse, and particles."""
     pick = study.pick
     blown = study.values("blow-up", grid(d=(1, 2, 4, 8), seed=range(pick(10, 100))), _blow_up)
     ranks = study.values("ranks", grid(d=_STEPS, seed=range(pick(4, 30))), _rank)
@@ -71,30 +57,21 @@ def gaussian(study: Study) -> None:
             f"relative error {words}; like N^{number(slope, 2)}",
         )
 
-    def low(d: int, mine: list[Record]) -> str:
-        ends = chosen(mine, status="done")
-        return share(sum(r["ranks"] <= (d + 1) // 2 for r in ends), len(ends)) if ends else "–"
-
-    study.table(
-        "V positive semidefinite, K = -Q: eigenvalues above 1 % of the largest",
-        grouped(limits, "kind", "d"),
-        {
-            "layer": "kind",
-            "d": "d",
-            "blow-up": lambda _, own: share(len(chosen(own, status="blow-up")), len(own)),
-            "others: rank at most ⌈d/2⌉ at t = 10⁴": lambda at, own: low(at[1], own),
-        },
-    )
-    study.table(
-        "Particles against the closure in the plane, t = 0.5: relative errors",
-        grouped(plane, "kind", "n"),
-        {
-            "layer": "kind",
-            "particles": lambda at, _: f"{at[1]:,}",
-            "mean": column_mean("mean"),
-            "covariance": column_mean("cov"),
-        },
-    )
+    lines = []
+    for (kind, d), mine in grouped(limits, "kind", "d"):
+        ends = [r["ranks"] for r in mine if r["status"] == "done"]
+        low = share(sum(rank <= (d + 1) // 2 for rank in ends), len(ends)) if ends else "–"
+        blown_up = sum(r["status"] == "blow-up" for r in mine)
+        lines.append((kind, d, share(blown_up, len(mine)), low))
+    title = "V positive semidefinite, K = -Q: eigenvalues above 1 % of the largest"
+    columns = ("layer", "d", "blow-up", "others: rank at most ⌈d/2⌉ at t = 10⁴")
+    study.table(title, lines, columns)
+    lines = [
+        (kind, f"{n:,}", *(average([r[key] for r in mine]) for key in ("mean", "cov")))
+        for (kind, n), mine in grouped(plane, "kind", "n")
+    ]
+    title = "Particles against the closure in the plane, t = 0.5: relative errors"
+    study.table(title, lines, ("layer", "particles", "mean", "covariance"))
     study.remark(
         "Blow-up: V = I, A normal, so that Σ⁻¹ = Σ₀⁻¹ − t(A + Aᵀ) exactly; starts whose "
         "largest eigenvalue of Σ₀(A + Aᵀ) is positive.",
@@ -160,18 +137,13 @@ def _of_blow_up(study: Study, found: Sequence[Record]) -> None:
         f"more than {_OFF:.0%} off in {share(len(late), len(found))}; "
         f"relative error {average(off)} in the mean, {number(max(off), 3)} at most",
     )
-    study.table(
-        "Times of blow-up, relative errors",
-        grouped(found, "d"),
-        {
-            "d": "d",
-            "time": column_mean("exact"),
-            "largest error, adaptive": lambda _, mine: (
-                f"{max(abs(r['told']) for r in mine if r['told'] is not None):.0e}"
-            ),
-            "mean error, Euler": column_mean("euler"),
-        },
-    )
+    lines = []
+    for d, mine in grouped(found, "d"):
+        error = max(abs(r["told"]) for r in mine if r["told"] is not None)
+        euler = average([r["euler"] for r in mine if r["euler"] is not None])
+        lines.append((d, average([r["exact"] for r in mine]), f"{error:.0e}", euler))
+    columns = ("d", "time", "largest error, adaptive", "mean error, Euler")
+    study.table("Times of blow-up, relative errors", lines, columns)
 
 
 def _rank(d: int, seed: int) -> Record:
@@ -254,8 +226,10 @@ def _draw_laws(study: Study, particles: Sequence[Record]) -> None:
         x = normal(f"line|{n}|0", n, 1)
         end = evolve(_interpolated(multiple(1.0, 1)), x, times, rtol=1e-5)
         curves.append(line(f"{n:,} tokens", times.tolist(), end.states.var((1, 2)).tolist()))
-    by = grouped(particles, "a")
-    near = [curve(f"A = {a:g}", mine, "n", "error", "points") for a, mine in by]
+    near = [
+        line(f"A = {a:g}", [r["n"] for r in mine], [r["error"] for r in mine], "points")
+        for a, mine in grouped(particles, "a")
+    ]
     panels = [
         Panel("A = V = 1: blow-up at t = 1/2", curves, "t", "variance", log_x=False),
         Panel("particles half of the way to it", near, "tokens", "relative error"),

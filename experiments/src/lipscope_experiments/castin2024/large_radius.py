@@ -1,4 +1,4 @@
-"""Theorem 3.7: sigma of s X as s grows, against the square root of the largest in-degree."""
+"""Theorem 3.7: sigma of s X over the root of the largest in-degree, random and real heads."""
 
 from __future__ import annotations
 
@@ -11,18 +11,14 @@ from lipscope import DotProduct, InputError
 from lipscope.certificates import in_double
 from lipscope.charts import Panel
 from lipscope.theorems import HeadAt, NotApplicableError, castin_thm_3_7_limit, heads_of
-from lipscope_experiments.experiment import Study, experiment, first_and_middle, layers_of
+from lipscope_experiments.experiment import Study, experiment, layers_of
 from lipscope_experiments.findings import Record, chosen, curve, grouped, level, middle
 from lipscope_experiments.simple_layers import normal, top
 
 
-@experiment(
-    "castin2024/large-radius",
-    title="How Smooth Is Attention?, Theorem 3.7: the large-radius regime",
-    models=("minilm", "random:gpt2"),
-)
+@experiment("castin2024/large-radius", models=("minilm", "random:gpt2"))
 def large_radius(study: Study) -> None:
-    """One head at a time, random and real, masked and not; tokens scaled by s."""
+    """How Smooth Is Attention?, Theorem 3.7: the large-radius regime."""
     scales = [2.0**k for k in range(study.pick(8, 13))]
     places = {**_random_heads(study), **_model_heads(study)}
     keys = [{"group": g, "which": k, "scale": s} for (g, k), s in itertools.product(places, scales)]
@@ -39,12 +35,11 @@ def large_radius(study: Study) -> None:
         one = level("limit", 1.0, (of(r["scale"] for r in mine) for of in (min, max)))
         panels.append(Panel(group, (*series, one), x="scale s", y="sigma(sX) / limit"))
     study.draw("large-radius", "Theorem 3.7: large radii", panels, columns=2)
-    groups = dict(grouped(chosen(known, scale=scales[-1]), "group"))
     few = scales[:: max(1, len(scales) // 4)]
     tied = len(chosen(found, limit=None, scale=1.0))
     own = chosen(known, scale=1.0)
     far = [r["share"] for r in own if not r["group"].startswith("random head")]
-    for group, mine in groups.items():
+    for group, mine in grouped(chosen(known, scale=scales[-1]), "group"):
         study.claim(
             f"sigma(sX) / limit at s = {scales[-1]:g}, {group}",
             "tends to 1: ‖V‖ √(largest in-degree) (Theorem 3.7; exact value derived here)",
@@ -56,22 +51,15 @@ def large_radius(study: Study) -> None:
         f"sigma / limit {middle(far)}",
     )
     study.claim("heads with two keys that tie", "measure zero", f"{tied} of {len(places)}")
-    study.table(
-        "Sigma(sX) / limit: median and range over heads",
-        grouped(known, "group"),
-        {
-            "heads": "group",
-            "largest in-degree": lambda _, own: middle(
-                (float(r["in_degree"]) for r in chosen(own, scale=1.0)), 0
-            ),
-            **{
-                f"s = {s:g}": lambda _, own, s=s: middle(
-                    (r["share"] for r in chosen(own, scale=s)), 3
-                )
-                for s in few
-            },
-        },
-    )
+    lines = [
+        (
+            *(group, middle((float(r["in_degree"]) for r in chosen(mine, scale=1.0)), 0)),
+            *(middle((r["share"] for r in chosen(mine, scale=s)), 3) for s in few),
+        )
+        for group, mine in grouped(known, "group")
+    ]
+    columns = ("heads", "largest in-degree", *(f"s = {s:g}" for s in few))
+    study.table("Sigma(sX) / limit: median and range over heads", lines, columns)
     study.remark("Layers with a rotary embedding have no such limit and are left out.")
 
 
@@ -93,7 +81,7 @@ def _random_heads(study: Study) -> Heads:
 def _model_heads(study: Study) -> Heads:
     found: Heads = {}
     for source in study.sources():
-        _, layer = first_and_middle(source.model)
+        _, layer = source.first_and_middle
         try:
             one = next(layers_of(source.model, layers=[layer], lengths=[32], **source.asked))
         except InputError:

@@ -6,7 +6,7 @@ from lipscope import Rows
 from lipscope.attacks import two_cluster, weighted_two_atoms
 from lipscope.charts import Panel, power_law, training_end
 from lipscope.pages import number
-from lipscope_experiments.experiment import Study, experiment, first_and_middle, grid
+from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import (
     Record,
     chosen,
@@ -22,14 +22,9 @@ from lipscope_experiments.simple_layers import multiple, top
 _RADII = {"γR² = 4": 2.0, "γR² = 9": 3.0}  # of A = -I, whose gamma is 1
 
 
-@experiment(
-    "castin2024/long-context",
-    title="How Smooth Is Attention?: long contexts",
-    models=("smollm2",),
-    quick_models=("minilm",),
-)
+@experiment("castin2024/long-context", models=("smollm2",), quick_models=("minilm",))
 def long_context(study: Study) -> None:
-    """Sigma against n, far beyond the lengths of Figure 1."""
+    """How Smooth Is Attention?: long contexts."""
     counts = [2**k for k in range(3, 18)]
     measured = 2 ** study.pick(10, 11)
     clusters = study.values(
@@ -44,7 +39,7 @@ def long_context(study: Study) -> None:
             source.where,
             source.model,
             **source.asked,
-            layers=first_and_middle(source.model),
+            layers=source.first_and_middle,
             lengths=[2**k for k in range(5, 14) if 2**k <= most],
             samples=study.pick(2, 5),
             special_tokens=False,
@@ -72,14 +67,8 @@ def long_context(study: Study) -> None:
         f"exponents {middle(fit.slope for fit in slopes if fit.fits is not False)}; no power "
         f"law in {sum(fit.fits is False for fit in slopes)} of {len(slopes)}",
     )
-    study.table(
-        "Two clusters, A = -I: sigma",
-        grouped(clusters, "n"),
-        {
-            "n": lambda n, _: f"{n:,}",
-            **{k: lambda _, own, k=k: chosen(own, case=k)[0]["sigma"] for k in _RADII},
-        },
-    )
+    lines = [(f"{n:,}", *(r["sigma"] for r in mine)) for n, mine in grouped(clusters, "n")]
+    study.table("Two clusters, A = -I: sigma", lines, ("n", *_RADII))
     lines = [(place, str(layer), exponent(fit)) for place, layer, fit in fits]
     study.table("Real text", lines, ("where", "layer", "exponent"))
 

@@ -1,4 +1,4 @@
-"""Every theorem on real layers against the number of tokens, one metric at a time."""
+"""Every theorem over the measured norm of the same map, input and metric, by number of tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lipscope.charts import Panel
 from lipscope.linalg import Metric, infinity_norm
 from lipscope.records import looseness as looseness_of
 from lipscope.theorems import bounds_at
-from lipscope_experiments.experiment import Source, Study, experiment, grid, layers_of, some_layers
+from lipscope_experiments.experiment import Source, Study, experiment, grid, layers_of
 from lipscope_experiments.findings import Record, chosen, grouped, line, middle
 from lipscope_experiments.simple_layers import top
 
@@ -28,13 +28,9 @@ _SHOWN = {
 _METRICS: tuple[Metric, ...] = ("frobenius", "max-token")
 
 
-@experiment(
-    "castin2024/looseness",
-    title="How far every theorem is above sigma on real layers",
-    models=("minilm", "smollm2"),
-)
+@experiment("castin2024/looseness", models=("minilm", "smollm2"))
 def looseness(study: Study) -> None:
-    """Upper bounds divided by the measured norm of the same map, input and metric."""
+    """How far every theorem is above sigma on real layers."""
     lengths = study.pick([16, 32], [16, 32, 64])
     sources = list(study.sources())
     points = [point for source in sources for point in _above_sigma(study, source, lengths)]
@@ -43,7 +39,7 @@ def looseness(study: Study) -> None:
         if source.model.config.model_type != "bert":  # a rotary embedding, or groups: it has none
             continue
         key = {"model": [source.model.name], "text": [source.name]}
-        key |= {"layer": some_layers(study, source.model), "n": lengths, "layers": ["L2 attention"]}
+        key |= {"layer": study.some_layers(source), "n": lengths, "layers": ["L2 attention"]}
         found = study.values("l2-attention", grid(**key), functools.partial(_as_l2, source))
         points += [one | {"n": r["n"], "layers": r["layers"]} for r in found for one in r["bounds"]]
     _draw_bounds(study, points)
@@ -65,15 +61,12 @@ def looseness(study: Study) -> None:
         f"costs a factor of the order of 10³ on these layers: {_ratio_of(points, _DIVISOR)}",
     )
     keys = ("layers", "metric", "theorem", "scope")
-    study.table(
-        "Bound / measured norm, median over layers and texts",
-        grouped(points, *keys),
-        {
-            **{name: name for name in keys},
-            **{f"n = {n}": lambda _, mine, n=n: _upper_median(mine, n) for n in lengths},
-        },
-        digits=3,
-    )
+    lines = []
+    for where, mine in grouped(points, *keys):
+        ratios = ([p["ratio"] for p in chosen(mine, n=n)] for n in lengths)
+        lines.append((*where, *(statistics.median_high(some) if some else None for some in ratios)))
+    columns = (*keys, *(f"n = {n}" for n in lengths))
+    study.table("Bound / measured norm, median over layers and texts", lines, columns, digits=3)
     study.remark(
         "A ratio compares a bound with a measurement of the same map and metric only.",
         "L2 attention: the layer's own query, value and output weights and its own input, "
@@ -89,7 +82,7 @@ def _above_sigma(study: Study, source: Source, lengths: Sequence[int]) -> Iterat
             f"{source.where}, {metric}",
             source.model,
             **source.asked,
-            layers=some_layers(study, source.model),
+            layers=study.some_layers(source),
             lengths=lengths,
             samples=1,
             metric=metric,
@@ -100,8 +93,7 @@ def _above_sigma(study: Study, source: Source, lengths: Sequence[int]) -> Iterat
         measured = {row.id: row for row in rows}
         for bound in rows.bounds:
             row = measured[bound.id]
-            ratio = looseness_of(bound, row)
-            if ratio is not None:
+            if (ratio := looseness_of(bound, row)) is not None:
                 point = _bound_point(bound, metric, ratio)
                 yield point | {"n": row.num_tokens, "layers": "as they are"}
 
@@ -128,12 +120,9 @@ def _bound_point(of: Bound, metric: str, ratio: float) -> Record:
 
 
 def _ratio_of(points: Sequence[Record], theorem: str) -> str:
-    ratios = [p["ratio"] for p in chosen(points, theorem=theorem)]
-    return (
-        f"{middle(ratios, 1)} times the measured norm"
-        if ratios
-        else "does not apply to these layers"
-    )
+    if not (mine := chosen(points, theorem=theorem)):
+        return "does not apply to these layers"
+    return f"{middle((p['ratio'] for p in mine), 1)} times the measured norm"
 
 
 def _draw_bounds(study: Study, points: Sequence[Record]) -> None:
@@ -146,8 +135,3 @@ def _draw_bounds(study: Study, points: Sequence[Record]) -> None:
             series.append(line(name, ratios, ratios.values()))
     panel = Panel("Frobenius norm", series, y="bound / sigma")
     study.draw("looseness", "Bounds above sigma", [panel], ["Medians over layers and texts."])
-
-
-def _upper_median(points: Sequence[Record], n: int) -> float | None:
-    ratios = [p["ratio"] for p in chosen(points, n=n)]
-    return statistics.median_high(ratios) if ratios else None

@@ -1,4 +1,4 @@
-"""Proposition 3.6: two unbalanced clusters, to 10 million tokens, against e^(gamma R²)."""
+"""Proposition 3.6: two unbalanced clusters to 10 million tokens, exactly, against R and n."""
 
 from __future__ import annotations
 
@@ -22,13 +22,9 @@ _BOUNDS = {
 _NAMES = {name: name for name in _BOUNDS.values()}
 
 
-@experiment(
-    "castin2024/mean-field",
-    title="How Smooth Is Attention?, Proposition 3.6: the mean-field regime",
-    reads_text=False,
-)
+@experiment("castin2024/mean-field", reads_text=False)
 def mean_field(study: Study) -> None:
-    """Sigma of the two clusters exactly (weighted tokens), against R, and against n at one R."""
+    """How Smooth Is Attention?, Proposition 3.6: the mean-field regime."""
     steps = study.pick(8, 24)
     keys = [
         {"layer": name, "radius": k / steps * math.sqrt(math.log(_MOST) / (2 * _gamma(name)))}
@@ -64,13 +60,7 @@ def mean_field(study: Study) -> None:
     study.claim(
         "upper bounds there, divided by sigma",
         "almost tight up to a constant factor in the exponential (Section 3.2)",
-        "; ".join(
-            f"{name}: "
-            + ", ".join(
-                f"{label} {number(r[key] / r['sigma'], 3)}" for label, key in _BOUNDS.items()
-            )
-            for name, r in last.items()
-        ),
+        "; ".join(f"{name}: {_bounds_over_sigma(r)}" for name, r in last.items()),
     )
     study.claim(
         "where the growth like √n ends (A = -I, R = 2)",
@@ -78,18 +68,15 @@ def mean_field(study: Study) -> None:
         f"exponent {early:.3f} below a tenth of e^(2γR²) = {_edge():.0f}, largest sigma at "
         f"n = {top[0]:,}, exponent {late:.3f} beyond a hundred times",
     )
-    study.table(
-        "V = I, one token against all others",
-        along,
-        {
-            "layer": "layer",
-            "R": lambda r: number(r["radius"], 3),
-            "n": lambda r: f"{r['n']:,}",
-            "sigma": "sigma",
-            "sigma / ((γ/2) R² e^(γR²))": lambda r: r["sigma"] / r["reference"],
-            **_BOUNDS,
-        },
-    )
+    lines = [
+        (
+            *(r["layer"], number(r["radius"], 3), f"{r['n']:,}", r["sigma"]),
+            *(r["sigma"] / r["reference"], *(r[key] for key in _BOUNDS.values())),
+        )
+        for r in along
+    ]
+    columns = ("layer", "R", "n", "sigma", "sigma / ((γ/2) R² e^(γR²))", *_BOUNDS)
+    study.table("V = I, one token against all others", lines, columns)
     study.remark(
         "Weighted tokens: exact for any n, moves of equal tokens against each other included.",
         "For A = +I, γ = 1/8 and the exponent of the upper bounds is eight times larger.",
@@ -97,6 +84,10 @@ def mean_field(study: Study) -> None:
 
 
 _RADIUS = 2.0
+
+
+def _bounds_over_sigma(r: Record) -> str:
+    return ", ".join(f"{label} {number(r[key] / r['sigma'], 3)}" for label, key in _BOUNDS.items())
 
 
 def _edge() -> float:

@@ -1,4 +1,4 @@
-"""Attention on measures: ratios and their limits, masks and the conditional distance."""
+"""Attention on measures: Lemmas 3.2, 4.2 and C.5, Definition 4.1, Theorems 4.3 and 4.4."""
 
 from __future__ import annotations
 
@@ -24,29 +24,16 @@ from lipscope.models import LoadedModel
 from lipscope.pages import number
 from lipscope_experiments.experiment import Study, experiment, grid, layers_of
 from lipscope_experiments.findings import Record, curve, grouped, middle, percentage
-from lipscope_experiments.simple_layers import (
-    SIGNS,
-    bound_values,
-    eye,
-    in_ball,
-    multiple,
-    normal,
-    top,
-)
+from lipscope_experiments.simple_layers import SIGNS, bound_values, in_ball, multiple, normal, top
 
 _SIZES = (1e-1, 1e-2, 1e-3, 1e-4)
 _CAUSAL = {"stated": "castin_thm_4_4", "corrected": "causal_mean_field"}
 _NEAR = 1e-6  # above 1: what transport's rounding can do
 
 
-@experiment(
-    "castin2024/measures",
-    title="How Smooth Is Attention? on measures: ratios, masks, and the conditional distance",
-    models=("minilm",),
-    reads_text=False,
-)
+@experiment("castin2024/measures", models=("minilm",), reads_text=False)
 def measures(study: Study) -> None:
-    """Lemmas 3.2, 4.2 and C.5, Definition 4.1, Theorems 4.3 and 4.4, and a search."""
+    """How Smooth Is Attention? on measures: ratios, masks, and the conditional distance."""
     pick, seeds = study.pick, range(study.pick(2, 10))
     kinds = ("uniform", "weighted", "causal")
     drawn = [{"kind": kind, "seed": seed} for seed in seeds for kind in kinds]
@@ -60,16 +47,9 @@ def measures(study: Study) -> None:
     lengths = pick([2, 10, 100], [2, 3, 5, 10, 30, 100, 300, 1000])
     hardy = study.values("running mean", grid(n=lengths), _running_mean)
     masked = study.values("theorem 4.4", grid(seed=range(pick(40, 400))), _steepest_causal)
-    search = study.values(
-        "search",
-        grid(
-            sign=SIGNS,
-            radius=pick((1.0, 2.0), (0.5, 1.0, 1.5, 2.0, 2.5)),
-            steps=[pick(300, 1000)],
-            starts=[pick(2, 4)],
-        ),
-        _searched,
-    )
+    radii = pick((1.0, 2.0), (0.5, 1.0, 1.5, 2.0, 2.5))
+    keys = grid(sign=SIGNS, radius=radii, steps=[pick(300, 1000)], starts=[pick(2, 4)])
+    search = study.values("search", keys, _searched)
     _draw_measures(study, limits, hardy, finite)
     study.claim(
         "ratios of small moves along the top singular vector, over the local constant",
@@ -84,11 +64,8 @@ def measures(study: Study) -> None:
         f"of causal attention at W_2 {middle(r['outputs'] for r in order)}; conditional "
         f"distances {middle(r['conditional'] for r in order)}",
     )
-    study.claim(
-        "Theorem 4.3: ratios of causal attention over the bound",
-        "at most 1",
-        _below([r["found"] / r["bound"] for r in finite]),
-    )
+    about = "Theorem 4.3: ratios of causal attention over the bound"
+    study.claim(about, "at most 1", _below([r["found"] / r["bound"] for r in finite]))
     study.claim(
         "Theorem 4.4, distance and p as taken here, at A = 0, V = 1 (slides: 1)",
         "false for every finite p; for p = 2 the supremum is 2 (Hardy; derived here)",
@@ -112,19 +89,10 @@ def measures(study: Study) -> None:
             for r in search
         ),
     )
-    study.table(
-        "Pairs of two weighted atoms, d = 1",
-        search,
-        {
-            "A": "sign",
-            "R": lambda r: f"{r['radius']:g}",
-            "largest ratio": "ratio",
-            "mean-field bound": "mean_field",
-            "Theorem 3.5": "stated",
-            "lighter atom": "light",
-            "apart / R": "apart",
-        },
-    )
+    columns = {"largest ratio": "ratio", "mean-field bound": "mean_field", "Theorem 3.5": "stated"}
+    columns |= {"lighter atom": "light", "apart / R": "apart"}
+    lines = [(r["sign"], f"{r['radius']:g}", *(r[key] for key in columns.values())) for r in search]
+    study.table("Pairs of two weighted atoms, d = 1", lines, ("A", "R", *columns))
     study.remark(
         "Distances are exact transport, p = 2; intervals are 95 % Clopper–Pearson over pairs "
         "that were drawn independently.",
@@ -192,7 +160,7 @@ def _in_a_ball(n: int, seed: int) -> Record:
 
 def _running_mean(n: int) -> Record:
     """The worst pair for the running mean of n tokens, in the conditional distance."""
-    layer = DotProduct(0 * eye(1), eye(1), eye(1), causal=True)
+    layer = multiple(0.0, 1).replace(causal=True)
     mean = torch.ones(n, n, dtype=torch.float64).tril() / torch.arange(1, n + 1)[:, None]
     worst = torch.linalg.svd(mean)[2][0][:, None]
     mu, nu = in_order(torch.zeros(n, 1)), in_order(worst)
@@ -205,7 +173,7 @@ def _steepest_causal(seed: int) -> Record:
     alpha = float(torch.rand(1, generator=gen))
     a = normal(gen, 2, 2)
     a *= alpha / torch.linalg.matrix_norm(a, 2)
-    layer = DotProduct(a, eye(2), eye(2), scale=1.0, causal=True)
+    layer = multiple(1.0, 2).replace(query=a, causal=True)
     mu = in_order(in_ball(gen, 8, 2))
     e = top_singular(weighted_jacobian(layer, mu), generator=gen, tol=1e-6).v
     ratio = lipschitz_ratio(layer, mu, mu.moved(mu.points + 1e-4 * e))

@@ -17,7 +17,7 @@ from lipscope.attacks import two_cluster
 from lipscope.models import LoadedModel
 from lipscope.records import MapName, off_line, percent_off, slope_of
 from lipscope_experiments.data import AG_NEWS_TITLE
-from lipscope_experiments.experiment import Source, Study, is_deep, layers_of
+from lipscope_experiments.experiment import Source, Study, layers_of
 from lipscope_experiments.findings import Record, grouped, middle
 
 
@@ -28,7 +28,7 @@ def as_in_the_paper(study: Study, source: Source) -> dict[str, Any]:
     than the paper's run on every tenth to 100.
     """
     full = range(2, 512, 10) if source.name == AG_NEWS_TITLE else range(2, 101, 2)
-    full = range(10, 101, 10) if is_deep(source.model) else full
+    full = range(10, 101, 10) if source.is_deep else full
     return {
         **source.asked,
         "lengths": study.pick([8, 16, 32, 64], [*full]),

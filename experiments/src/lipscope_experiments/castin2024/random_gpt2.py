@@ -1,4 +1,4 @@
-"""Third column of Figure 1: GPT-2 with random weights, by sigma and by the scripts' quantity."""
+"""Third column of Figure 1: random GPT-2 on text and two clusters, by sigma and the scripts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lipscope.charts import Panel, Series, power_law
 from lipscope.models import reinitialised
 from lipscope.records import slope_of
 from lipscope_experiments.castin2024.protocol import Adversarial, adversarial, as_coded
-from lipscope_experiments.experiment import Study, experiment, first_and_middle
+from lipscope_experiments.experiment import Source, Study, experiment
 from lipscope_experiments.findings import Record, curve, exponent, middle, plain_exponent
 
 
@@ -26,17 +26,13 @@ Built = list[tuple[int, Adversarial]]
 """Inputs that were built, with the seed of the weights."""
 
 
-@experiment(
-    "castin2024/random-gpt2",
-    title="How Smooth Is Attention?, Figure 1, third column: GPT-2 with random weights",
-    models=("random:gpt2",),
-)
+@experiment("castin2024/random-gpt2", models=("random:gpt2",))
 def random_gpt2(study: Study) -> None:
-    """Both quantities on text, and sigma on two clusters at the radius of text and of the paper."""
+    """How Smooth Is Attention?, Figure 1, third column: GPT-2 with random weights."""
     cases: list[Record] = []  # one draw of the weights on one text: rows, and what scripts compute
     built: Built = []
     first = study.load(study.models[0])
-    layers = first_and_middle(first)
+    layers = Source(first).first_and_middle
     lengths = study.pick([10, 20, 40], [10, 20, 40, 70, 100])
     options: dict[str, Any] = {"lengths": lengths, "samples": study.pick(3, 10)}
     options |= {"windows": "disjoint", "special_tokens": False}
@@ -55,18 +51,16 @@ def random_gpt2(study: Study) -> None:
         built += [(seed, one) for one in found]
     _draw_both(study, cases, built)
     _of_both(study, cases, built)
-    study.table(
-        "Exponents in n on text, 95 % intervals over its windows",
-        [case | {"layer": layer} for case in cases for layer in case["fits"]],
-        {
-            "seed": "seed",
-            "text": "text",
-            "layer": "layer",
-            "norm of the tokens": lambda r: f"{_radius(r['rows'], r['layer']):.2f}",
-            "sigma": lambda r: exponent(r["fits"][r["layer"]]),
-            "as in the scripts": lambda r: plain_exponent(r["coded"][r["layer"]]),
-        },
-    )
+    lines = [
+        (
+            *(case["seed"], case["text"], layer, f"{_radius(case['rows'], layer):.2f}"),
+            *(exponent(fit), plain_exponent(case["coded"][layer])),
+        )
+        for case in cases
+        for layer, fit in case["fits"].items()
+    ]
+    columns = ("seed", "text", "layer", "norm of the tokens", "sigma", "as in the scripts")
+    study.table("Exponents in n on text, 95 % intervals over its windows", lines, columns)
     lines = [
         (seed, one.layer, f"{one.radii[name]:.3g}", one.exponents(name))
         for seed, one in built
@@ -101,11 +95,8 @@ def _of_both(study: Study, cases: Sequence[Record], built: Built) -> None:
         "named sigma in the scripts; whether the printed figure came from them is unknown",
         "; ".join(f"layer {layer}: {middle(found)}" for layer, found in coded.items()),
     )
-    study.claim(
-        "exponent on two clusters at the norm of text",
-        "radii below 100 grow slower than n^(1/2) (Section 5.2)",
-        slopes["the text"],
-    )
+    about = "exponent on two clusters at the norm of text"
+    study.claim(about, "radii below 100 grow slower than n^(1/2) (Section 5.2)", slopes["the text"])
     about = "exponent on two clusters at radius 100"
     study.claim(about, "1/2 (Section 5.3)", slopes["the scripts"])
 

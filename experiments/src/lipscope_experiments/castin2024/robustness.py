@@ -1,8 +1,9 @@
-"""What perturbations of one size do, against what sigma and the ball certificate promise."""
+"""Moves of the first layer's input, against what sigma and the ball certificate promise."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
@@ -37,13 +38,9 @@ _KINDS = {
 _MOVES = [kind for kind in _KINDS if kind != "split"]  # of the input itself
 
 
-@experiment(
-    "castin2024/robustness",
-    title="Perturbations of one size, against sigma and the ball certificate",
-    models=("minilm",),
-)
+@experiment("castin2024/robustness", models=("minilm",))
 def robustness(study: Study) -> None:
-    """The first layer and the whole model of an encoder, perturbed at the first layer's input."""
+    """Perturbations of one size, against sigma and the ball certificate."""
     found = [case for source in study.sources() for case in _moved_windows(study, source)]
     _draw_moves(study, found)
     moves = _by_kind(found)
@@ -151,15 +148,16 @@ def _certificates(
 
 
 def _by_kind(found: Sequence[Record]) -> list[Record]:
-    """A record for every kind of move, with its change over what sigma says of the size."""
-    own = ("output", "relative", "neighbour")
-    return [
-        r
-        | {"kind": kind, "change": r[kind], "gain": r[kind] / (r["sigma"] * r["size"])}
-        | {name: r.get(f"{kind} {name}") for name in own}
-        for r in found
-        for kind in _KINDS
-    ]
+    """A record for every kind of move, with its change over what is said of the size."""
+    moves = list[Record]()
+    for r, kind in itertools.product(found, _KINDS):
+        own = {name: r.get(f"{kind} {name}") for name in ("output", "relative", "neighbour")}
+        own |= {"kind": kind, "change": r[kind], "gain": r[kind] / (r["sigma"] * r["size"])}
+        if kind in _MOVES:
+            own["of certificate"] = r["certificate"] and r[kind] / r["certificate"]
+            own["of model"] = own["output"] / (r["sigma model"] * r["size"])
+        moves.append({"of certificate": None, **r, **own})
+    return moves
 
 
 def _of_sigma(study: Study, moves: Sequence[Record]) -> None:
@@ -175,11 +173,8 @@ def _of_sigma(study: Study, moves: Sequence[Record]) -> None:
         f"{sum(r['gain'] > 1.01 for r in mine)} of {len(mine)} windows at {_PERCENT[share]}"
         for share, mine in grouped(chosen(moves, kind="pgd"), "share")
     )
-    study.claim(
-        "layer: largest change found above sigma · size, by more than 1 %",
-        "possible: sigma speaks of small moves only",
-        "; ".join(over),
-    )
+    about = "layer: largest change found above sigma · size, by more than 1 %"
+    study.claim(about, "possible: sigma speaks of small moves only", "; ".join(over))
 
 
 def _of_the_certificate(study: Study, moves: Sequence[Record]) -> None:
@@ -207,31 +202,20 @@ def _changed(records: Sequence[Record], of: str) -> str:
 
 
 def _move_tables(study: Study, moves: Sequence[Record]) -> None:
-    where: dict[str, Value] = {
-        "size / ‖X‖": lambda at, _: _PERCENT[at[0]],
-        "move": lambda at, _: _KINDS[at[1]],
-    }
-
-    def of_certificate(r: Record) -> float | None:
-        return r["change"] / r["certificate"] if r["certificate"] and r["kind"] in _MOVES else None
-
+    where: dict[str, Value] = {"size / ‖X‖": lambda at, _: _PERCENT[at[0]]}
+    where["move"] = lambda at, _: _KINDS[at[1]]
+    gains = {"change / (sigma · size)": column_mean("gain")}
     study.table(
         "The layer: means with 95 % intervals over windows",
         grouped(moves, "share", "kind"),
-        {
-            **where,
-            "change / (sigma · size)": column_mean("gain"),
-            "change / certificate": column_mean(of_certificate),
-        },
+        {**where, **gains, "change / certificate": column_mean("of certificate")},
     )
     study.table(
         "The model: means with 95 % intervals over windows",
         grouped([r for r in moves if r["kind"] in _MOVES], "share", "kind"),
         {
             **where,
-            "change / (sigma of the model · size)": column_mean(
-                lambda r: r["output"] / (r["sigma model"] * r["size"])
-            ),
+            "change / (sigma of the model · size)": column_mean("of model"),
             "change / ‖output‖": column_mean("relative"),
             "nearest neighbour changes": lambda _, mine: _changed(mine, " of "),
         },

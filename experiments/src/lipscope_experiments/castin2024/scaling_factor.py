@@ -1,4 +1,4 @@
-"""The scaling factor gamma R²: the adversarial exponent against it, and where it breaks off."""
+"""The scaling factor gamma R²: the exponent over 10 to 100 tokens, and where it breaks off."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lipscope.charts import Panel
 from lipscope.pages import number
 from lipscope.records import off_line, percent_off, slope_of
 from lipscope.theorems import castin_thm_e_3, eigen_directions, heads_of
-from lipscope_experiments.experiment import Study, experiment, first_and_middle, grid, layers_of
+from lipscope_experiments.experiment import Source, Study, experiment, grid, layers_of
 from lipscope_experiments.findings import Record, curve, grouped, level
 from lipscope_experiments.simple_layers import multiple, top
 
@@ -19,14 +19,9 @@ _FACTORS = (0.1, 0.3, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 10.0)
 _IDEAL = "A = -I"
 
 
-@experiment(
-    "castin2024/scaling-factor",
-    title="How Smooth Is Attention?: the adversarial exponent against the scaling factor",
-    models=("minilm",),
-    reads_text=False,
-)
+@experiment("castin2024/scaling-factor", models=("minilm",), reads_text=False)
 def scaling_factor(study: Study) -> None:
-    """Exponent over 10 to 100 tokens, and the n of the largest sigma, for each gamma R²."""
+    """How Smooth Is Attention?: the adversarial exponent against the scaling factor."""
     layers = {_IDEAL: multiple(-1.0, 2)} | _single_heads(study)
     lengths = [round(10 ** (1 + k / study.pick(4, 10))) for k in range(1 + study.pick(4, 10))]
     wide = [round(2 ** (k / 2)) for k in range(2, study.pick(40, 60))]
@@ -87,21 +82,12 @@ def scaling_factor(study: Study) -> None:
             if r["t"] == last
         ),
     )
-    study.table(
-        "Exponent of sigma over n = 10 to 100, and how far sigma leaves that power law",
-        _FACTORS,
-        {"γR²": lambda t: f"{t:g}", **{name: lambda t, name=name: by[name, t] for name in layers}},
-    )
-    study.table(
-        "Where sigma is largest, A = -I",
-        peaks,
-        {
-            "γR²": lambda p: f"{p['t']:g}",
-            "n": lambda p: f"{p['n']:,}",
-            "e^(2γR²)": lambda p: math.exp(2 * p["t"]),
-            "sigma": "sigma",
-        },
-    )
+    lines = [(f"{t:g}", *(by[name, t] for name in layers)) for t in _FACTORS]
+    title = "Exponent of sigma over n = 10 to 100, and how far sigma leaves that power law"
+    study.table(title, lines, ("γR²", *layers))
+    lines = [(f"{p['t']:g}", f"{p['n']:,}", math.exp(2 * p["t"]), p["sigma"]) for p in peaks]
+    columns = ("γR²", "n", "e^(2γR²)", "sigma")
+    study.table("Where sigma is largest, A = -I", lines, columns)
     study.remark(
         "Heads alone, with biases, at their own two clusters and the radius that gives γR².",
         "The n of the largest sigma is found on a grid of ratio √2, exactly (weighted tokens).",
@@ -112,9 +98,9 @@ def _single_heads(study: Study) -> dict[str, DotProduct]:
     """Some heads of the middle layer of each model, each as a layer of its own."""
     found = {}
     for name in study.models:
-        loaded = study.load(name)
-        _, layer = first_and_middle(loaded)
-        one = next(layers_of(loaded, layers=[layer], lengths=[16]))
+        source = Source(study.load(name))
+        _, layer = source.first_and_middle
+        one = next(layers_of(source.model, layers=[layer], lengths=[16]))
         for head in range(0, one.attention.num_heads, study.pick(6, 3)):
             alone = in_double(one.attention, head)
             if eigen_directions(heads_of(alone)[0]) and alone.rotary is None and not alone.causal:

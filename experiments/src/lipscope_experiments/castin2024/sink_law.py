@@ -13,16 +13,8 @@ from typing import Any
 from lipscope import LayerAtInput, TopSingular, records
 from lipscope.charts import Panel, Series
 from lipscope.models import LoadedModel, reinitialised
-from lipscope_experiments.experiment import (
-    Source,
-    Study,
-    even_layers,
-    experiment,
-    first_middle_last,
-    is_deep,
-    layers_of,
-)
-from lipscope_experiments.findings import Record, Value, average, grouped, line, middle
+from lipscope_experiments.experiment import Source, Study, experiment, layers_of
+from lipscope_experiments.findings import Record, Value, average, grouped, line, middle, ratios
 from lipscope_experiments.frozen import (
     MEASURED,
     PREDICTED,
@@ -124,14 +116,9 @@ class LayerLaw:
         return [one for one in self.points if one["rest"]]
 
 
-@experiment(
-    "castin2024/sink-law",
-    title="The sink's column and the exponent of sigma",
-    models=("minilm", "smollm2", "dinov2"),
-    reads_images=True,
-)
+@experiment("castin2024/sink-law", models=("minilm", "smollm2", "dinov2"))
 def sink_law(study: Study) -> None:
-    """Predicted against measured exponents, by layer and head."""
+    """The sink's column and the exponent of sigma."""
     found = grouped(_points_of_models(study), "model", "layer", "head")
     every = [LayerLaw(*where, points=points) for where, points in found]
     laws = sorted((one for one in every if one.head is None), key=lambda law: law.is_random)
@@ -167,17 +154,18 @@ def _points_of_models(study: Study) -> Iterator[Record]:
             yield from _points(study, source, heads=True)
 
 
-def _layers(study: Study, loaded: LoadedModel) -> list[int]:
+def _layers(study: Study, source: Source) -> list[int]:
     """All layers of models of twelve or fewer, the named ones of deeper ones, three random ones."""
-    if loaded.name.endswith(_RANDOM) or study.quick:
-        return first_middle_last(loaded)
-    named = sorted({*_STATED.get(loaded.name, ()), *_BESIDES.get(loaded.name, ())})
-    return named or even_layers(loaded, 12)
+    name = source.model.name
+    if name.endswith(_RANDOM) or study.quick:
+        return source.first_middle_last
+    named = sorted({*_STATED.get(name, ()), *_BESIDES.get(name, ())})
+    return named or source.even_layers(12)
 
 
 def _passages(study: Study, source: Source, heads: bool) -> Iterator[tuple[str, dict[int, Record]]]:
     """The passages of a text, or the pictures, and a verb's options by length, or side."""
-    loaded, deep = source.model, is_deep(source.model)
+    loaded, deep = source.model, source.is_deep
     if heads and (source.sees or deep):
         return
     if source.sees:
@@ -197,7 +185,7 @@ def _passages(study: Study, source: Source, heads: bool) -> Iterator[tuple[str, 
 
 def _points(study: Study, source: Source, *, heads: bool) -> Iterator[Record]:
     """Every layer, or head, at every length of a text's passages, or of pictures."""
-    model, layers = source.model, _layers(study, source.model)
+    model, layers = source.model, _layers(study, source)
     for passage, asked in _passages(study, source, heads):
         key = {"text": passage, "layers": layers, "heads": heads}
         keys = [key | {"length": n, "rest": n == max(asked) and not heads} for n in asked]
@@ -338,27 +326,16 @@ def _law_tables(study: Study, laws: Sequence[LayerLaw]) -> None:
     for name, of in (*SLOPES.items(), ("predicted − measured", error)):
         columns[name] = lambda law, of=of: average(law.over_texts(of), digits=".2f")
     study.table("Exponents (mean over texts, 95 % interval over texts)", laws, columns)
-
-    def top_token(law: LayerLaw) -> str:
-        words = [one["words"] for one in law.ends if one["index"]]
-        first = f"first {len(law.ends) - len(words)} of {len(law.ends)}"
-        return first + f"; else {' '.join(words[:4])}" * bool(words)
-
-    study.table(
-        "What carries sigma, at the longest length (medians over passages, ranges)",
-        laws,
-        {
-            "model": "model",
-            "layer": "layer",
-            "top token": top_token,
-            "its |v|²": lambda law: middle(p["held"] for p in law.ends),
-            "tokens in v": lambda law: middle((p["tokens"] for p in law.ends), 1),
-            "attention frozen / sigma": lambda law: middle(
-                p["frozen"] / p["sigma"] for p in law.ends
-            ),
-            "whole column / sigma": lambda law: middle(p["whole"] / p["sigma"] for p in law.ends),
-        },
-    )
+    lines = []
+    for law in laws:
+        ends, words = law.ends, [one["words"] for one in law.ends if one["index"]]
+        first = f"first {len(ends) - len(words)} of {len(ends)}"
+        cells = (law.model, law.layer, first + f"; else {' '.join(words[:4])}" * bool(words))
+        cells += (middle(p["held"] for p in ends), middle((p["tokens"] for p in ends), 1))
+        lines.append((*cells, *(middle(ratios(ends, one, "sigma")) for one in ("frozen", "whole"))))
+    title = "What carries sigma, at the longest length (medians over passages, ranges)"
+    names = ("model", "layer", "top token", "its |v|²", "tokens in v")
+    study.table(title, lines, (*names, "attention frozen / sigma", "whole column / sigma"))
 
 
 def _draw_law(study: Study, laws: Sequence[LayerLaw]) -> None:
@@ -372,8 +349,7 @@ def _draw_law(study: Study, laws: Sequence[LayerLaw]) -> None:
     }
     series = []
     for name, of in kinds.items():
-        points = [(law.means[PREDICTED], law.means[MEASURED]) for law in laws if of(law)]
-        if points:
+        if points := [(law.means[PREDICTED], law.means[MEASURED]) for law in laws if of(law)]:
             series.append(Series(name, points, "points"))
     every = [law.means[name] for law in laws for name in (PREDICTED, MEASURED)]
     ends = min(every), max(every)

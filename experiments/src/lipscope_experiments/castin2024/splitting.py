@@ -1,4 +1,4 @@
-"""Mass splitting: where it happens, which maps it happens to, and tiny masses that go far."""
+"""Mass splitting: wedges, finite moves, tiny masses, a table of maps, and tokens of texts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,9 @@ _WEDGES = ((-3.0, -0.3), (-0.5, -5.0))
 _FAR = (1.0, 2.0, 3.0, 5.0, 8.0)
 
 
-@experiment(
-    "castin2024/splitting",
-    title="Mass splitting: when tokens should be taken apart rather than moved",
-    models=("minilm", "smollm2"),
-)
+@experiment("castin2024/splitting", models=("minilm", "smollm2"))
 def splitting(study: Study) -> None:
-    """Wedges, finite moves, tiny masses, a table of maps, and tokens of texts."""
+    """Mass splitting: when tokens should be taken apart rather than moved."""
     side, many = study.pick((41, 400), (121, 4000))
     keys = grid(sign=SIGNS, n=[2], d=[1], radius=(1.0, 2.0, 3.0, 5.0), count=[side])
     keys += grid(sign=SIGNS, n=[3], d=(1, 2, 4), radius=[3.0], count=[many])
@@ -47,9 +43,9 @@ def splitting(study: Study) -> None:
     study.claim(
         "one dimension, two tokens in [-R, R]², A = -1",
         "splitting wins in curved wedges, one token near 0 and one near ±R (derived here)",
-        _areas(areas, "A = -I", 2, 1),
+        _areas(areas, "A = -I"),
     )
-    study.claim("the same, A = +1", "none found (derived here)", _areas(areas, "A = +I", 2, 1))
+    study.claim("the same, A = +1", "none found (derived here)", _areas(areas, "A = +I"))
     study.claim(
         "finite moves by exact transport at (-3, -0.3) and (-0.5, -5)",
         "gains of 1.5535 and 1.7467, moves of 1.2187 and 1.1928 (derived here)",
@@ -64,8 +60,7 @@ def splitting(study: Study) -> None:
         "tends to 2, every small move to 1 (derived here)",
         "; ".join(
             f"R = {r['radius']:g}: {number(r['far'])} against {number(r['small'])}"
-            for r in far
-            if r["sign"] == "A = +I"
+            for r in chosen(far, sign="A = +I")
         ),
     )
     study.claim(
@@ -77,18 +72,11 @@ def splitting(study: Study) -> None:
             for r in chance
         ),
     )
-    study.table(
-        "Share of random or gridded inputs that split",
-        areas,
-        {
-            "A": "sign",
-            "tokens": "n",
-            "d": "d",
-            "R": lambda r: f"{r['radius']:g}",
-            "share": _area_share,
-            "largest split / moved": "largest",
-        },
-    )
+    lines = [
+        (r["sign"], r["n"], r["d"], f"{r['radius']:g}", _area_share(r), r["largest"]) for r in areas
+    ]
+    columns = ("A", "tokens", "d", "R", "share", "largest split / moved")
+    study.table("Share of random or gridded inputs that split", lines, columns)
     table_of_maps(study)
     _of_texts(study)
     study.remark(
@@ -129,10 +117,10 @@ def _area_share(r: Record) -> str:
     return f"{hits / total:.1%}" if r["n"] == 2 else percentage(hits, total)  # a grid, or random
 
 
-def _areas(found: list[Record], sign: str, n: int, d: int) -> str:
+def _areas(found: list[Record], sign: str) -> str:
     return "; ".join(
         f"R = {r['radius']:g}: {_area_share(r)}, largest ratio {number(r['largest'], 3)}"
-        for r in chosen(found, sign=sign, n=n, d=d)
+        for r in chosen(found, sign=sign, n=2)
     )
 
 
@@ -235,16 +223,10 @@ def table_of_maps(study: Study) -> None:
     """Every map, the largest ratio that a search found, and what is proved."""
     starts, steps = study.pick((4, 25), (6, 60))
     keys = grid(map=_maps_by_name(), starts=[starts], steps=[steps])
-    study.table(
-        "Which maps split: largest split / moved that a search found",
-        study.values("maps", keys, _search_map),
-        {
-            "map": "map",
-            "largest": "largest",
-            "found": _verdict_on,
-            "proved": lambda r: _PROVED.get(r["map"], "–"),
-        },
-    )
+    found = study.values("maps", keys, _search_map)
+    lines = [(r["map"], r["largest"], _verdict_on(r), _PROVED.get(r["map"], "–")) for r in found]
+    title = "Which maps split: largest split / moved that a search found"
+    study.table(title, lines, ("map", "largest", "found", "proved"))
 
 
 _ENCODER = "model without positions: two encoder layers"

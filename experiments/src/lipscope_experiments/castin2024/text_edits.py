@@ -8,8 +8,8 @@ from typing import Any
 from lipscope import attack_text
 from lipscope.charts import Panel, Series
 from lipscope.records import SKIPPED, SUCCEEDED, TextEdit
-from lipscope_experiments.experiment import Study, experiment, first_and_middle
-from lipscope_experiments.findings import average, chosen, column_mean, grouped, line, percentage
+from lipscope_experiments.experiment import Study, experiment
+from lipscope_experiments.findings import average, chosen, grouped, line, percentage
 
 _LENGTH = 16
 _PASSAGES, _LONG = 20, 100  # of each text; characters
@@ -19,13 +19,9 @@ _COLUMNS |= {"layer's change": "change_layer", "model's change": "change_model"}
 _COLUMNS |= {"queries": "queries"}
 
 
-@experiment(
-    "castin2024/text-edits",
-    title="Edits of a few tokens that change the output most",
-    models=("minilm", "smollm2"),
-)
+@experiment("castin2024/text-edits", models=("minilm", "smollm2"))
 def text_edits(study: Study) -> None:
-    """One token against the model's output, a layer's, and the nearest neighbour."""
+    """Edits of a few tokens that change the output most."""
     queries, samples = study.pick((8, 2), (16, 120))
     cut = [part for text in study.texts for part in _passages(text.content)]
     passages = [*{" ".join(part.split()): part for part in cut}.values()]  # each once
@@ -34,11 +30,8 @@ def text_edits(study: Study) -> None:
     flips = _edits_of(study, target="model", between=passages, **asked)
     layer = _edits_of(study, target="layer", queries=queries, samples=samples // 2)
     _draw_edits(study, change)
-    study.claim(
-        "windows, and how many were attacked",
-        "–",
-        f"{_count_windows(change)}; of the layer {_count_windows(layer)}",
-    )
+    about = "windows, and how many were attacked"
+    study.claim(about, "–", f"{_count_windows(change)}; of the layer {_count_windows(layer)}")
     both = {"model": change, "layer": layer}
     for name, found in both.items():
         about = f"change of the {name}'s output, one token, best try"
@@ -61,24 +54,18 @@ def text_edits(study: Study) -> None:
         ("The model's output, one token", change),
         ("The output of the middle layer's attention, one token", layer),
     ):
-        study.table(
-            title,
-            _by_recipe(found).items(),
-            {"recipe": lambda name, _: name}
-            | {title: column_mean(key, _mean_words) for title, key in _COLUMNS.items()},
-        )
-    study.table(
-        f"Which of {len(passages)} passages is nearest by the mean output: one token",
-        _by_recipe(flips).items(),
-        {
-            "recipe": lambda name, _: name,
-            "decision changed": lambda _, some: _flip_rate(some),
-            "model's change, where it did": lambda _, some: _mean_words(
-                one.change_model for one in chosen(some, status=SUCCEEDED)
-            ),
-            "queries": column_mean("queries", _mean_words),
-        },
-    )
+        lines = [
+            (name, *(_mean_words(getattr(one, key) for one in some) for key in _COLUMNS.values()))
+            for name, some in _by_recipe(found).items()
+        ]
+        study.table(title, lines, ("recipe", *_COLUMNS))
+    lines = []
+    for name, some in _by_recipe(flips).items():
+        moved = _mean_words(one.change_model for one in chosen(some, status=SUCCEEDED))
+        lines.append((name, _flip_rate(some), moved, _mean_words(one.queries for one in some)))
+    title = f"Which of {len(passages)} passages is nearest by the mean output: one token"
+    columns = ("recipe", "decision changed", "model's change, where it did", "queries")
+    study.table(title, lines, columns)
     study.remark(
         f"Windows of {_LENGTH} tokens, at most {queries} edited texts that the model reads for "
         "each window and recipe, of which the best is kept; changes are relative, "
@@ -97,7 +84,7 @@ def text_edits(study: Study) -> None:
 def _edits_of(study: Study, **options: Any) -> list[TextEdit]:
     found: list[TextEdit] = []
     for source in study.sources():
-        _, middle = first_and_middle(source.model)
+        _, middle = source.first_and_middle
         where: dict[str, Any] = {"layer": middle, "length": _LENGTH, "out": study.folder}
         found += attack_text(source.model, **source.asked, budget=1, **where, **options).edits
     return found

@@ -1,8 +1,9 @@
-"""The largest sigma that is known to be reached at a radius, and what bounds say there."""
+"""Constructions, ascent and text under the largest token norm of the text, and the bounds."""
 
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,8 +14,8 @@ from lipscope.attacks import DRAWN, KNOWN, ascend, worst
 from lipscope.charts import Panel
 from lipscope.pages import number
 from lipscope.records import off_line, slope_of
-from lipscope_experiments.experiment import Source, Study, experiment, grid, layers_of, some_layers
-from lipscope_experiments.findings import Record, Value, chosen, curve, grouped, middle
+from lipscope_experiments.experiment import Source, Study, experiment, grid, layers_of
+from lipscope_experiments.findings import Record, Value, chosen, curve, grouped, middle, ratios
 from lipscope_experiments.simple_layers import bound_values
 
 _STEPS = 5, 40  # the second is what `lipscope attack` takes
@@ -24,13 +25,9 @@ _OTHERS = "given", KNOWN, DRAWN  # besides constructions
 _E3 = "castin_thm_e_3"
 
 
-@experiment(
-    "castin2024/worst-input",
-    title="The worst known input of a layer against the number of tokens",
-    models=("minilm", "smollm2"),
-)
+@experiment("castin2024/worst-input", models=("minilm", "smollm2"))
 def worst_input(study: Study) -> None:
-    """Constructions, ascent and text under the largest token norm of the text, and the bounds."""
+    """The worst known input of a layer against the number of tokens."""
     found = [record for source in study.sources() for record in _worst_at(study, source)]
     _draw_worst(study, found)
     _of_inputs(study, found)
@@ -58,7 +55,7 @@ def _worst_at(study: Study, source: Source) -> Iterator[Record]:
     name, text = source.model.name, source.name
     asked = source.asked | {"special_tokens": False, "samples": study.pick(2, 5)}
     asked["lengths"] = study.pick([4, 12], [2, 4, 8, 16, 32, 64, 100])
-    for layer in some_layers(study, source.model):
+    for layer in study.some_layers(source):
         inputs = list(layers_of(source.model, layers=[layer], **asked))
         places = dict(grouped(inputs, lambda one: len(one.x)))
         # One radius at all lengths, so that the curve is one of n alone; upward in the last digit.
@@ -118,7 +115,7 @@ def _summed(record: Record) -> Record:
 
 def _of_inputs(study: Study, found: Sequence[Record]) -> None:
     def ratio(above: str, below: str) -> str:
-        values = [r[above] / r[below] for r in found if r[above] is not None and r[below]]
+        values = ratios(found, above, below)
         return f"{middle(values)} times" if values else "no such input for these layers"
 
     study.claim(
@@ -126,26 +123,17 @@ def _of_inputs(study: Study, found: Sequence[Record]) -> None:
         "gradient ascent gives poor results (Section 5.2)",
         ratio(DRAWN, "construction"),
     )
-    study.claim(
-        "ascent from everything known, against the best construction",
-        "not in the paper",
-        ratio(KNOWN, "construction"),
-    )
-    study.claim(
-        f"random starts with {_LONGER} times as many steps, against the worst known input",
-        "not in the paper",
-        ratio("longer", "attack"),
-    )
+    about = "ascent from everything known, against the best construction"
+    study.claim(about, "not in the paper", ratio(KNOWN, "construction"))
+    about = f"random starts with {_LONGER} times as many steps, against the worst known input"
+    study.claim(about, "not in the paper", ratio("longer", "attack"))
     study.claim(
         "best construction, against two clusters",
         "two clusters reach the growth of the bound (Proposition 3.4)",
         ratio("construction", "two clusters"),
     )
-    study.claim(
-        "worst of all known inputs, against text",
-        "text is far from the worst case (Section 5)",
-        ratio("known", "given"),
-    )
+    about = "worst of all known inputs, against text"
+    study.claim(about, "text is far from the worst case (Section 5)", ratio("known", "given"))
     places = [mine for _, mine in grouped(found, *_PLACE)]
     curves = [[(r["n"], r["known"]) for r in mine] for mine in places if len(mine) > 2]
     slopes, off = ([of(one) for one in curves] for of in (slope_of, off_line))
@@ -163,11 +151,8 @@ def _of_inputs(study: Study, found: Sequence[Record]) -> None:
             "no growth, if √n is tight in n for the layer as well (Section 3.2)",
             "; ".join(tight),
         )
-    study.claim(
-        "smallest bound for all inputs, against the worst of all known inputs",
-        "derived here",
-        ratio("least", "known"),
-    )
+    about = "smallest bound for all inputs, against the worst of all known inputs"
+    study.claim(about, "derived here", ratio("least", "known"))
     below = sum(r["least"] is not None and r["known"] > r["least"] for r in found)
     study.claim("bounds below a known input", "none", f"{below} of {len(found)}")
 
@@ -178,43 +163,28 @@ def _tight(first: Record, last: Record) -> str:
 
 
 def _layer_tables(study: Study, found: Sequence[Record]) -> None:
+    columns: dict[str, Value] = {"n": "n", "text": "given", "two clusters": "two clusters"}
+    columns |= {"best construction": "construction"}
+    columns["which"] = lambda r: max(r["built"], key=r["built"].get, default="–")
+    columns |= {"ascent, random starts": DRAWN, "ascent, known inputs": KNOWN}
+    columns |= {f"random starts, {_LONGER} × the steps": "longer"}
+    columns |= {"smallest bound": "least", "Theorem E.3": _E3}
     for (model, text, layer), mine in grouped(found, *_PLACE):
-        study.table(
-            f"{model}, layer {layer}, {text}, radius {mine[0]['radius']:.3g}: all heads",
-            mine,
-            {
-                "n": "n",
-                "text": "given",
-                "two clusters": "two clusters",
-                "best construction": "construction",
-                "which": lambda r: max(r["built"], key=r["built"].get, default="–"),
-                "ascent, random starts": DRAWN,
-                "ascent, known inputs": KNOWN,
-                f"random starts, {_LONGER} × the steps": "longer",
-                "smallest bound": "least",
-                "Theorem E.3": _E3,
-            },
-            digits=3,
-        )
+        title = f"{model}, layer {layer}, {text}, radius {mine[0]['radius']:.3g}: all heads"
+        study.table(title, mine, columns, digits=3)
 
 
 def _bounds_table(study: Study, found: Sequence[Record]) -> None:
-    names = dict.fromkeys(name for r in found for name in r["bounds"])
-    every = [r | {"bound": name} for name in names for r in found if name in r["bounds"]]
-    study.table(
-        "Every bound for all inputs, over layers, texts and lengths",
-        grouped(every, "bound", "model"),
-        {
-            "bound": "bound",
-            "model": "model",
-            "× the worst of all known inputs": lambda at, mine: _spread(
-                [r["bounds"][at[0]] / r["known"] for r in mine]
-            ),
-            "smallest of all": lambda at, mine: (
-                f"{sum(r['bounds'][at[0]] == r['least'] for r in mine)} of {len(mine)}"
-            ),
-        },
-    )
+    lines = [
+        (
+            *(name, model, _spread([r["bounds"][name] / r["known"] for r in mine])),
+            f"{sum(r['bounds'][name] == r['least'] for r in mine)} of {len(mine)}",
+        )
+        for name in dict.fromkeys(name for r in found for name in r["bounds"])
+        for model, mine in grouped([r for r in found if name in r["bounds"]], "model")
+    ]
+    columns = ("bound", "model", "× the worst of all known inputs", "smallest of all")
+    study.table("Every bound for all inputs, over layers, texts and lengths", lines, columns)
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -223,29 +193,23 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _head_tables(study: Study, found: Sequence[Record]) -> None:
-    def most_often(_: Record, heads: list[Record]) -> str:
-        which = [h["which"] for h in heads]
-        most = statistics.mode(which)
-        return f"{most}, {which.count(most)} of {len(which)}"
-
-    def heads_ratio(above: str, below: str) -> Value:
-        return lambda _, heads: middle((h[above] / h[below] for h in heads if h[above]), 1)
-
-    alone = [(r, [h for h in r["heads"] if h["built"]]) for r in found]
-    if alone := [one for one in alone if one[1]]:
-        study.table(
-            "One head at a time: median and range over heads",
-            alone,
-            {
-                "model, text": lambda r, _: f"{r['model']}, {r['text']}",
-                "layer": lambda r, _: r["layer"],
-                "n": lambda r, _: r["n"],
-                "worst known": lambda _, heads: middle((h["attack"] for h in heads), 1),
-                "against text": heads_ratio("attack", "given"),
-                "most often": most_often,
-                "smallest bound against it": heads_ratio("least", "attack"),
-            },
+    lines = [
+        (
+            *(f"{r['model']}, {r['text']}", r["layer"], r["n"]),
+            middle((head["attack"] for head in heads), 1),
+            middle(ratios(heads, "attack", "given"), 1),
+            "{}, {} of {}".format(
+                *Counter(h["which"] for h in heads).most_common(1)[0], len(heads)
+            ),
+            middle(ratios(heads, "least", "attack"), 1),
         )
+        for r in found
+        if (heads := [head for head in r["heads"] if head["built"]])
+    ]
+    columns = ("model, text", "layer", "n", "worst known", "against text", "most often")
+    if lines:
+        title = "One head at a time: median and range over heads"
+        study.table(title, lines, (*columns, "smallest bound against it"))
 
 
 def _draw_worst(study: Study, found: Sequence[Record]) -> None:

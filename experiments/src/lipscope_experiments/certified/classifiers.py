@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from collections import Counter
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from lipscope.attention import Clip, DotProduct
 from lipscope.models import ACTIVATIONS, ActivationName, Branch, Feed, Network, Norm
-from lipscope_experiments.data import sentences
+from lipscope_experiments.data import Task, sentences
 
 LICENCES = tuple(Path("/usr/share/common-licenses", name) for name in ("GPL-3", "MPL-2.0"))
 SHOWN = 10  # test windows of a model that are certified and attacked
@@ -30,7 +29,7 @@ class Recipe:
     """What to train: kind A (attention), N (norms without variance) or S (LayerNorm), and sizes.
 
     >>> Recipe.of("S2-n16-gelu")
-    Recipe(kind='S', blocks=2, n=16, d=32, activation='gelu', task='licences')
+    Recipe(kind='S', blocks=2, n=16, d=32, activation='gelu')
     """
 
     kind: str = "N"
@@ -38,7 +37,6 @@ class Recipe:
     n: int = 8
     d: int = 32
     activation: ActivationName = "relu"
-    task: str = "licences"
 
     @classmethod
     def of(cls, name: str) -> Recipe:
@@ -46,8 +44,7 @@ class Recipe:
         first, *rest = name.split("-")
         sizes = {w[0]: int(w[1:]) for w in rest if w[1:].isdigit()}
         activation: ActivationName = "gelu" if "gelu" in rest else "relu"
-        task = "prose" if "prose" in rest else "licences"
-        return cls(first[0], int(first[1:]), **sizes, activation=activation, task=task)
+        return cls(first[0], int(first[1:]), **sizes, activation=activation)
 
 
 # --- networks in torch's own operations, as they are trained and as auto_LiRPA reads them
@@ -117,16 +114,16 @@ _LONGEST = {1: 16, 3: 12}  # tokens, by blocks: a certificate of three takes min
 def first_weights(recipe: Recipe) -> dict[str, Tensor]:
     """Weights to train, drawn as `torch.nn.Linear` does, part after part."""
     d, found = recipe.d, dict[str, Tensor]()
-    linear, norm = functools.partial(nn.Linear, d), functools.partial(nn.LayerNorm, d)
-    parts = dict.fromkeys(_ATTENTION, functools.partial(linear, d))
-    parts |= {"attention.output.LayerNorm": norm, "intermediate.dense": lambda: linear(2 * d)}
-    parts |= {"output.dense": lambda: nn.Linear(2 * d, d), "output.LayerNorm": norm}
+    parts: dict[str, tuple[int, ...]] = dict.fromkeys(_ATTENTION, (d, d))
+    parts |= {"attention.output.LayerNorm": (d,), "intermediate.dense": (d, 2 * d)}
+    parts |= {"output.dense": (2 * d, d), "output.LayerNorm": (d,)}
     layers = map(_LAYER.format, range(recipe.blocks))
-    drawn = [(layer + name, part) for layer in layers for name, part in parts.items()]
+    drawn = [(layer + name, sizes) for layer in layers for name, sizes in parts.items()]
     if recipe.kind == "A":  # its attention is drawn once more, after a whole block
         drawn += drawn[: len(_ATTENTION)]
-    for name, part in (*drawn, ("classifier", lambda: linear(2))):
-        found |= part().state_dict(prefix=f"{name}.")
+    for name, sizes in (*drawn, ("classifier", (d, 2))):
+        part = nn.Linear(sizes[0], sizes[1]) if len(sizes) > 1 else nn.LayerNorm(d)
+        found |= part.state_dict(prefix=f"{name}.")
     return found
 
 
@@ -140,15 +137,15 @@ def network_of(weights: Mapping[str, Tensor], recipe: Recipe, n: int) -> Network
     def of(name: str) -> tuple[Tensor, Tensor]:
         return weights[f"{name}.weight"], weights[f"{name}.bias"]
 
+    head, bias = of("classifier")
+
     def norm(name: str) -> Branch:
         return Branch(norm=Norm(*of(f"{name}LayerNorm"), scaled=recipe.kind == "S"), skip=False)
 
     def map_alone(name: str, activation: ActivationName) -> Branch:
-        head, _ = of("classifier")
         nothing = torch.eye(recipe.d).to(head), torch.zeros(recipe.d).to(head)  # a second map
         return Branch(Feed(*of(name), *nothing, activation), skip=False)
 
-    head, bias = of("classifier")
     share, branches, tail = torch.full((n,), 1 / n).to(head), list[Branch](), ()
     if "linear_in.weight" in weights:
         branches += [map_alone("linear_in", "identity"), norm("")]
@@ -183,26 +180,25 @@ class Trained:
         Adam on float32, cosine decay; every fifth segment of 200 words is held out. The inputs are
         the first of the test windows in an order drawn with seed 0.
         """
-        train, test, size = _windows(texts, recipe.n)
+        of = _windows(texts, recipe.n)
         torch.manual_seed(0)
-        words, weights = nn.Embedding(size, recipe.d), first_weights(recipe)
+        words, weights = nn.Embedding(of.vocabulary, recipe.d), first_weights(recipe)
         nn.init.normal_(words.weight, std=0.5)
         places = nn.Parameter(0.1 * torch.randn(recipe.n, recipe.d))
         network = network_of(weights, recipe, recipe.n)
-        source = torch.Generator().manual_seed(0)
+        (ids, labels), source = of.train, torch.Generator().manual_seed(0)
         learnt = [one.requires_grad_() for one in weights.values()]
         adam = torch.optim.Adam([words.weight, *learnt, places], 2e-3)
         decay = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
         for _ in range(steps):
-            drawn = torch.randint(len(train[0]), (64,), generator=source)
-            ids, labels = (one[drawn] for one in train)
-            loss = nn.functional.cross_entropy(scores(network, words(ids) + places), labels)
+            some = torch.randint(len(ids), (64,), generator=source)
+            found = scores(network, words(ids[some]) + places)
             adam.zero_grad()
-            loss.backward()
+            nn.functional.cross_entropy(found, labels[some]).backward()
             adam.step()
             decay.step()
         weights = {name: one.detach().double() for name, one in weights.items()}
-        ids, labels = test
+        ids, labels = of.test
         with torch.no_grad():
             x = words.double()(ids) + places.double()
             right = scores(network_of(weights, recipe, recipe.n), x).argmax(1) == labels
@@ -220,9 +216,8 @@ class Trained:
         """
         path = folder / {1: "smaller_1.ckpt", 3: "bert_smaller3.ckpt"}[blocks]
         stored = torch.load(path, map_location="cpu", weights_only=True)
-        recipe = Recipe("N", blocks, d=64, task="SST")
-        held = stored["state_dict_model_from_embeddings"].items()
-        weights = {name: one.double() for name, one in held}
+        recipe, held = Recipe("N", blocks, d=64), stored["state_dict_model_from_embeddings"]
+        weights = {name: one.double() for name, one in held.items()}
         word, position, kind = (t.double() for t in stored["state_dict_embeddings"].values())
         counts = Counter(w for words, _ in sentences(folder, "train") for w in words)
         names = [*_SPECIAL, *(w for w, k in counts.items() if k > 1)]
@@ -240,22 +235,18 @@ class Trained:
         return cls(recipe, weights, inputs, labels, len(right) / len(asked))
 
 
-Labelled = tuple[Tensor, Tensor]
-
-
-def _windows(texts: Sequence[str], n: int) -> tuple[Labelled, Labelled, int]:
-    """Windows of n words with the text they are of, to train on and to test on; vocabulary."""
+def _windows(texts: Sequence[str], n: int) -> Task:
+    """Windows of n words with the text that they are of."""
     found = [re.findall(r"[a-z]+|[^\sa-z]", text.lower())[:_MOST] for text in texts]
     counts = Counter(itertools.chain(*found))
     index = {word: i + 1 for i, (word, k) in enumerate(counts.most_common()) if k >= 3}
-    parts: tuple[list[tuple[list[int], int]], ...] = ([], [])
+    parts: tuple[list[tuple[Tensor, Tensor]], ...] = ([], [])
     for label, words in enumerate(found):
-        ids = [index.get(word, 0) for word in words]
-        for k in range(len(ids) // _SEGMENT):
-            own = ids[k * _SEGMENT : (k + 1) * _SEGMENT]
-            windows = [(own[i : i + n], label) for i in range(0, _SEGMENT - n, _STRIDE)]
-            parts[k % 5 == 4].extend(windows)
-    train, test = (
-        (torch.tensor([w for w, _ in p]), torch.tensor([y for _, y in p])) for p in parts
-    )
-    return train, test, len(index) + 1
+        ids = torch.tensor([index.get(word, 0) for word in words])
+        segments = ids.unfold(0, _SEGMENT, _SEGMENT)[:, :-1].unfold(1, n, _STRIDE)
+        held = torch.arange(len(segments)) % 5 == 4
+        for part, some in zip(parts, (~held, held), strict=True):
+            windows = segments[some].flatten(0, 1)
+            part.append((windows, torch.full((len(windows),), label)))
+    (x, y), (tested, labels) = (map(torch.cat, zip(*part, strict=True)) for part in parts)
+    return Task((x, y), (tested, labels), len(index) + 1)

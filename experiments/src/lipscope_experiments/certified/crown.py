@@ -69,9 +69,8 @@ def peer_radius(
         moved = Moved(network, x.shape[1])
         move = torch.zeros_like(x if bool(moves.all()) else x[:1])[None]
         base = moved.map(x)[None] + moved.bias
-        others = [c for c in range(len(network.head)) if c != label]
         one = torch.eye(len(network.head)).to(x)
-        sides = (one[label] - one[others])[None]
+        sides = (one[label] - one[torch.arange(len(one)) != label])[None]
         bounded = package.BoundedModule(moved, (move, base, moves[None]), verbose=False)
 
         def proved(radius: float) -> bool:

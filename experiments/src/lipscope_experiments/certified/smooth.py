@@ -16,10 +16,9 @@ from lipscope.attention import Clip
 from lipscope.charts import Panel
 from lipscope.control import MeanPool
 from lipscope_experiments.certified.crown import peer, peer_radius
-from lipscope_experiments.certified.decisions import ratios
 from lipscope_experiments.data import Task, digits, folder_for, sentences
 from lipscope_experiments.experiment import Study, experiment, grid
-from lipscope_experiments.findings import Record, line, middle, percentage
+from lipscope_experiments.findings import Record, line, middle, percentage, ratios
 from lipscope_experiments.training import SHARPER, certified_radii, norm_of, seeded, train
 
 CAPS = {"cap 0.5": 0.5, "cap 1": 1.0, "cap 2": 2.0, "ordinary": None}
@@ -38,9 +37,7 @@ _RADII = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 def task(name: str) -> Task:
     """The digits as eight rows of eight pixels, or sentences of SST, cut or filled to 16 words."""
     if name == "digits":
-        found = digits()
-        (x, y), (tested, labels) = found.train, found.test
-        return Task((x.squeeze(1), y), (tested.squeeze(1), labels))
+        return digits()
     parts = [sentences(folder_for("SST"), part) for part in ("train", "test")]
     counts = Counter(w for words, _ in parts[0] for w in words)
     index = {w: i + 2 for i, w in enumerate(sorted(w for w, k in counts.items() if k > 9))}
@@ -49,11 +46,9 @@ def task(name: str) -> Task:
         ids = [index.get(w, 1) for w in words[:_WORDS]]
         return ids + [0] * (_WORDS - len(ids))
 
-    train, test = (
-        (torch.tensor([as_ids(words) for words, _ in part]), torch.tensor([y for _, y in part]))
-        for part in parts
-    )
-    return Task(train, test, len(index) + 2)
+    pairs = ([(as_ids(words), label) for words, label in part] for part in parts)
+    (x, y), (tested, labels) = (map(torch.tensor, zip(*some, strict=True)) for some in pairs)
+    return Task((x, y), (tested, labels), len(index) + 2)
 
 
 def fitted(of: Task, kind: str, steps: int, seed: int) -> Any:
@@ -65,13 +60,11 @@ def fitted(of: Task, kind: str, steps: int, seed: int) -> Any:
         some = torch.randint(len(y), (64,), generator=gen)
         return nn.functional.cross_entropy(SHARPER * model(x[some]), y[some])
 
-    features = None if of.vocabulary else x.shape[-1]
-    sizes: Record = {"outputs": classes, "length": x.shape[1], "features": features}
+    sizes: Record = {"outputs": classes, "length": x.shape[1]}
+    sizes |= {"vocabulary": of.vocabulary} if of.vocabulary else {"features": x.shape[-1]}
     with seeded(seed):
         if kind != LINEAR:
-            model: Any = SmoothTransformer(
-                **_CAPPED, **sizes, vocabulary=of.vocabulary, cap=CAPS[kind]
-            )
+            model: Any = SmoothTransformer(**_CAPPED, **sizes, cap=CAPS[kind])
             for _ in train(model, loss, steps):
                 pass
             return model.eval()
@@ -127,8 +120,7 @@ def classified(study: Study, name: str, of: Task) -> list[Record]:
         net, (x, y) = model(kind, seed), of.test
         with torch.no_grad():
             scores = net(x)
-        slope = slope_before_head(net)
-        sure = certified_radii(scores, net.head.weight, y, slope)
+        sure = certified_radii(scores, net.head.weight, y, slope := slope_before_head(net))
         return {
             "accuracy": int((scores.argmax(1) == y).sum()),
             "tested": len(y),
@@ -139,8 +131,7 @@ def classified(study: Study, name: str, of: Task) -> list[Record]:
 
     found, shown = list[Record](), {"shown": study.pick(1, _ASKED[name])}
     keys = grid(task=[name], kind=(*CAPS, LINEAR), steps=[steps], seed=[0])
-    wholes = study.values(name, [key | shown for key in keys], whole)
-    for key, one in zip(keys, wholes, strict=True):
+    for key, one in zip(keys, study.values(name, [k | shown for k in keys], whole), strict=True):
         right = [i for i, r in enumerate(one["first"]) if r > 0 and one["kind"] in asked]
         each = study.values(
             f"{name}, inputs",
@@ -157,21 +148,16 @@ def by_each(one: Record) -> list[Record]:
     if one["kind"] == LINEAR:
         each["exact"] = [r for r in one["first"] if r > 0]
     return [
-        {"kind": one["kind"], "by": by, "shown": one["shown"], "median": median(known)}
+        {**one, "by": by, "tested": one["shown"], "median": median(known)}
         | {"certified": [sum(r > at for r in known) for at in (0.0, *_RADII)]}
         for by, known in each.items()
         if known
     ]
 
 
-@experiment(
-    "certified/smooth",
-    title="Classifiers with a bound: sentences and digits",
-    cite="newhouse2025",
-    reads_text=False,
-)
+@experiment("certified/smooth", cite="newhouse2025", reads_text=False)
 def smooth(study: Study) -> None:
-    """Capped, ordinary and linear classifiers: accuracy, and certified accuracy by each way."""
+    """Classifiers with a bound: sentences and digits."""
     found = dict[str, list[Record]]()
     for name in _ASKED:
         try:
@@ -213,40 +199,32 @@ def _of_task(study: Study, name: str, found: list[Record]) -> None:
         "; ".join(f"{one['kind']}: {one['accuracy'] / one['tested']:.1%}" for one in found),
     )
     for above, below, said in _PAIRS:
-        both = {one["kind"]: ratios(one["inputs"], above, below) for one in found}
+        both = ((one["kind"], ratios(one["inputs"], above, below)) for one in found)
         study.claim(
             f"{name}: {above} over {below}, radii of the same inputs",
             said,
-            "; ".join(f"{kind}: {middle(known)}" for kind, known in both.items() if known),
+            "; ".join(f"{kind}: {middle(known)}" for kind, known in both if known),
         )
-    study.table(
-        f"{name}: accuracy, and certified accuracy by the bound, at radii",
-        found,
-        {
-            "classifier": "kind",
-            "slope": "slope",
-            "accuracy": lambda one: percentage(one["accuracy"], one["tested"]),
-            **{
-                f"{r:g}": lambda one, i=i: f"{one['certified'][i] / one['tested']:.1%}"
-                for i, r in enumerate(_RADII)
-            },
-        },
-    )
-    study.table(
-        f"{name}: certified accuracy of the first {found[0]['shown']} test inputs, at radii",
-        [row for one in found for row in by_each(one)],
-        {
-            "classifier": "kind",
-            "by": "by",
-            "median radius": "median",
-            **{
-                f"{r:g}" if r else "right": lambda row, i=i: percentage(
-                    row["certified"][i], row["shown"], ".0%"
-                )
-                for i, r in enumerate((0.0, *_RADII))
-            },
-        },
-    )
+    title = f"{name}: accuracy, and certified accuracy by the bound, at radii"
+    lines = [
+        (
+            *(one["kind"], one["slope"], percentage(one["accuracy"], one["tested"])),
+            *(f"{k / one['tested']:.1%}" for k in one["certified"]),
+        )
+        for one in found
+    ]
+    study.table(title, lines, ("classifier", "slope", "accuracy", *map("{:g}".format, _RADII)))
+    title = f"{name}: certified accuracy of the first {found[0]['shown']} test inputs, at radii"
+    columns = ("classifier", "by", "median radius", "right", *map("{:g}".format, _RADII))
+    lines = [
+        (
+            *(row["kind"], row["by"], row["median"]),
+            *(percentage(k, row["tested"], ".0%") for k in row["certified"]),
+        )
+        for one in found
+        for row in by_each(one)
+    ]
+    study.table(title, lines, columns)
 
 
 def _draw(study: Study, found: Mapping[str, list[Record]]) -> None:
@@ -257,10 +235,10 @@ def _draw(study: Study, found: Mapping[str, list[Record]]) -> None:
         proved = [row for row in rows if row["by"] in ("certificate", "exact")]
         whole, few = (
             [
-                line(one["kind"], _RADII, [k / one[of] for k in one["certified"][-len(_RADII) :]])
-                for one in shown
+                line(r["kind"], _RADII, [k / r["tested"] for k in r["certified"][-len(_RADII) :]])
+                for r in shown
             ]
-            for shown, of in ((mine, "tested"), (proved, "shown"))
+            for shown in (mine, proved)
         )
         panels.append(Panel(f"{name}: by the bound", whole, *axes, log_y=False))
         if mine[0]["shown"] >= _MANY:

@@ -1,4 +1,4 @@
-"""Which residual attention blocks can be inverted: error of the inverse against its steps."""
+"""``x + c F(x) / L`` with L2 attention, ``x + c F(x)`` with dot products: errors of inverses."""
 
 from __future__ import annotations
 
@@ -22,23 +22,13 @@ _BACK = 1e-12  # an inverse, in float64
 _FEW_STEPS, _STEPS = (1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
-@experiment(
-    "kim2021/invertibility",
-    title="The Lipschitz Constant of Self-Attention: which residual blocks can be inverted",
-    reads_text=False,
-)
+@experiment("kim2021/invertibility", reads_text=False)
 def invertibility(study: Study) -> None:
-    """``x + c F(x) / L`` with L2 attention, ``x + c F(x)`` with dot products, one after another."""
+    """The Lipschitz Constant of Self-Attention: which residual blocks can be inverted."""
     n, d, heads = study.pick((8, 8, 2), (32, 32, 4))
-    keys = grid(
-        kind=_KINDS,
-        c=_CONSTANTS,
-        depth=study.pick((1, 3), (1, 2, 4, 8)),
-        seed=range(study.pick(1, 3)),
-        n=[n],
-        d=[d],
-        heads=[heads],
-    )
+    depths, seeds = study.pick(((1, 3), range(1)), ((1, 2, 4, 8), range(3)))
+    axes = {"kind": _KINDS, "c": _CONSTANTS, "depth": depths, "seed": seeds}
+    keys = grid(**axes, n=[n], d=[d], heads=[heads])
     found = study.values("invertibility", keys, functools.partial(_inverse_errors, study))
     _draw_errors(study, found)
     steps, keys = found[0]["steps"][-1], ("error", "mixed")

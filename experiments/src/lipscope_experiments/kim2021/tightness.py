@@ -1,4 +1,4 @@
-"""How close L2 attention comes to its infinity-norm bound: bound, closed form, best found."""
+"""One head of L2 attention of width one: its bound, the closed form, the best input found."""
 
 from __future__ import annotations
 
@@ -19,13 +19,9 @@ _DENSE = 1001  # up to here the whole Jacobian is formed
 _MANY_STARTS = 11
 
 
-@experiment(
-    "kim2021/tightness",
-    title="The Lipschitz Constant of Self-Attention: tightness of the infinity-norm bound",
-    reads_text=False,
-)
+@experiment("kim2021/tightness", reads_text=False)
 def tightness(study: Study) -> None:
-    """One head of width one with unit weights, an odd number N of tokens."""
+    """The Lipschitz Constant of Self-Attention: tightness of the infinity-norm bound."""
     few, many = [3, 5, 11, 101, 10001], [3, 5, 11, 51, 101, 301, 1001, 10001]
     sizes = [*study.pick(few, many), 100001, 1000001]
     keys = []
@@ -68,18 +64,10 @@ def tightness(study: Study) -> None:
         f"best found / closed form {min(above):.4f} to {max(above):.4f}; "
         + ("never above the bound" if inside else "ABOVE THE BOUND"),
     )
-    study.table(
-        "One head of width one, unit weights",
-        found,
-        {
-            "N": "n",
-            "upper bound": "bound",
-            "closed form": "closed",
-            "measured there": "measured",
-            "best found": "best",
-            "bound / closed": lambda r: r["bound"] / r["closed"],
-        },
-    )
+    columns = {"N": "n", "upper bound": "bound", "closed form": "closed"}
+    columns |= {"measured there": "measured", "best found": "best"}
+    lines = [(*(r[key] for key in columns.values()), r["bound"] / r["closed"]) for r in found]
+    study.table("One head of width one, unit weights", lines, (*columns, "bound / closed"))
     study.remark(
         "The opposed input (one token at the origin, the others at opposite points) is derived "
         "here; the paper's own figure was not seen.",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope import MultiheadAttention, SmoothTransformer, linearise
-from lipscope.charts import Panel
+from lipscope.charts import Panel, Series
 from lipscope.linalg import max_token_norm, start_named
 from lipscope.pages import number
 from lipscope.records import stable_id
@@ -166,21 +166,18 @@ def held_out(model: SmoothTransformer, data: Corpus, length: int) -> Record:
     return {"accuracy": hits, "bits": bits}
 
 
-@experiment(
-    "newhouse2025/shakespeare",
-    title="Training Transformers with Enforced Lipschitz Constants: characters of Shakespeare",
-)
+@experiment("newhouse2025/shakespeare")
 def shakespeare(study: Study) -> None:
-    """Three kinds of attention at four caps and at none: what is learnt, and what can move."""
+    """Training Transformers with Enforced Lipschitz Constants: characters of Shakespeare."""
     _compare(study, {"steps": 600, "width": 64, "length": 64, "batch": 16}, _SEEDS)
 
 
-@experiment(
-    "newhouse2025/shakespeare-256",
-    title="Training Transformers with Enforced Lipschitz Constants: the width of its code",
-)
+@experiment("newhouse2025/shakespeare-256")
 def shakespeare_256(study: Study) -> None:
-    """The same at width 256, for as many steps as fit in two hours of two cores."""
+    """Training Transformers with Enforced Lipschitz Constants: the width of its code.
+
+    The same at width 256, for as many steps as fit in two hours of two cores.
+    """
     _compare(study, {"steps": 320, "width": 256, "length": 256, "batch": 16}, 1)
 
 
@@ -221,11 +218,8 @@ def _name_of(cap: float | None) -> str:
 def _say(study: Study, data: Corpus, found: Sequence[Record]) -> None:
     """How the bounds compare, and what every setting learnt."""
     hits, bits = data.by_pairs
-    study.claim(
-        "accuracy and bits per character of a table of pairs of characters",
-        "what a model that reads one character can reach",
-        f"{hits:.3f}, {bits:.2f}",
-    )
+    about = "accuracy and bits per character of a table of pairs of characters"
+    study.claim(about, "what a model that reads one character can reach", f"{hits:.3f}, {bits:.2f}")
     capped = [one for one in found if one["cap"] is not None]
     dots = chosen(capped, variant="dot product")
     study.claim(
@@ -245,24 +239,20 @@ def _say(study: Study, data: Corpus, found: Sequence[Record]) -> None:
     for variant in VARIANTS:
         about = f"our bound over the largest sigma found by attack, {variant}"
         study.claim(about, "at least 1", _by_cap(chosen(capped, variant=variant), "ours", "attack"))
-    study.claim(
-        "largest sigma found over the bound as coded",
-        "at most 1, if the formula were true",
-        _by_cap(dots, "attack", "coded"),
-    )
+    about = "largest sigma found over the bound as coded"
+    study.claim(about, "at most 1, if the formula were true", _by_cap(dots, "attack", "coded"))
     means = {"as coded": "coded", "heads right": "right", "our bound": "ours", "attack": "attack"}
-    study.table(
-        "What was learnt, and what can move (root mean squares, largest over tokens)",
-        grouped(found, "variant", "cap"),
-        {
-            "attention": "variant",
-            "w_max": lambda key, _: _name_of(key[1]),
-            "accuracy": lambda _, mine: _of_blocks(mine, "accuracy"),
-            "bits per character": lambda _, mine: _of_blocks(mine, "bits"),
-            **{name: lambda _, mine, what=what: _mean(mine, what) for name, what in means.items()},
-            "sigma on text": lambda _, mine: geometric([s for one in mine for s in one["on_text"]]),
-        },
-    )
+    lines = [
+        (
+            *(variant, _name_of(cap), _of_blocks(mine, "accuracy"), _of_blocks(mine, "bits")),
+            *(_mean(mine, what) for what in means.values()),
+            geometric([s for one in mine for s in one["on_text"]]),
+        )
+        for (variant, cap), mine in grouped(found, "variant", "cap")
+    ]
+    columns = ("attention", "w_max", "accuracy", "bits per character", *means, "sigma on text")
+    title = "What was learnt, and what can move (root mean squares, largest over tokens)"
+    study.table(title, lines, columns)
     one = found[0]
     study.remark(
         f"{data.text.name}: the last tenth, {len(data.rest):,} characters, is held out and read "
@@ -323,10 +313,10 @@ def _draw(study: Study, found: Sequence[Record]) -> None:
     axes = {"x": "bound, root mean squares", "y": "accuracy, %", "log_y": False}
     panels = [Panel("Accuracy against bound", series, **axes)]
     for index, name in enumerate(("Our bound", "Sigma on text"), 1):
-        along = []
-        for one in chosen(found, seed=0, cap=None):
-            steps = [read[0] for read in one["curve"]]
-            along.append(line(one["variant"], steps, [read[index] for read in one["curve"]]))
+        along = [
+            Series(one["variant"], [(read[0], read[index]) for read in one["curve"]])
+            for one in chosen(found, seed=0, cap=None)
+        ]
         title = f"{name} along training, no cap"
         panels.append(Panel(title, along, x="step", y="root mean squares", log_x=False))
     study.draw("shakespeare", "Accuracy against bound; bound and sigma along training", panels)

@@ -54,23 +54,15 @@ PLAN = (
 )
 
 
-@experiment(
-    "control/early-warning",
-    title="Early warning: which signal tells a run that will diverge, at one learning rate",
-    cite="derived here",
-)
+@experiment("control/early-warning")
 def early_warning(study: Study) -> None:
-    """Areas of signals at three steps, with and without a norm of queries and keys."""
+    """Early warning: which signal tells a run that will diverge, at one learning rate."""
     study.plan(*PLAN)
     text = study.texts[0]
     data = torch.tensor(list(text.content.encode()[:200_000]))
-    keys = grid(
-        family=_FAMILIES,
-        schedule=_GROWS,
-        seed=range(study.pick(2, 50)),
-        every=[study.pick(24, 4)],
-        text=[text.sha256],
-    )
+    seeds, every = study.pick((2, 24), (50, 4))
+    axes = {"family": _FAMILIES, "schedule": _GROWS, "seed": range(seeds)}
+    keys = grid(**axes, every=[every], text=[text.sha256])
     runs = study.values("runs", keys, functools.partial(_train_until_divergence, data))
     panels: list[Panel] = []
     for family, name in _FAMILIES.items():

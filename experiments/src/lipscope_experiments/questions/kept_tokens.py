@@ -16,15 +16,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from lipscope.charts import Panel
 from lipscope.models import LoadedModel
-from lipscope_experiments.experiment import (
-    Source,
-    Study,
-    batch_of,
-    depth_of,
-    experiment,
-    grid,
-    layers_of,
-)
+from lipscope_experiments.experiment import Source, Study, batch_of, experiment, grid, layers_of
 from lipscope_experiments.findings import Record, average, line, middle
 from lipscope_experiments.frozen import column_sizes
 from lipscope_experiments.joint_test import flips, ranks, shown, verdict
@@ -78,14 +70,9 @@ PLAN = (
 )
 
 
-@experiment(
-    "questions/kept-tokens",
-    title="Which tokens must stay? Keys and values evicted, or rounded",
-    cite="derived here",
-    models=("minilm", "smollm2"),
-)
+@experiment("questions/kept-tokens", models=("minilm", "smollm2"))
 def kept_tokens(study: Study) -> None:
-    """Costs of evicting and rounding tokens, one by one and by policy, beside baselines."""
+    """Which tokens must stay? Keys and values evicted, or rounded."""
     study.plan(*PLAN)
     by_model: dict[str, list[list[Record]]] = {}
     for source in study.sources():
@@ -129,7 +116,7 @@ def _left(columns: Tensor, given: Tensor) -> Tensor:
 
 def _windows(study: Study, source: Source) -> list[Record]:
     """Windows of a text with scores of their tokens, and costs by treatment, policy, outcome."""
-    loaded, count = source.model, depth_of(source.model)
+    loaded, count = source.model, source.depth
     layers = [*range(0, count, max(count // study.pick(2, 6), 1))]
     later = _LATER if decides(loaded) else 0
     ids = batch_of(loaded, **source.asking(_CONTEXT + later, 2))["input_ids"]

@@ -11,7 +11,7 @@ from lipscope import Measurement
 from lipscope.charts import Panel, training_end
 from lipscope.models import reinitialised
 from lipscope.records import growth
-from lipscope_experiments.experiment import Source, Study, experiment, first_and_middle, is_deep
+from lipscope_experiments.experiment import Source, Study, experiment
 from lipscope_experiments.findings import average, exponent, grouped, line, share
 
 _TOL = 1e-2
@@ -29,23 +29,9 @@ class RestrictedCase:
 
     where: str
     rows: dict[str, dict[int, list[Measurement]]]
-
-    @property
-    def layers(self) -> list[int]:
-        """The layers."""
-        return [*self.rows[_ALL]]
-
-    @property
-    def lengths(self) -> list[int]:
-        """The numbers of tokens, increasing."""
-        return sorted({row.num_tokens for row in self.rows[_ALL][self.layers[0]]})
-
-    @property
-    def longest_trained(self) -> int:
-        """The longest windows that the model was trained on, as far as its files say."""
-        row = self.rows[_ALL][self.layers[0]][0]
-        fit = [n for n in self.lengths if n <= (row.trained_length or math.inf)]
-        return max(fit, default=self.lengths[-1])
+    layers: list[int]
+    lengths: list[int]  # numbers of tokens, increasing
+    longest_trained: int  # of windows that the model was trained on, as far as its files say
 
     def sigmas(self, asked: str, layer: int, num_tokens: int) -> dict[int, float]:
         """Sigma of what was asked, by window."""
@@ -58,14 +44,9 @@ class RestrictedCase:
         return [mine[s] / whole[s] for s in sorted(whole.keys() & mine.keys())]
 
 
-@experiment(
-    "questions/long-context",
-    title="What happens at long context? Reading the last token, moving a tenth",
-    cite="derived here",
-    models=("minilm", "smollm2"),
-)
+@experiment("questions/long-context", models=("minilm", "smollm2"))
 def long_context(study: Study) -> None:
-    """Sigma of attention with what moves and what is read restricted, as windows get longer."""
+    """What happens at long context? Reading the last token, moving a tenth."""
     cases = list[RestrictedCase]()
     for source in study.sources():
         cases.append(_restricted_case(study, source, _ASKED))
@@ -100,7 +81,7 @@ def long_context(study: Study) -> None:
 
 def _restricted_case(study: Study, source: Source, asked: Iterable[str]) -> RestrictedCase:
     loaded = source.model
-    full = _MOST_IF_DEEP if is_deep(loaded) else _MOST
+    full = _MOST_IF_DEEP if source.is_deep else _MOST
     most = min(loaded.max_tokens or full, study.pick(2**7, full))
     found: dict[str, dict[int, list[Measurement]]] = {}
     for one in asked:
@@ -108,7 +89,7 @@ def _restricted_case(study: Study, source: Source, asked: Iterable[str]) -> Rest
             f"{one}: {source.where}",
             loaded,
             **source.asked,
-            layers=first_and_middle(loaded),
+            layers=source.first_and_middle,
             lengths=[2**k for k in range(5, 10) if 2**k <= most],
             samples=study.pick(2, 4),
             windows="disjoint",
@@ -117,7 +98,11 @@ def _restricted_case(study: Study, source: Source, asked: Iterable[str]) -> Rest
             **_ASKED[one],
         )
         found[one] = dict(grouped(rows, "layer"))
-    return RestrictedCase(source.where, found)
+    layers = [*found[_ALL]]
+    lengths = sorted({row.num_tokens for row in found[_ALL][layers[0]]})
+    trained = found[_ALL][layers[0]][0].trained_length or math.inf
+    longest = max((n for n in lengths if n <= trained), default=lengths[-1])
+    return RestrictedCase(source.where, found, layers, lengths, longest)
 
 
 def _of_parts(study: Study, case: RestrictedCase) -> None:

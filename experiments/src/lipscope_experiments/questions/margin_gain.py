@@ -12,16 +12,7 @@ from torch import Tensor, nn
 from lipscope.charts import Panel
 from lipscope.models import LoadedModel
 from lipscope_experiments import joint_test
-from lipscope_experiments.experiment import (
-    Source,
-    Study,
-    batch_of,
-    depth_of,
-    experiment,
-    grid,
-    is_deep,
-    layers_of,
-)
+from lipscope_experiments.experiment import Source, Study, batch_of, experiment, grid, layers_of
 from lipscope_experiments.findings import Record, average, chosen, grouped, line, middle
 from lipscope_experiments.questions.precision import decides
 from lipscope_experiments.simple_layers import embedding
@@ -48,6 +39,7 @@ PREDICTORS: dict[str, Callable[[Record], float]] = {
     "relative sigma": lambda r: -r["relative"],
     MARGIN_SIGMA: lambda r: r["margin"] / r["sigma"],
 }
+TESTED = tuple(name for name in PREDICTORS if name not in BASELINES)
 PLAN = (
     "Question: does the gain of the margin, ‖∇(score of the answer − that of the next one)‖ by "
     "the stream that enters a block, predict how far that stream must move before the answer "
@@ -59,8 +51,7 @@ PLAN = (
     "and the point where the answer changes on the way to the next window's stream (patching), "
     "which is not built of gradients.",
     "Statistic: Spearman's correlation over windows, layer by layer, its mean over layers and "
-    f"texts. Baselines: {', '.join(BASELINES)}. Tested: "
-    f"{', '.join(name for name in PREDICTORS if name not in BASELINES)}. Sigma is that of the "
+    f"texts. Baselines: {', '.join(BASELINES)}. Tested: {', '.join(TESTED)}. Sigma is that of the "
     "layer's attention. Signs as a first-order argument gives them; a correlation of the other "
     "sign counts as found, and is printed negative.",
     "Two joint tests for each model and target: targets permuted over windows within a text, "
@@ -75,14 +66,9 @@ PLAN = (
 )
 
 
-@experiment(
-    "questions/margin-gain",
-    title="What predicts the smallest move that changes an answer? The margin's gain",
-    cite="derived here",
-    models=("minilm", "smollm2"),
-)
+@experiment("questions/margin-gain", models=("minilm", "smollm2"))
 def margin_gain(study: Study) -> None:
-    """Rank correlations with moves that change the answer, by layer, beside baselines."""
+    """What predicts the smallest move that changes an answer? The margin's gain."""
     study.plan(*PLAN)
     by_model: dict[str, list[Windows]] = {}
     for source in study.sources():
@@ -99,8 +85,8 @@ def margin_gain(study: Study) -> None:
 
 
 def _windows(study: Study, source: Source) -> Windows:
-    loaded, count = source.model, depth_of(source.model)
-    layers = [*range(0, count, study.pick(max(count // 2, 1), 6 if is_deep(loaded) else 1))]
+    loaded, count = source.model, source.depth
+    layers = [*range(0, count, study.pick(max(count // 2, 1), 6 if source.is_deep else 1))]
     # Of encoders more: those among which one finds a neighbour are no windows that are asked.
     samples = study.pick(12, 16) if decides(loaded) else study.pick(24, 60)
     asked = source.asking(_TOKENS, samples)
@@ -253,9 +239,7 @@ def _of_model(study: Study, name: str, texts: Sequence[Windows]) -> None:
             for key, of in PREDICTORS.items()
         }
         levels = joint_test.different(known, truth)
-        gaps = joint_test.better(
-            known, truth, [k for k in PREDICTORS if k not in BASELINES], BASELINES
-        )
+        gaps = joint_test.better(known, truth, TESTED, BASELINES)
         lines: list[tuple[str, ...]] = [
             (
                 key,

@@ -15,34 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lipscope import models
 from lipscope.charts import Panel
-from lipscope.models import (
-    LoadedModel,
-    Rounds,
-    first_tensor,
-    reinitialised,
-    rounded,
-    rounding,
-    rounding_error,
-)
 from lipscope.pages import number
 from lipscope.records import mean_interval
-from lipscope_experiments.experiment import (
-    Source,
-    Study,
-    batch_of,
-    even_layers,
-    experiment,
-    grid,
-    layers_of,
-)
+from lipscope_experiments.experiment import Source, Study, batch_of, experiment, grid, layers_of
 from lipscope_experiments.findings import Record, average, chosen, grouped, line
 from lipscope_experiments.joint_test import correlations
 
 _TOKENS = 64
 _LAYERS = 32  # at most so many of a model, evenly
 _BITS = (8, 4)
-_WHAT: tuple[Rounds, ...] = ("weights", "inputs")
+_WHAT: tuple[models.Rounds, ...] = ("weights", "inputs")
 _TOLS = {"block": 0.05, "attention": 1e-3}  # of sigma; a block is run again for every product
 _OF_SIGMA = ("relative sigma", "relative sigma · error", "sigma ‖X‖ · error")
 PREDICTORS = tuple(f"{name}, {map}" for map in _TOLS for name in _OF_SIGMA)
@@ -71,21 +55,15 @@ class RoundedCase:
     change: dict[str, dict[str, np.ndarray]]
 
 
-@experiment(
-    "questions/precision",
-    title="Which blocks do I keep in high precision? Sigma against simulated rounding",
-    cite="derived here",
-    models=("minilm", "smollm2", "dinov2"),
-    reads_images=True,
-)
+@experiment("questions/precision", models=("minilm", "smollm2", "dinov2"))
 def precision(study: Study) -> None:
-    """Rank correlation over blocks of sigma and rounding errors with what rounding one does."""
+    """Which blocks do I keep in high precision? Sigma against simulated rounding."""
     cases = list[RoundedCase]()
     for source in study.sources():
         cases.append(_rounded_model(study, source))
         loaded = source.model
         if not (loaded.weights.startswith("random") or decides(loaded) or source.sees):
-            fresh = replace(source, model=reinitialised(loaded))
+            fresh = replace(source, model=models.reinitialised(loaded))
             cases.append(_rounded_model(study, fresh))
     _draw_rounding(study, cases)
     for case in cases:
@@ -118,7 +96,7 @@ def precision(study: Study) -> None:
 
 
 def _rounded_model(study: Study, source: Source) -> RoundedCase:
-    layers = even_layers(source.model, study.pick(6, _LAYERS))
+    layers = source.even_layers(study.pick(6, _LAYERS))
     asked = source.asking(_TOKENS, study.pick(4, 8))
     at = {"layers": layers, **asked}
     sigmas = {
@@ -170,11 +148,11 @@ def _rounding_errors(source: Source, asked: Record) -> Record:
         for one in layers_of(source.model, map=map, dtype="float32", **asked):
             x = one.x.detach()
             for bits in _BITS:
-                error = float((rounded(x, bits) - x).norm() / x.norm())
+                error = float((models.rounded(x, bits) - x).norm() / x.norm())
                 found[f"{map}, {bits}, {one.layer}, {one.sample}"] = error
                 if map == "block" and one.sample == 0:
                     block = source.model.model.get_submodule(one.module or "")
-                    found[f"weights, {bits}, {one.layer}"] = rounding_error(block, bits)
+                    found[f"weights, {bits}, {one.layer}"] = models.rounding_error(block, bits)
     return {"errors": found}
 
 
@@ -198,7 +176,7 @@ def holds(known: Mapping[str, np.ndarray], change: np.ndarray, name: str) -> tup
 def _of_rounding(study: Study, case: RoundedCase) -> None:
     """Which predictors made of sigma are advice for this model on this text, and how good."""
     measure, change = next(iter(case.change.items()))
-    words, advice = [], []
+    means, words, advice = {way: own.mean(1) for way, own in change.items()}, [], []
     for name in PREDICTORS:
         answers = [holds(case.known[way], own, name) for way, own in change.items()]
         above, better = map(sum, zip(*answers, strict=True))
@@ -214,9 +192,8 @@ def _of_rounding(study: Study, case: RoundedCase) -> None:
         f"{case.where}: {measure}, largest block / smallest",
         "far above 1, if it matters which block is kept",
         "; ".join(
-            f"{way}: {number(high / low, 3)} times ({number(high, 2)} at most)"
-            for way, own in change.items()
-            for low, high in [(own.mean(1).min(), own.mean(1).max())]
+            f"{way}: {number(mean.max() / mean.min(), 3)} times ({number(mean.max(), 2)} at most)"
+            for way, mean in means.items()
         ),
     )
     for name in ("relative sigma, block", "relative sigma · error, block", *BASELINES):
@@ -270,7 +247,7 @@ def _over_mean(values: np.ndarray) -> list[float]:
 class RoundedModel:
     """A model on all windows at once, as it is and with one block rounded."""
 
-    def __init__(self, model: LoadedModel, asked: Mapping[str, Any]) -> None:
+    def __init__(self, model: models.LoadedModel, asked: Mapping[str, Any]) -> None:
         self.loaded, self.arguments = model, batch_of(model, **asked)
         self._as_it_is = functools.lru_cache(maxsize=1)(self._run)
 
@@ -279,27 +256,27 @@ class RoundedModel:
         """The last hidden state, and the output of one block on the way."""
         model, held = self.loaded.model, list[Tensor]()
         with model.get_submodule(path).register_forward_hook(
-            lambda _, __, output: held.append(first_tensor(output))
+            lambda _, __, output: held.append(models.first_tensor(output))
         ):
             return model(**self.arguments).last_hidden_state, held[0]
 
-    def rounded(self, path: str, bits: int, what: Rounds) -> Record:
+    def rounded(self, path: str, bits: int, what: models.Rounds) -> Record:
         """What rounding one block does by window, ``local`` to its own output too."""
         before, own = self._as_it_is(path)
-        with rounding(self.loaded.model.get_submodule(path), what, bits):
+        with models.rounding(self.loaded.model.get_submodule(path), what, bits):
             hidden, block = self._run(path)
         local = {"local": relative_change(block, own)}
         ids = self.arguments.get("input_ids")
         return local | output_changes(self.loaded, before, hidden, ids)
 
 
-def decides(loaded: LoadedModel) -> bool:
+def decides(loaded: models.LoadedModel) -> bool:
     """Whether the next token is what a model is for."""
     return hasattr(loaded.config, "vocab_size") and loaded.config.model_type != "bert"
 
 
 def output_changes(
-    loaded: LoadedModel, before: Tensor, after: Tensor, ids: Tensor | None
+    loaded: models.LoadedModel, before: Tensor, after: Tensor, ids: Tensor | None
 ) -> dict[str, list[float]]:
     """What other last hidden states mean for the output, by window.
 

@@ -14,7 +14,7 @@ from lipscope.charts import Panel, Series, readable
 from lipscope.control import attention_received
 from lipscope.models import reinitialised, special_tokens_of
 from lipscope.records import mean_interval, rank_correlation
-from lipscope_experiments.experiment import Source, Study, even_layers, experiment, layers_of
+from lipscope_experiments.experiment import Source, Study, experiment, layers_of
 from lipscope_experiments.findings import Record, Value, average, counted, grouped, middle, share
 
 _TOKENS = 64
@@ -28,15 +28,9 @@ _AS_IS, _BARE, _RANDOM = "as it is", "no special tokens", "random weights"
 _MOVED, _BARE_MOVED = f"from position {_LATER}", f"no special tokens, from position {_LATER}"
 
 
-@experiment(
-    "questions/sink",
-    title="Where is the sink? Which token holds the most sensitive direction",
-    cite="derived here",
-    models=("minilm", "smollm2", "dinov2"),
-    reads_images=True,
-)
+@experiment("questions/sink", models=("minilm", "smollm2", "dinov2"))
 def sink(study: Study) -> None:
-    """The top direction and the attention received, token by token, in layers of models."""
+    """Where is the sink? Which token holds the most sensitive direction."""
     sources = [*study.sources()]
     windows = [one for source in sources for one in _of_source(study, source)]
     _draw_shares(study, windows)
@@ -90,7 +84,7 @@ def _of_source(study: Study, source: Source) -> Iterator[Record]:
 def _windows(study: Study, source: Source, where: str, control: str) -> Iterator[Record]:
     """Every layer of a model at every window."""
     part, asked = f"{where}, {control}", source.asking(_TOKENS, study.pick(4, 10))
-    asked["layers"] = even_layers(source.model, study.pick(4, _LAYERS))
+    asked["layers"] = source.even_layers(study.pick(4, _LAYERS))
     rows = study.measure(f"sigma, {part}", source.model, rest=True, **asked)
     key = {name: value for name, value in asked.items() if name != "data"}
     (found,) = study.values(f"received, {part}", [key], lambda **_: _received(source, asked))
@@ -126,7 +120,7 @@ def _received(source: Source, asked: Record) -> Record:
 
 def _erased_table(study: Study, source: Source) -> None:
     """Whether a layer's input at one place of a window still says which word stands there."""
-    layers = even_layers(source.model, study.pick(4, _LAYERS))
+    layers = source.even_layers(study.pick(4, _LAYERS))
     key = {"layers": layers, "words": list(_WORDS), "places": list(_PLACES)}
     part = f"erased, {source.where}"
     (found,) = study.values(part, [key], lambda **_: _erased(source, layers))
@@ -225,27 +219,19 @@ def _finite(windows: Sequence[Record], name: str) -> list[float]:
 
 
 def _shares_table(study: Study, title: str, windows: Sequence[Record]) -> None:
-    def mean(name: str, least: float = 0.0) -> Value:
-        return lambda _, some: average(_finite(some, name), (least, 1.0))
-
-    def top(_: int, some: Sequence[Record]) -> str:
+    kinds = [kind for kind in _KINDS if any(kind in one for one in windows)]
+    lines = []
+    for layer, some in grouped(windows, "layer"):
         tops = [one["top"] for one in some]
-        kind = max(_KINDS, key=tops.count)
-        return f"{kind}: {share(tops.count(kind), len(tops))}"
-
-    shown = [kind for kind in _KINDS if any(kind in one for one in windows)]
-    study.table(
-        title,
-        grouped(windows, "layer"),
-        {
-            "layer": "layer",
-            **{f"|v|² on: {kind}": mean(kind) for kind in shown},
-            "top token": top,
-            "attention that the first token receives": mean("received"),
-            "rank correlation": mean("agreement", -1.0),
-            "held fixed / sigma": mean("kept"),
-        },
-    )
+        most = max(_KINDS, key=tops.count)
+        names = (*kinds, "received", "kept")
+        *shares, received, kept = (average(_finite(some, name), (0.0, 1.0)) for name in names)
+        said = f"{most}: {share(tops.count(most), len(tops))}", received
+        agreement = average(_finite(some, "agreement"), (-1.0, 1.0))
+        lines.append((layer, *shares, *said, agreement, kept))
+    columns = ("top token", "attention that the first token receives", "rank correlation")
+    of_kinds = (f"|v|² on: {kind}" for kind in kinds)
+    study.table(title, lines, ("layer", *of_kinds, *columns, "held fixed / sigma"))
 
 
 def _draw_shares(study: Study, windows: Sequence[Record]) -> None:

@@ -17,15 +17,7 @@ from lipscope.models import LoadedModel
 from lipscope.records import rank_correlation
 from lipscope_experiments.data import Text
 from lipscope_experiments.experiment import Study, experiment, grid, layers_of
-from lipscope_experiments.findings import (
-    Record,
-    average,
-    chosen,
-    column_mean,
-    curve,
-    grouped,
-    share,
-)
+from lipscope_experiments.findings import Record, average, column_mean, curve, grouped, share
 from lipscope_experiments.frozen import MEASURED, PREDICTED, SLOPES, column_share, frozen_column
 from lipscope_experiments.simple_layers import top
 from lipscope_experiments.training import seeded
@@ -116,23 +108,15 @@ def targets(kind: str, windows: Tensor) -> Tensor:
     return torch.where(triggers(own) & (before < _LETTERS), before, own)
 
 
-@experiment(
-    "questions/sink-training",
-    title="When does a sink appear? Small models that copy at triggers",
-    cite="derived here",
-)
+@experiment("questions/sink-training")
 def sink_training(study: Study) -> None:
-    """Ten seeds of a small decoder and a small encoder, measured along training."""
+    """When does a sink appear? Small models that copy at triggers."""
     letters = Letters(study.texts[0])
     steps = study.pick((0, 20, 40), (0, 50, 100, 200, 400, 600, 800, 1000))
-    keys = grid(
-        seed=range(study.pick(1, 10)),
-        kind=(DECODER, ENCODER),
-        steps=[list(steps)],
-        text=[study.texts[0].sha256],
-    )
+    seeds, text = range(study.pick(1, 10)), study.texts[0].sha256
+    keys = grid(seed=seeds, kind=(DECODER, ENCODER), steps=[list(steps)], text=[text])
     runs = study.values("runs", keys, functools.partial(_trained, letters))
-    panels = [_of_kind(study, kind, chosen(runs, kind=kind)) for kind in (DECODER, ENCODER)]
+    panels = [_of_kind(study, kind, mine) for kind, mine in grouped(runs, "kind")]
     study.draw("sink-training", "The sink along training, mean over seeds", panels, columns=2)
     study.remark(
         *PLAN,
