@@ -647,8 +647,8 @@ def restrain(
         seed: Seed of random starts; torch's generators are not used.
 
     Returns:
-            An object with `penalty`, to be added to the loss, and `step`, to be called after an
-            optimiser step.
+        An object with `penalty`, to be added to the loss, and `step`, to be called after an
+        optimiser step.
 
     Raises:
         InputError: If the restraint or layer does not exist, or they are incompatible.
