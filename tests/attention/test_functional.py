@@ -270,13 +270,13 @@ def test_what_it_refuses(unchecked) -> None:
             lambda: ls.attention(q, v, v),
         ),
         (
-            r"at least one key, of one entry or more. Found \(2, 3, 0, 2\)",
+            r"at least one key with at least one entry. Found \(2, 3, 0, 2\)",
             lambda: ls.attention(q, k[..., :0, :], v[..., :0, :]),
         ),
         ("of one dtype. Found float64, float32, float64", lambda: ls.attention(q, k.float(), v)),
         ("of one dtype. Found int64", lambda: ls.attention(*[t.long() for t in (q, k, v)])),
         (
-            r"one entry or more. Found \(2, 3, 7, 0\)",
+            r"at least one entry. Found \(2, 3, 7, 0\)",
             lambda: ls.attention(q[..., :0], k[..., :0], v),
         ),
         ("`k` should be a tensor. Found `list`", lambda: ls.attention(q, k.tolist(), v)),

@@ -191,12 +191,12 @@ def test_sinkhorn_takes_the_masks_that_it_can_fill() -> None:
 
 def test_sinkhorn_says_when_scores_are_too_far_apart() -> None:
     layer = SinkhornAttention(300 * gaussian(3, 4), gaussian(3, 4, seed=1), gaussian(2, 4))
-    with pytest.raises(InputError, match="near enough for Sinkhorn's iteration"):
+    with pytest.raises(InputError, match="close enough for Sinkhorn's iteration"):
         layer(gaussian(40, 4))
     for size in (3e1, 1e2, 1e3, 1e10):  # rounding is no excuse for weights with other sums
         for weights in (layer.float(), layer.double()):
             x = (size * gaussian(9, 4)).to(weights.query)
-            with pytest.raises(InputError, match="near enough for Sinkhorn's"):
+            with pytest.raises(InputError, match="close enough for Sinkhorn's"):
                 weights(x)
 
 

@@ -374,5 +374,5 @@ def test_a_bound_holds_for_shorter_sequences(norm):
         exact = float(lipschitz_bound(model, norm=norm, num_tokens=n))
         assert moved <= exact <= bound * (1 + 1e-12)
         assert moved == pytest.approx(exact, rel=1e-4)
-    with pytest.raises(InputError, match="should be 8, as many as are pooled"):
+    with pytest.raises(InputError, match="should be 8, the number of pooled tokens"):
         lipschitz_bound(model, num_tokens=9)

@@ -272,8 +272,8 @@ def test_a_run_has_five_alerts_at_most_and_the_summary_counts_the_others():
         for i in range(100 if not k else 3 * CALM):
             assert not alarm.loss(i, 1.0 + 0.01 * (i % 2))
         told += len(alarm.loss(100, 100.0 ** (k + 1)))
-    assert told == len(alarm.told) == 5
-    words = "5 alerts (`loss` 5), the first at step 100: `loss`; 2 more were not told (`loss` 2)"
+    assert told == len(alarm.alerts) == 5
+    words = "5 alerts (`loss` 5), the first at step 100: `loss`; 2 more suppressed (`loss` 2)"
     assert alarm.summary() == words
     # Before there are ten losses, one that is far beyond all of them is told.
     early = Alarm()

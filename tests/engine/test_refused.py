@@ -221,7 +221,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "sigma of a module as operator": (
         lambda: ls.top_singular(ENCODER),
-        r"`op` should be an `Operator`, as `lipscope\.linearise\(layer, x\)` gives it",
+        r"`op` should be an `Operator`, as returned by `lipscope\.linearise\(layer, x\)`",
     ),
     "the matrix of a matrix": (lambda: ls.to_dense(EYE), r"`op` should be an `Operator`"),
     "sigma of none": (lambda: ls.sigma(nn.Identity(), X[:0]), r"`x` should be a tensor of some"),

@@ -43,7 +43,7 @@ def test_autograd_operator_is_the_dense_jacobian():
 
 def test_a_matrix_that_does_not_fit_the_memory_is_refused_in_one_line():
     wide = Operator(lambda e: e, lambda g: g, (10**8,), (10**8,), torch.float64)
-    with pytest.raises(InputError, match="100,000,000 columns, more than fit the memory"):
+    with pytest.raises(InputError, match="100,000,000 columns, which exceed the memory"):
         to_dense(wide)
 
 

@@ -697,7 +697,7 @@ def test_no_radius_is_too_large() -> None:
 
 
 def test_a_pool_is_of_as_many_tokens_as_there_were() -> None:
-    with pytest.raises(ls.InputError, match="`num_tokens` should be 3, as many as are pooled"):
+    with pytest.raises(ls.InputError, match="`num_tokens` should be 3, the number of pooled"):
         ls.lipschitz_bound(Scorer(0.0).double(), gaussian(1, 3, 4), num_tokens=1)
 
 

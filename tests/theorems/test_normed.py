@@ -219,7 +219,7 @@ def test_what_does_not_carry_over_says_why() -> None:
     rows = {b.theorem: b for b in bounds_at(Normed(capped, norm(nn.RMSNorm, 5, 1e-5)), x)}
     assert rows["local_norms"].reason == "its scores are soft-capped"
     rows = {b.theorem: b for b in bounds_at(Normed(attention, norm(nn.RMSNorm, 5, 1e-5)), x)}
-    assert rows["two_cluster_star"].reason == "its inputs are not what comes out of a norm"
+    assert rows["two_cluster_star"].reason == "its inputs are not outputs of a norm"
     assert rows["castin_thm_3_7_limit"].reason == "tokens do not grow after a norm"
     assert rows["castin_thm_3_3"].applicable
     shifted = {b.theorem: b for b in bounds_at(Normed(attention, norm(nn.LayerNorm, 5, 1e-5)), x)}

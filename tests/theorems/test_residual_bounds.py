@@ -130,7 +130,7 @@ def test_what_does_not_carry_over_says_why() -> None:
     attention, x = draw("medium", 0)
     rms = norm(nn.RMSNorm, 5, 0.0)
     rows = {b.theorem: b for b in bounds_at(Residual(square(attention, 0), outer=rms), x)}
-    assert rows["two_cluster_star"].reason == "it is of attention without the stream beside it"
+    assert rows["two_cluster_star"].reason == "it is stated for attention without the residual path"
     assert rows["castin_thm_3_7_limit"].reason == "its limit is that of attention alone"
     assert "ε = 0" in rows["global_rows_capped"].reason
     assert rows["local_rows"].applicable
@@ -141,7 +141,7 @@ def test_what_does_not_carry_over_says_why() -> None:
 
 def test_bad_input_says_what_to_change() -> None:
     attention, x = draw("heads", 0)  # writes tokens of another width
-    with pytest.raises(ls.InputError, match="`layer` should give tokens of the width"):
+    with pytest.raises(ls.InputError, match="`layer` should preserve the token width"):
         bounds_at(Residual(attention), x)
     layer = Residual(square(attention, 0))
     with pytest.raises(ls.InputError, match="`map` and `head` should be left out"):

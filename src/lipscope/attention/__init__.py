@@ -1,6 +1,6 @@
-"""Attention layers with their Jacobian in closed form; one variant is one file.
+"""Attention layers with closed-form Jacobians; one file per variant.
 
-Called, ``lipscope.attention(q, k, v)`` is the function `lipscope.attention.functional.attention`.
+The module itself is callable: see `lipscope.attention.functional.attention`.
 """
 
 import sys
@@ -46,12 +46,12 @@ from lipscope.attention.layer import (
 from lipscope.attention.multihead import MultiheadAttention as MultiheadAttention
 from lipscope.attention.weighting import Softmax as Softmax, Weighting as Weighting
 
-# Every variant stands here by being registered; names above are for type checkers too.
+# Registered variants become names of this module; those above also serve type checkers.
 globals().update(VARIANTS)
 
 
 class _Room(ModuleType):
-    """This room: its name is that of the function, so that it is the function when called."""
+    """A module that can be called, since the function `attention` shares its name."""
 
     __call__ = staticmethod(attention)
 

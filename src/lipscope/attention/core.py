@@ -1,4 +1,4 @@
-"""Attention as a layer, its Jacobian in closed form; scores and bounds that variants share."""
+"""The attention layer and its closed-form Jacobian; shared scores and Lipschitz bounds."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ from lipscope.linalg import Operator, start_named
 from lipscope.plugins import check_name, load_plugins
 
 _SMALL = "Scores should be small enough for {} to know the attention weights."
-_AGREED = 1e-3  # with float64, where a layer is checked against it
+_AGREED = 1e-3  # largest accepted relative difference from float64
 
 
 class Attention(Layer):
-    """An attention layer ``R^(n x d) -> R^(n x d_out)``, any number of heads.
+    """An attention layer ``R^(n x d) -> R^(n x d_out)`` with any number of heads.
 
-    ``f(X) = concat_h(P_h V_h) W_O^T + b_O`` with ``P_h`` the variant's weighting, for most
-    variants the row softmax, of the masked ``cap(S_h) + B_h``, ``S_h`` the variant's score of
-    ``Q_h = X W_Q^T + b_Q`` and ``K_h``, ``cap(s) = c tanh(s / c)`` where a soft cap is given.
-    Query heads share keys and values in groups of equal size where there are fewer of those.
-    With a ``context``, keys and values are made of its tokens (cross-attention).
+    ``f(X) = concat_h(P_h V_h) W_O^T + b_O``. ``P_h`` is the weighting of the variant (usually the
+    row softmax) applied to the masked ``cap(S_h) + B_h``; ``S_h`` is the variant's score of
+    ``Q_h = X W_Q^T + b_Q`` and ``K_h``; ``cap(s) = c tanh(s / c)`` if a soft cap is set. With
+    fewer key/value heads, groups of query heads of equal size share them. With a ``context``,
+    keys and values are computed from its tokens (cross-attention).
 
-    A row that may read no token gives zero heads: a defined result, and a derivative of zero.
+    A row that may attend to no token outputs zero heads and has a zero derivative.
 
-    Holds for a fixed number of tokens where a mask, a bias of the logits or a rotary embedding
+    Holds for a fixed number of tokens if a mask, a bias of the logits or a rotary embedding
     is given.
 
     Args:
@@ -65,15 +65,15 @@ class Attention(Layer):
         value_bias: ``(groups * d_v,)``.
         output_bias: ``(d_out,)``.
         scale: Factor of the score; ``1 / sqrt(k)`` if None.
-        causal: Token i reads tokens j <= i only.
-        window: Token i reads tokens j > i - window only.
-        mask: ``(n, n)`` or ``(heads, n, n)``: True where i may read j. ``(n, m)`` for
+        causal: Token i attends only to tokens j <= i.
+        window: Token i attends only to tokens j > i - window.
+        mask: ``(n, n)`` or ``(heads, n, n)``: True where i may attend to j. ``(n, m)`` for
             queries and keys of different tokens, likewise ``score_bias``.
         rotary: Rotary embedding of queries and keys.
         score_bias: ``B``, ``(n, n)`` or ``(heads, n, n)``, added to the (capped) scores.
-        softcap: ``c``, positive; scores are not capped if None.
-        query_norm: Norm of the queries, before the rotary embedding and the scale.
-        key_norm: Norm of the keys, before the rotary embedding.
+        softcap: ``c``, positive; None: no cap.
+        query_norm: Norm of the queries, applied before the rotary embedding and the scale.
+        key_norm: Norm of the keys, applied before the rotary embedding.
         value_norm: Norm of the values.
     """
 
@@ -84,10 +84,10 @@ class Attention(Layer):
         *,
         log_weights: Float[Tensor, " m"] | None = None,
     ) -> Float[Tensor, "*b n d_out"]:
-        """The layer's output, differentiable by autograd; the closed form's reference.
+        """The layer's output, differentiable by autograd; the reference for the closed form.
 
         Args:
-            context: Tokens of keys and values.
+            context: Tokens from which keys and values are computed.
             log_weights: Logarithms of the weights of the keys, added to their scores: for
                 softmax, a key of weight c counts as c copies of it.
         """
@@ -100,7 +100,7 @@ class Attention(Layer):
         *,
         log_weights: Float[Tensor, " m"] | None = None,
     ) -> Float[Tensor, "*b n hv"]:
-        """Concatenated heads before the projection; in chunks where no derivative is wanted."""
+        """Concatenated heads before the projection; chunked if no gradient is needed."""
         check_log_weights(log_weights, x if context is None else context)
         if x.ndim == 2 and not (torch.is_grad_enabled() or transformed()):
             core = ChunkedCore(self, x, 8 * CHUNK_BYTES, context, log_weights)
@@ -121,30 +121,30 @@ class Attention(Layer):
         side: MovingSide = "query",
         log_weights: Float[Tensor, " m"] | None = None,
     ) -> Operator:
-        """The Jacobian at ``x`` in closed form: 8 n d^2 + 8 n^2 d flops a product (MHA).
+        """The Jacobian at ``x`` in closed form: 8 n d^2 + 8 n^2 d flops per product (MHA).
 
-        Half precision is computed in float32; autocast is left out of it.
+        Half-precision layers are computed in float32; autocast is ignored.
 
-        Queries, keys, values, statistics of the rows and, where they fit, weights are
-        computed once; a product costs matrix multiplications and one elementwise pass. Blocks
-        that a causal mask or a window hides are skipped: causal layers cost about half.
+        Queries, keys, values, row statistics and, if they fit, weights are computed once; a
+        product costs matrix multiplications and one elementwise pass. Blocks hidden by a causal
+        mask or a window are skipped: causal layers cost about half.
 
         Args:
-            memory: Bytes for stored weights and chunks; half of it may be kept.
+            memory: Bytes for stored weights and chunks; stored weights take at most half of it.
             map: ``attention``, or ``heads`` for the concatenation before the output
                 projection.
             per_head: One operator per query head, on a leading axis of length
                 ``num_heads``: the head's slice for ``heads``, its contribution through its
                 part of the projection for ``attention``.
-            context: Tokens ``(m, d)`` of keys and values, for cross-attention; those of ``x``
-                if None.
-            side: With a context, which of the two moves while the other stays: ``query``
-                (``x``) or ``key`` (the context).
-            log_weights: As in `forward`.
+            context: Tokens ``(m, d)`` of keys and values, for cross-attention; None: those of
+                ``x``.
+            side: With a context, which input moves while the other is fixed: ``query`` (``x``) or
+                ``key`` (the context).
+            log_weights: See `forward`.
 
         Raises:
-            InputError: Where the scores are so large that their rounding shows in the Jacobian:
-                in float32 beside float64, which is asked when it may.
+            InputError: If the scores are so large that rounding shows in the Jacobian; float32
+                products are then compared with float64.
 
         Returns:
             Operator ``(n, d) -> (n, d_out)``, for ``side = "key"`` ``(m, d) -> (n, d_out)``;
@@ -185,14 +185,13 @@ class Attention(Layer):
         return op
 
     def constant(self, num_tokens: int) -> Float[Tensor, ""]:
-        """A bound of sigma at all inputs of so many tokens, differentiable in the weights.
+        """A differentiable upper bound of sigma over all inputs of ``num_tokens`` tokens.
 
-        Frobenius norm, in the layer's own precision; the catalogue states and proves it, in
-        float64.
+        Frobenius norm, in the layer's precision; the register states and proves it in float64.
         """
         raise InputError(
             f"A layer should have a bound at all inputs of {num_tokens} tokens. "
-            f"Found {type(self).__name__}, of which none is known."
+            f"Found {type(self).__name__}, which has no known bound."
         )
 
     def stretch(
@@ -203,17 +202,17 @@ class Attention(Layer):
         *,
         memory: int = 2**30,
     ) -> Float[Tensor, ""]:
-        """``<g, J(x) e>``, differentiable in everything, one chunk at a time."""
+        """``<g, J(x) e>``, differentiable in all arguments and weights, computed in chunks."""
         return stretch_in_chunks(self, x, g, e, memory)
 
 
 def joined(operators: Sequence[Operator]) -> Operator | None:
-    """Jacobians of layers that are alike as one: products with all of them, on a leading axis.
+    """The Jacobians of layers of one shape as one operator, stacked along a leading axis.
 
-    Entry ``i`` of a product belongs to operator ``i``. Each matrix is multiplied as often as
-    before, in fewer calls.
+    Entry ``i`` of a product belongs to operator ``i``. The same matrix products are computed in
+    fewer calls.
 
-    Holds for layers of one kind and size that differ in weights and inputs; None for others.
+    Holds for layers of one kind and size that differ only in weights and inputs; else None.
 
     >>> import torch
     >>> from lipscope.attention import DotProduct
@@ -232,7 +231,7 @@ def joined(operators: Sequence[Operator]) -> Operator | None:
 
 
 def _known_scores(kind: type[Layer]) -> bool:
-    """Whether scores of queries and keys, and their derivatives, depend on nothing else."""
+    """Whether the score derivatives are the built-in ones, functions of queries and keys only."""
     ours = [
         {getattr(one, name) for one in (InnerProduct, Distance)}
         for name in ("score_jvp", "score_vjp")
@@ -241,7 +240,7 @@ def _known_scores(kind: type[Layer]) -> bool:
 
 
 def _agree(op: Operator, exact: Operator, heads: int | None) -> None:
-    """Refuse products whose rounding shows beside those of the same layer in float64."""
+    """Refuse products that differ from those in float64 by more than rounding allows."""
     axes = () if heads is None else (heads,)
     start = start_named("agreement with float64")
     for ours, true, shape in (
@@ -262,7 +261,7 @@ def _agree(op: Operator, exact: Operator, heads: int | None) -> None:
 
 
 def transformed() -> bool:
-    """Whether torch follows what is computed, with or without gradients: see the conditions."""
+    """Whether a torch transform, forward-mode AD or the compiler traces the computation."""
     return (
         torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
@@ -279,7 +278,7 @@ def _both(q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, out: Tensor | None) -> T
 
 
 class InnerProduct(Attention):
-    """Attention with ``S_ij = <q_i, k_j>``, whatever a variant makes ``q`` and ``k`` of."""
+    """Attention with ``S_ij = <q_i, k_j>``; variants define ``q`` and ``k``."""
 
     def score(self, q: Tensor, k: Tensor, *, out: Tensor | None = None) -> Tensor:
         """``<q_i, k_j>``; scale, temperature or divisor are in ``q`` already."""
@@ -297,7 +296,7 @@ class InnerProduct(Attention):
 
 
 class Biased(InnerProduct):
-    """Those with biases, masks and a scale, and nothing else of the frame."""
+    """Inner-product attention with biases, masks and a scale, but no other frame options."""
 
     takes: ClassVar[type] = Framed
 
@@ -314,7 +313,7 @@ class Biased(InnerProduct):
 
 
 class Distance(Attention):
-    """Attention with ``S_ij = -|q_i - k_j|²``, whatever a layer makes ``q`` and ``k`` of."""
+    """Attention with ``S_ij = -|q_i - k_j|²``; layers define ``q`` and ``k``."""
 
     def score(self, q: Tensor, k: Tensor, *, out: Tensor | None = None) -> Tensor:
         """``-|q_i - k_j|²``."""
@@ -325,11 +324,11 @@ class Distance(Attention):
         self, q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, *, out: Tensor | None = None
     ) -> Tensor:
         """``-2 <q_i - k_j, dq_i - dk_j>``."""
-        own, other = (q * dq).sum(-1, keepdim=True), (k * dk).sum(-1)[..., None, :]
-        return _both(q, k, dq, dk, out).sub_(own).sub_(other).mul_(2)
+        left, right = (q * dq).sum(-1, keepdim=True), (k * dk).sum(-1)[..., None, :]
+        return _both(q, k, dq, dk, out).sub_(left).sub_(right).mul_(2)
 
     def score_size(self, q: Tensor, k: Tensor) -> Tensor:
-        """``(|q_i| + max_j |k_j|)²``: of what the distance is a difference."""
+        """``(|q_i| + max_j |k_j|)²``: the scale of the terms that cancel in the distance."""
         q, k = q.double().norm(dim=-1), k.double().norm(dim=-1)
         return (q + k.amax(-1, keepdim=True)).square()
 
@@ -340,13 +339,13 @@ class Distance(Attention):
         return 2 * gq, 2 * gk
 
 
-# --- norms of weights, and bounds on a ball made of them, as functions of weights that are trained
+# --- weight norms and ball bounds, differentiable in the weights
 #
-# ``α = ‖A‖ R²`` and ``β = (‖A‖ R + |b|) R``, head by head; proofs: docs/theory/global-bounds.md.
+# ``α = ‖A‖ R²`` and ``β = (‖A‖ R + |b|) R`` for each head; proofs: docs/theory/global-bounds.md.
 
 
 def spectral_norm(matrix: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b"]:
-    """``‖M‖``, with ``u v^T`` of its top singular vectors as derivative; in float32 at least.
+    """``‖M‖``, with derivative ``u v^T`` (top singular vectors); in float32 or wider.
 
     >>> spectral_norm(torch.tensor([[0.0, 3.0], [4.0, 0.0]])).item()
     4.0
@@ -359,7 +358,7 @@ def spectral_norm(matrix: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b"]:
 
 
 def top_right(matrix: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b c 1"]:
-    """The top right singular vector, from the products of the fewer rows or columns."""
+    """The top right singular vector, from the smaller Gram matrix."""
     tiny = torch.finfo(matrix.dtype).tiny
     m = matrix / matrix.abs().amax((-2, -1), keepdim=True).clamp_min(tiny)
     if m.shape[-2] >= m.shape[-1]:
@@ -369,14 +368,14 @@ def top_right(matrix: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b c 1"]:
 
 def _unit(v: Tensor) -> Tensor:
     tiny = torch.finfo(v.dtype).tiny
-    v = v / v.abs().amax(-2, keepdim=True).clamp_min(tiny)  # so that its square is finite and not 0
+    v = v / v.abs().amax(-2, keepdim=True).clamp_min(tiny)  # avoids overflow and underflow of v²
     return v / v.norm(dim=-2, keepdim=True).clamp_min(tiny)
 
 
 def product_norm(
     left: Float[Tensor, "*b k d"], right: Float[Tensor, "*b k c"]
 ) -> Float[Tensor, "*b"]:
-    """``‖L^T R‖``, from a matrix with ``k`` rows where these are the fewer.
+    """``‖L^T R‖``, reduced to a matrix with ``k`` rows if ``k`` is the smaller dimension.
 
     >>> product_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 2.0]])).item()
     10.0
@@ -391,7 +390,7 @@ def product_norm(
 def of_heads(
     heads: Float[Tensor, " h"], output: Float[Tensor, "d_out hv"] | None
 ) -> Float[Tensor, ""]:
-    """``‖W_O‖ √(Σ_h c_h²)``: a bound of the layer from one ``c_h`` of every head."""
+    """``‖W_O‖ √(Σ_h c_h²)``: a bound of the layer from a bound ``c_h`` for each head."""
     together = torch.linalg.vector_norm(heads)
     return together if output is None else spectral_norm(output) * together
 
@@ -400,11 +399,11 @@ BallBound = Literal["theorem-3.3", "G2", "mean-field"]
 
 
 def on_ball(layer: Layer, by: BallBound, *, num_tokens: int, radius: float) -> Float[Tensor, " h"]:
-    """A bound of sigma of every head, ``x ↦ P V x``, for tokens of norm at most ``radius``.
+    """A bound of sigma for each head ``x ↦ P V x``, for tokens of norm at most ``radius``.
 
-    Holds for softmax of inner products with any mask, and biases of queries, keys and values;
-    ``mean-field`` without mask. No rotary embedding, bias of the scores or norms. ``theorem-3.3``
-    is that of [castin2024] (with biases its Theorem E.3), for ``num_tokens`` at the most.
+    Holds for softmax of inner products with any mask and biases of queries, keys and values;
+    ``mean-field`` without a mask. Not with rotary embeddings, score biases or norms.
+    ``theorem-3.3`` is from [castin2024] (Theorem E.3 with biases), for at most ``num_tokens``.
     """
     check_positive("radius", radius)
     scale = abs(layer.scale)
@@ -416,7 +415,7 @@ def on_ball(layer: Layer, by: BallBound, *, num_tokens: int, radius: float) -> F
     beta = alpha
     if layer.query_bias is not None:
         bias = wide(layer.query_bias).unflatten(0, (layer.num_heads, -1, 1))
-        # vector_norm has a derivative at zero, where biases begin.
+        # vector_norm is differentiable at zero, where biases start.
         beta = alpha + scale * radius * torch.linalg.vector_norm(key.mT @ bias, dim=(1, 2))
     if by == "theorem-3.3":
         n = num_tokens
@@ -432,7 +431,7 @@ def on_ball(layer: Layer, by: BallBound, *, num_tokens: int, radius: float) -> F
     if not bool(torch.isfinite(bound).all()):
         raise InputError(
             f"The bound `{by}` at radius {radius:g} should be finite in {str(bound.dtype)[6:]}. "
-            "Scale tokens or weights down, or take another bound."
+            "Scale tokens or weights down, or choose another bound."
         )
     return bound
 
@@ -440,7 +439,7 @@ def on_ball(layer: Layer, by: BallBound, *, num_tokens: int, radius: float) -> F
 def _largest_rows(
     beta: Float[Tensor, " h"], num_tokens: int, seen: Bool[Tensor, "*h n n"] | None
 ) -> Float[Tensor, " h"]:
-    """``√(max_j Σ_{i sees j} max_{p≤p_i} p (1 + β² min(1, 4p(1-p))))``."""
+    """``√(max_j Σ_{i attends to j} max_{p≤p_i} p (1 + β² min(1, 4p(1-p))))``."""
     if seen is None:
         others = beta.new_tensor([num_tokens - 1.0])
     else:
@@ -463,7 +462,7 @@ def row_gain(p_max: Float[Tensor, "*b n"], t: Float[Tensor, "*b _"]) -> Float[Te
 
 
 def check_layer(layer: object) -> None:
-    """Refuse what is no `Attention` layer: a module of torch is read by the verbs."""
+    """Refuse anything but an `Attention` layer (torch modules go to the verbs)."""
     if not isinstance(layer, Attention):
         raise InputError(f"`layer` should be an Attention layer. Found `{type(layer).__name__}`.")
 
@@ -471,18 +470,18 @@ def check_layer(layer: object) -> None:
 # --- variants
 
 VARIANTS: dict[str, type[Attention]] = {}
-"""Those whose files were imported."""
+"""The variants imported so far."""
 _Variant = TypeVar("_Variant", bound=type[Attention])
 
 
 def variant(layer: _Variant) -> _Variant:
-    """Enter a kind of attention into `variants`: one class, one file of ``kinds``."""
+    """Register a kind of attention in `variants`; one class per file of ``kinds``."""
     check_name("variant", layer.__name__, layer, VARIANTS.get(layer.__name__))
     VARIANTS[layer.__name__] = layer
     return layer
 
 
 def variants() -> list[type[Attention]]:
-    """Every variant, by name; those of plug-ins too."""
+    """All variants sorted by name, plug-ins included."""
     load_plugins("lipscope.variants")
     return [VARIANTS[name] for name in sorted(VARIANTS)]

@@ -1,10 +1,9 @@
 """Attention as a function of queries, keys and values: twice differentiable in linear memory.
 
-Weights are built anew block by block. Four maps: the output ``o``, its derivative ``J e``
+Weights are recomputed block by block. Four maps: the output ``o``, its derivative ``J e``
 (`_Push`), the transpose ``J^T g`` (`_Pull`), and ``h(e, g)`` (`_Bend`), the gradient of
-``<g, J e>`` in queries, keys and values. The derivatives of ``J e`` are ``J^T g`` and ``h(e, g)``;
-those of ``J^T g`` along ``e`` are the same ``h(e, g)``, as second derivatives are symmetric, and
-``J e``.
+``<g, J e>`` in queries, keys and values. ``J e`` has the derivatives ``J^T g`` and ``h(e, g)``;
+``J^T g`` along ``e`` has ``h(e, g)`` again, as second derivatives are symmetric, and ``J e``.
 """
 
 from __future__ import annotations
@@ -23,27 +22,28 @@ from lipscope.attention.jacobian import ScoreBlock, score_blocks
 from lipscope.attention.layer import exact
 from lipscope.errors import InputError, check_finite_number, shown
 
-BLOCK_BYTES = 2**22  # of scores: four or five such tensors stay in the cache of a core
+BLOCK_BYTES = 2**22  # per block of scores: four or five such tensors fit in a core's cache
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What decides on the scores and is no tensor."""
+    """Non-tensor options of the scores: causality and the mask of each head."""
 
     causal: bool
-    own: tuple[int, ...]
-    wanted: bool = False
+    mask_of_head: tuple[int, ...]
+    mask_gradient: bool = False
 
     def part(self, masks: Tensor, block: ScoreBlock) -> Tensor:
-        """The masks ``(c, n or 1, m or 1)`` in a block; of all its heads if they share one."""
-        own = self.own[block.heads]
-        found = _in_block(masks, block)
-        return found[own[0]] if len(set(own)) == 1 else found[list(own)]
+        """The masks ``(c, n or 1, m or 1)`` of a block; a single one if all its heads share it."""
+        index = self.mask_of_head[block.heads]
+        part = _in_block(masks, block)
+        return part[index[0]] if len(set(index)) == 1 else part[list(index)]
 
     def spread(self, masks: Tensor, block: ScoreBlock, gs: Tensor) -> None:
-        """Add the cotangent of a block of scores to that of the masks."""
-        found, own = _in_block(masks, block), torch.tensor(self.own[block.heads], device=gs.device)
-        found.index_add_(0, own, gs.sum_to_size(len(gs), *found.shape[1:]))
+        """Add the cotangent of a block of scores to the cotangent of the masks."""
+        part = _in_block(masks, block)
+        index = torch.tensor(self.mask_of_head[block.heads], device=gs.device)
+        part.index_add_(0, index, gs.sum_to_size(len(gs), *part.shape[1:]))
 
 
 def _in_block(masks: Tensor, block: ScoreBlock) -> Tensor:
@@ -54,7 +54,7 @@ def _in_block(masks: Tensor, block: ScoreBlock) -> Tensor:
 def _weighted_blocks(
     rules: Rules, q: Tensor, k: Tensor, mask: Tensor | None, more: int = 0
 ) -> Iterator[tuple[ScoreBlock, Tensor, list[Tensor]]]:
-    """Every block with its weights, and 1 + ``more`` tensors of its size to write into."""
+    """Yield each block with its weights and 1 + ``more`` scratch tensors of its size."""
     limit = BLOCK_BYTES // q.element_size()
     blocks = score_blocks(len(q), q.shape[1], k.shape[1], limit, causal=rules.causal)
     scratch = q.new_empty(2 + more, max((b.size for b in blocks), default=0))
@@ -69,7 +69,7 @@ def _weighted_blocks(
         elif mask is not None:
             s.add_(rules.part(mask, block))
         torch.softmax(s, dim=-1, out=p)
-        if mask is not None:  # torch's softmax of a row that reads nothing is NaN
+        if mask is not None:  # torch's softmax of a fully masked row is NaN
             p.masked_fill_(s.amax(-1, keepdim=True) == -torch.inf, 0.0)
         yield block, p, [s, *rest]
 
@@ -78,13 +78,13 @@ def _score_change(
     rules: Rules, block: ScoreBlock, left: Tensor, right: Tensor, dmask: Tensor | None, room: Tensor
 ) -> Tensor:
     """``ds = dq k^T + q dk^T + dmask`` of a block, for ``[dq, q]`` and ``[k, dk]``."""
-    own, other = left[block.heads, block.rows], right[block.heads, block.keys]
-    ds = torch.bmm(own, other.mT, out=room)
+    rows, keys = left[block.heads, block.rows], right[block.heads, block.keys]
+    ds = torch.bmm(rows, keys.mT, out=room)
     return ds if dmask is None else ds.add_(rules.part(dmask, block))
 
 
 class _Blockwise(torch.autograd.Function):
-    """A pass over blocks; ``rules, q, k, v, masks`` come first, heads in front."""
+    """A blockwise pass; the first arguments are ``rules, q, k, v, masks``, heads first."""
 
     masks: tuple[int, ...] = (4,)  # which arguments are masks
 
@@ -99,9 +99,9 @@ class _Blockwise(torch.autograd.Function):
     def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, info: Any, in_dims: tuple[int | None, ...], *inputs: Any
     ) -> tuple[Any, Any]:
-        """The new axis is one more of heads; masks that do not have it stay shared."""
+        """Fold the new axis into the heads; unbatched masks stay shared."""
         size, rules = info.batch_size, inputs[0]
-        several = rules.wanted or any(in_dims[i] is not None for i in cls.masks)
+        several = rules.mask_gradient or any(in_dims[i] is not None for i in cls.masks)
         flat: list[Any] = []
         for i, (t, axis) in enumerate(zip(inputs[1:], in_dims[1:], strict=True), start=1):
             if t is None or (i in cls.masks and not several):
@@ -110,8 +110,8 @@ class _Blockwise(torch.autograd.Function):
             every = t.expand(size, *t.shape) if axis is None else t.movedim(axis, 0)
             flat.append(every.flatten(0, 1))
         count = len(flat[3]) // size if several and flat[3] is not None else 0
-        own = tuple(i * count + one for i in range(size) for one in rules.own)
-        found = cls.apply(replace(rules, own=own), *flat)
+        index = tuple(i * count + j for i in range(size) for j in rules.mask_of_head)
+        found = cls.apply(replace(rules, mask_of_head=index), *flat)
         if isinstance(found, Tensor):
             return found.unflatten(0, (size, -1)), 0
         parts = [None if t is None else t.unflatten(0, (size, -1)) for t in found]
@@ -153,10 +153,10 @@ class _Push(_Blockwise):
         left, right = torch.cat([dq, q], -1), torch.cat([k, dk], -1)
         do = v.new_empty(*q.shape[:2], v.shape[-1])
         for block, p, (room,) in _weighted_blocks(rules, q, k, mask):
-            other = (block.heads, block.keys)
+            keys = (block.heads, block.keys)
             dp = _score_change(rules, block, left, right, dmask, room).mul_(p)
             dp.addcmul_(p, dp.sum(-1, keepdim=True), value=-1)
-            do[block.heads, block.rows] = torch.bmm(dp, v[other]).baddbmm_(p, dv[other])
+            do[block.heads, block.rows] = torch.bmm(dp, v[keys]).baddbmm_(p, dv[keys])
         return do
 
     @staticmethod
@@ -177,7 +177,7 @@ class _Push(_Blockwise):
 class _Pull(_Blockwise):
     """``J^T g``: with ``gp = g v^T`` and ``gs = P (gp - rowsum(P gp))``, ``(gs k, gs^T q, P^T g)``.
 
-    The cotangent of the masks, the last, is None unless it is wanted.
+    The cotangent of the masks, the last output, is None unless requested.
     """
 
     @staticmethod
@@ -187,12 +187,12 @@ class _Pull(_Blockwise):
     ) -> tuple[Tensor | None, ...]:
         gq, gk, gv, gmask = _cotangents(rules, q, k, v, mask)
         for block, p, (room,) in _weighted_blocks(rules, q, k, mask):
-            own, other = (block.heads, block.rows), (block.heads, block.keys)
-            gs = torch.bmm(g[own], v[other].mT, out=room).mul_(p)
+            rows, keys = (block.heads, block.rows), (block.heads, block.keys)
+            gs = torch.bmm(g[rows], v[keys].mT, out=room).mul_(p)
             gs.addcmul_(p, gs.sum(-1, keepdim=True), value=-1)
-            gq[own] = torch.bmm(gs, k[other])
-            gk[other].baddbmm_(gs.mT, q[own])
-            gv[other].baddbmm_(p.mT, g[own])
+            gq[rows] = torch.bmm(gs, k[keys])
+            gk[keys].baddbmm_(gs.mT, q[rows])
+            gv[keys].baddbmm_(p.mT, g[rows])
             if gmask is not None:
                 rules.spread(gmask, block, gs)
         return gq, gk, gv, gmask
@@ -237,18 +237,18 @@ class _Bend(_Blockwise):
         left, right = torch.cat([dq, q], -1), torch.cat([k, dk], -1)
         gq, gk, gv, gmask = _cotangents(rules, q, k, v, mask)
         for block, p, rooms in _weighted_blocks(rules, q, k, mask, more=3):
-            own, other = (block.heads, block.rows), (block.heads, block.keys)
+            rows, keys = (block.heads, block.rows), (block.heads, block.keys)
             a = _score_change(rules, block, left, right, dmask, rooms[0])
-            b = torch.bmm(g[own], v[other].mT, out=rooms[1])
-            t = torch.bmm(g[own], dv[other].mT, out=rooms[2])
+            b = torch.bmm(g[rows], v[keys].mT, out=rooms[1])
+            t = torch.bmm(g[rows], dv[keys].mT, out=rooms[2])
             a.sub_(torch.mul(p, a, out=rooms[3]).sum(-1, keepdim=True))
             b.sub_(torch.mul(p, b, out=rooms[3]).sum(-1, keepdim=True))
             gs = t.addcmul_(a, b).mul_(p)
             gs.addcmul_(p, gs.sum(-1, keepdim=True), value=-1)
             pa, pb = a.mul_(p), b.mul_(p)
-            gq[own] = torch.bmm(gs, k[other]).baddbmm_(pb, dk[other])
-            gk[other].baddbmm_(gs.mT, q[own]).baddbmm_(pb.mT, dq[own])
-            gv[other].baddbmm_(pa.mT, g[own])
+            gq[rows] = torch.bmm(gs, k[keys]).baddbmm_(pb, dk[keys])
+            gk[keys].baddbmm_(gs.mT, q[rows]).baddbmm_(pb.mT, dq[rows])
+            gv[keys].baddbmm_(pa.mT, g[rows])
             if gmask is not None:
                 rules.spread(gmask, block, gs)
         return gq, gk, gv, gmask
@@ -263,7 +263,7 @@ class _Bend(_Blockwise):
 
 
 _TOO_MANY = (
-    "`attention` should be differentiated at most twice, at most once of it in forward mode. "
+    "`attention` should be differentiated at most twice, at most once in forward mode. "
     "Found {}; write softmax(scale q k^T) v for that."
 )
 
@@ -271,27 +271,27 @@ _TOO_MANY = (
 def _cotangents(
     rules: Rules, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """What the blocks fill, or add up in; of masks where it is wanted."""
-    gmask = torch.zeros_like(mask) if mask is not None and rules.wanted else None
+    """Buffers for the cotangents of queries, keys, values and, if requested, masks."""
+    gmask = torch.zeros_like(mask) if mask is not None and rules.mask_gradient else None
     return torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v), gmask
 
 
 def _filled(at: Any, moves: Any) -> list[Tensor | None]:
-    """Moves of queries, keys, values and masks: zeros for none, but of masks."""
+    """Tangents of queries, keys, values and masks; None becomes zeros except for masks."""
     *first, last = moves
     found = [torch.zeros_like(x) if e is None else e for x, e in zip(at, first, strict=False)]
     return [*found, last]
 
 
 def _back(kind: type[_Blockwise], ctx: Any, masks: int, *inputs: Any) -> Any:
-    return kind.apply(replace(ctx.rules, wanted=ctx.needs_input_grad[masks]), *inputs)
+    return kind.apply(replace(ctx.rules, mask_gradient=ctx.needs_input_grad[masks]), *inputs)
 
 
-# As `torch.compiler.disable`, which imports all of Dynamo first: it cannot trace functions with a
-# forward-mode derivative of their own, and would unroll the blocks of those without one.
+# Like `torch.compiler.disable`, without importing Dynamo first: Dynamo cannot trace functions with
+# custom forward-mode derivatives, and would unroll the blocks of the others.
 @_disable_dynamo
 def attend(rules: Rules, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """``P v``; its arguments as `_Attend` has them."""
+    """``P v``; arguments as for `_Attend`."""
     return cast(Tensor, _Attend.apply(rules, q, k, v, mask))
 
 
@@ -306,24 +306,24 @@ def attention(
 ) -> Float[Tensor, "*e n v"]:
     """``softmax(scale q k^T + mask) v``, as ``scaled_dot_product_attention`` computes it.
 
-    Memory grows with n and m, not with their product, for the value and for its derivatives:
-    forward mode (``torch.func.jvp``, dual tensors), reverse mode, and each over the other, as
-    training through a Jacobian-vector product and Hessian-vector products ask for; ``vmap`` of
-    all of them. Third derivatives, and forward over forward, are refused. The gradient of an
-    additive mask is as large as the mask.
+    Memory grows with n and m, not with their product, for the value and all derivatives:
+    forward mode (``torch.func.jvp``, dual tensors), reverse mode and their compositions, as
+    needed for Hessian-vector products and for training through Jacobian-vector products, and
+    ``vmap`` of all of them. Third derivatives and forward over forward raise an error. The
+    gradient of an additive mask is as large as the mask.
 
     Half precision is computed in float32 and rounded once. Under autocast the inputs are cast
     as for torch's function. ``torch.compile`` leaves the call out of its graph.
 
     Args:
-        k: Keys; the axes in front broadcast against those of ``q``. Fewer heads (third axis from
+        k: Keys; leading axes broadcast against those of ``q``. Fewer heads (third axis from
             the end) are shared by groups of query heads, as with ``enable_gqa=True``.
         v: Values, likewise.
-        mask: Broadcastable to ``(..., n, m)``: booleans, True where a query may read a key, or
-            numbers that are added to the scores, with gradients if they want some. A query that
-            may read nothing gives zero, and has a derivative of zero. What no query may read may
-            be anything, NaN too.
-        causal: Query i reads keys j <= i only; with a mask, those that both allow.
+        mask: Broadcastable to ``(..., n, m)``: booleans, True where a query may attend to a key,
+            or floats added to the scores (gradients supported). A query that may attend to
+            nothing outputs zero and has a zero derivative. Keys that no query may attend to may
+            hold anything, even NaN.
+        causal: Query i attends only to keys j <= i; combined with a mask, both must allow it.
         scale: ``1 / sqrt(k)`` if None.
 
     Returns:
@@ -348,12 +348,12 @@ def attention(
     n, m = q.shape[-2], k.shape[-2]
     q = q.to(exact) * (q.shape[-1] ** -0.5 if scale is None else scale)
     q, k, v = (_flat(t, lead) for t in (q, k.to(exact), v.to(exact)))
-    own: tuple[int, ...] = ()
+    index: tuple[int, ...] = ()
     if mask is not None:
-        mask, own = _masks(mask, (*lead, n, m), dtype)
+        mask, index = _masks(mask, (*lead, n, m), dtype)
         unread = (~mask if mask.dtype == torch.bool else mask == -torch.inf).all(-2)
-        k, v = (t.masked_fill(unread[list(own), :, None], 0.0) for t in (k, v))
-    o = attend(Rules(causal, own), q, k, v, mask)
+        k, v = (t.masked_fill(unread[list(index), :, None], 0.0) for t in (k, v))
+    o = attend(Rules(causal, index), q, k, v, mask)
     return o.to(dtype).reshape(*lead, n, v.shape[-1])
 
 
@@ -377,7 +377,7 @@ def _check_queries(
         )
     if not k.shape[-2] or not k.shape[-1]:
         raise InputError(
-            f"`k` should hold at least one key, of one entry or more. Found {tuple(k.shape)}."
+            f"`k` should hold at least one key with at least one entry. Found {tuple(k.shape)}."
         )
     kinds = {t.dtype for t in (q, k, v)}
     mixed = len(kinds) > 1 and not torch.is_autocast_enabled(q.device.type)
@@ -387,7 +387,7 @@ def _check_queries(
 
 
 def _lead(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
-    """The axes in front, after heads of keys and values are shared."""
+    """The leading axes after sharing of key/value heads."""
     leads = [t.shape[:-2] for t in (q, k, v)]
     heads = max([1, *(lead[-1] for lead in leads if lead)])
     leads = [
@@ -405,7 +405,7 @@ def _lead(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
 
 
 def _flat(t: Tensor, lead: tuple[int, ...]) -> Tensor:
-    """All axes in front as one, heads shared by groups repeated."""
+    """Flatten the leading axes, repeating heads shared by groups."""
     if t.ndim > 2 and 1 < t.shape[-3] < lead[-1]:
         t = t.repeat_interleave(lead[-1] // t.shape[-3], dim=-3)
     return t.expand(*lead, *t.shape[-2:]).reshape(math.prod(lead), *t.shape[-2:])
@@ -414,7 +414,7 @@ def _flat(t: Tensor, lead: tuple[int, ...]) -> Tensor:
 def _masks(
     mask: Tensor, shape: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """Different masks as ``(c, n or 1, m or 1)``, and which of them is that of each head."""
+    """The distinct masks as ``(c, n or 1, m or 1)``, and the index of each head's mask."""
     if mask.dtype not in (torch.bool, dtype, torch.float32):
         raise InputError(
             f"`mask` should hold booleans or {str(dtype)[6:]}. Found {str(mask.dtype)[6:]}."

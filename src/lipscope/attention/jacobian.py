@@ -1,8 +1,8 @@
-"""The Jacobian of a layer in closed form, in blocks of heads and rows.
+"""The closed-form Jacobian of an attention layer, computed in blocks of heads and rows.
 
-Notation: tokens are rows, ``q, k, v`` carry the heads in front, ``p`` are the weights of a row
-of logits, ``o = p v``. Logits are scores, soft-capped where the layer does so, plus a bias and
-the mask; what becomes of them is the weighting's.
+Notation: tokens are rows; ``q, k, v`` have heads as the leading axis; ``p`` is a row of
+attention weights and ``o = p v``. Logits are the scores, soft-capped if the layer does so, plus
+bias and mask; the weighting turns logits into weights.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.utils.checkpoint import checkpoint
 from lipscope.attention.layer import Layer, Map, MovingSide, NormAt, Rotary, exact, select_heads
 from lipscope.attention.weighting import At
 
-_FEWEST_ROWS = 128  # of a chunk where heads can be score_blocks instead: shorter products are slow
-# A mask of one side is followed in this many steps: each costs calls, and saves half of its
-# square. Steps of fewer rows cost more than they save.
+_FEWEST_ROWS = 128  # per chunk while heads can be split instead: shorter products are slow
+# Causal masks and windows are followed in this many steps: each step costs calls and saves half of
+# its square. Shorter steps do not pay.
 _STEPS, _SMALLEST_STEP = 8, 64
 
 
 @dataclass(frozen=True)
 class ScoreBlock:
-    """Some heads and rows, and the keys that these rows may read."""
+    """A slice of heads and rows, and the keys that these rows may attend to."""
 
     heads: slice
     rows: slice
@@ -58,7 +58,7 @@ def score_blocks(
     window: int | None = None,
     all_rows: bool = False,
 ) -> list[ScoreBlock]:
-    """Blocks of at most ``limit`` scores, or the fewest rows of one head (``all_rows``: all)."""
+    """Blocks of at most ``limit`` scores, or of the fewest rows of one head (``all_rows``: all)."""
     fewest = n if all_rows else min(n, _FEWEST_ROWS)
     together = max(1, min(heads, limit // (m * max(1, fewest))))
     rows = max(1, min(n, limit // (m * together)))
@@ -78,25 +78,25 @@ def score_blocks(
 
 
 def reach(rows: slice, num_keys: int, causal: bool, window: int | None) -> slice:
-    """The keys that some of these rows may read: causal layers and windows see no others."""
+    """The keys that any of these rows may attend to under a causal mask or window."""
     last = min(rows.stop, num_keys) if causal else num_keys
     first = 0 if window is None else rows.start - window + 1
     return slice(min(max(first, 0), last - 1), last)
 
 
-# One chunk of scores stays near the last-level cache; larger ones are bound by memory.
+# A chunk of scores fits near the last-level cache; larger chunks are memory-bound.
 CHUNK_BYTES = 2**24
-_TOGETHER_BYTES = 2**24  # that are kept for several products at once
-SURE = 1e-4  # a shift of scores that changes no weight by more than its own share
-_SHARE = 0.5  # of the memory, for stored weights; the rest is the solver's
+_TOGETHER_BYTES = 2**24  # limit for the data of vectors multiplied together
+SURE = 1e-4  # a smaller shift of the scores changes each weight by less than this relative amount
+_SHARE = 0.5  # of the memory, for stored weights; the solver uses the rest
 
 
 class ChunkedCore:
     """``(dq, dk, dv) -> do`` and its transpose at one input, by blocks of heads and rows.
 
-    A block holds no keys that a causal mask or a window hides from all of its rows. At most half of
-    ``memory``, in bytes, keeps weights. The output is that of the layer where values have their
-    bias (``biased``); derivatives are the same without it where `Layer.bias_moves` is false.
+    Blocks omit keys that a causal mask or a window hides from all of their rows. Stored weights
+    take at most half of ``memory`` bytes. The output matches the layer if values include their
+    bias (``biased``); derivatives do not need it if `Layer.bias_moves` is false.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ChunkedCore:
             self._attend(memory)
 
     def _attend(self, memory: int) -> None:
-        """Outputs, and what the derivatives ask for."""
+        """Compute the outputs and the quantities that the derivatives need."""
         layer, (heads, n, _) = self.layer, self.q.shape
         self.blocks = score_blocks(
             heads,
@@ -127,22 +127,22 @@ class ChunkedCore:
             window=layer.window,
             all_rows=self.weighting.all_rows,
         )
-        # A soft cap needs its slope besides.
+        # A soft cap also stores its slope.
         kept = self.weighting.kept + (layer.softcap is not None)
         total = sum(b.size for b in self.blocks) * self.q.element_size()
         fits = kept * total <= _SHARE * memory
-        # Every pass over scores goes through this memory: fresh pages cost as much as flops.
+        # All passes over scores reuse this memory: fresh pages cost as much as the flops.
         largest = max(b.size for b in self.blocks)
         self.scratch = self.q.new_empty(1 if fits else 2, largest)
         self.o = self.v.new_empty(heads, n, self.v.shape[-1])
-        # Derivatives of weights that add up to 1 see differences of values only: what values have
-        # in common is taken away, and cannot round.
+        # With weights that add up to 1, derivatives depend only on differences of values:
+        # subtracting their mean avoids its rounding error.
         self.middle = self.v.mean(-2, keepdim=True) if self.weighting.normalised else None
-        # Rows whose weights do not move at all: head and row of each, by block.
+        # Head and row indices, by block, of rows with constant weights.
         self.settled: list[tuple[Tensor, ...] | None] = []
         empty = layer.empty_rows(self.k)
         self.empty = None if empty is None else empty[..., None]
-        # Either the weights are kept, or a number for each row to rebuild them from.
+        # Either the weights are stored, or one number per row to recompute them.
         self.stored: list[tuple[At, Tensor | None]] = []
         self.statistics: list[Tensor | None] = []
         for block in self.blocks:
@@ -162,10 +162,10 @@ class ChunkedCore:
             self.apart = (self.v - self.middle, self.o - self.middle)
 
     def _settled(self, p: Tensor) -> tuple[Tensor, ...] | None:
-        """Rows in which one token has all weight, to rounding: no score moves any of it.
+        """Rows in which one token has all the weight, up to rounding: their derivative is zero.
 
-        Left to the products, the two halves of ``w_j (v_j - o)`` would leave their rounding, as
-        large as the scores are.
+        Otherwise the two halves of ``w_j (v_j - o)`` would cancel only up to rounding errors as
+        large as the scores.
         """
         if not self.weighting.normalised:
             return None
@@ -173,7 +173,7 @@ class ChunkedCore:
         return (head, row) if len(row) else None
 
     def doubt(self) -> float:
-        """How far rounding may shift a score, where that may change a weight."""
+        """The largest rounding error of a score that may change a weight."""
         info, cap = torch.finfo(self.q.dtype), self.layer.softcap
         shift = info.eps * self.layer.score_size(self.q, self.k)
         shift = shift if cap is None else shift.clamp_max(1.5 * cap * info.eps)
@@ -181,9 +181,9 @@ class ChunkedCore:
             return 0.0
         worst = 0.0
         for block in self.blocks:
-            own = shift[block.heads, block.rows]
-            open_ = self.weighting.open(self._logits(block)[0], own)
-            worst = max(worst, float(own.where(open_, 0.0).max()))
+            part = shift[block.heads, block.rows]
+            open_ = self.weighting.open(self._logits(block)[0], part)
+            worst = max(worst, float(part.where(open_, 0.0).max()))
         return worst
 
     def _room(self, block: ScoreBlock, which: int = 0) -> Tensor:
@@ -202,14 +202,14 @@ class ChunkedCore:
         return s if bias is None else s.add_(select_heads(bias, block.heads)), slope
 
     def _at(self, block: ScoreBlock) -> tuple[At, Tensor | None]:
-        """What the weighting keeps of a block, and the slope of the soft cap."""
+        """The stored state of the weighting for a block, and the slope of the soft cap."""
         if self.stored:
             return self.stored[block.index]
         s, slope = self._logits(block)
         return self.weighting.again(s, self.statistics[block.index]), slope
 
     def joined(self, cores: Sequence[ChunkedCore]) -> ChunkedCore:
-        """The heads of several cores that are like this one, and keep weights, as those of one."""
+        """A core with the heads of several cores that have this shape and store their weights."""
         joint, heads = copy.copy(self), len(self.q)
         joint.q, joint.k, joint.v, joint.o = (
             torch.cat([getattr(one, name) for one in cores]) for name in ("q", "k", "v", "o")
@@ -238,15 +238,15 @@ class ChunkedCore:
         """``do``, shape ``(h, n, d_v)``, for ``dq, dk, dv`` with heads in front."""
         do, (v, o) = torch.empty_like(self.o), self.apart
         for block in self.blocks:
-            own, other = (block.heads, block.rows), (block.heads, block.keys)
+            rows, keys = (block.heads, block.rows), (block.heads, block.keys)
             at, slope = self._at(block)
             ds = self.layer.score_jvp(
-                self.q[own], self.k[other], dq[own], dk[other], out=self._room(block, -1)
+                self.q[rows], self.k[keys], dq[rows], dk[keys], out=self._room(block, -1)
             )
             ds = ds if slope is None else ds.mul_(slope)
             if (still := self.settled[block.index]) is not None:
                 ds[still] = 0.0
-            do[own] = self.weighting.push(at, ds, v[other], dv[other], o[own])
+            do[rows] = self.weighting.push(at, ds, v[keys], dv[keys], o[rows])
         return do if self.empty is None else do.masked_fill_(self.empty, 0.0)
 
     def vjp(self, go: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -258,16 +258,16 @@ class ChunkedCore:
         v, o = self.apart
         mean = (go * o).sum(-1, keepdim=True)
         for block in self.blocks:
-            own, other = (block.heads, block.rows), (block.heads, block.keys)
+            rows, keys = (block.heads, block.rows), (block.heads, block.keys)
             at, slope = self._at(block)
-            gp = torch.bmm(go[own], v[other].mT, out=self._room(block, -1))
-            gs = self.weighting.pull(at, gp, mean[own])
+            gp = torch.bmm(go[rows], v[keys].mT, out=self._room(block, -1))
+            gs = self.weighting.pull(at, gp, mean[rows])
             gs = gs if slope is None else gs.mul_(slope)
             if (still := self.settled[block.index]) is not None:
                 gs[still] = 0.0
-            gq[own], more = self.layer.score_vjp(self.q[own], self.k[other], gs)
-            gk[other] += more
-            gv[other] += torch.bmm(at[0].mT, go[own])
+            gq[rows], more = self.layer.score_vjp(self.q[rows], self.k[keys], gs)
+            gk[keys] += more
+            gv[keys] += torch.bmm(at[0].mT, go[rows])
         return gq, gk, gv
 
 
@@ -278,21 +278,21 @@ Parts = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Projections:
-    """What stands around the core: linear maps into queries, keys and values, and out."""
+    """The linear maps around the core: into queries, keys and values, and out of the heads."""
 
-    enter: Callable[[Tensor], Parts]  # ``(dq, dk, dv)`` with heads in front, of a perturbation
+    enter: Callable[[Tensor], Parts]  # perturbation -> ``(dq, dk, dv)``, heads first
     enter_t: Callable[[Tensor, Tensor, Tensor], Tensor]  # its transpose
-    leave: Callable[[Tensor], Tensor]  # from the heads' outputs to the map's output
+    leave: Callable[[Tensor], Tensor]  # outputs of the heads -> output of the map
     leave_t: Callable[[Tensor], Tensor]  # its transpose
-    axes: int  # of an input
+    axes: int  # number of axes of an input
     width_out: int
-    # Matrices in and out, and rows of the first by queries, keys and values: where they and what
-    # the layer says are all that the maps depend on.
+    # Input and output matrices, and the row counts of queries, keys and values in the first; None
+    # if the maps depend on more than these and the layer's options.
     weights: tuple[Tensor, Tensor | None, list[int]] | None = None
 
 
 def _all_heads(layer: Layer, map: Map, x: Tensor) -> Projections:
-    """The linear maps around the core, all heads together, norms linearised at ``x``."""
+    """The linear maps around the core for all heads together, norms linearised at ``x``."""
     query, key, value = layer.projections()
     weight = torch.cat([query * layer.scale, key, value])
     out = layer.output if map == "attention" else None
@@ -312,10 +312,10 @@ def _of_weights(
     *,
     several: bool,
 ) -> Projections:
-    """The same maps, by matrices into the core and out of it.
+    """The same maps from the matrices into and out of the core.
 
-    Where tokens are ``several``, ``(b, n, d)``, the core's heads are those of all of them, one
-    after the other; matrices are those of one layer, or ``(b, ·, ·)`` of layers that are alike.
+    With ``several`` inputs ``(b, n, d)``, the core stacks the heads of all inputs. Matrices
+    belong to one layer, or are ``(b, ·, ·)`` for layers of the same shape.
     """
     counts, grouped = layer.head_counts, layer.num_groups != layer.num_heads
 
@@ -406,10 +406,10 @@ def _per_head(layer: Layer, map: Map, x: Tensor) -> Projections:
 
 
 class _HeadNormAt:
-    """A linearised norm as one head feels it that has a copy ``e`` of the input to itself.
+    """A linearised norm acting on a head that has its own copy ``e`` of the input.
 
-    Where the norm runs over all heads together, a head's own copy moves all of them:
-    ``dy_h = g_h (W_h e - u_h <W^T u, e>)``, with ``W`` and ``u`` of the norm's whole part.
+    If the norm runs over all heads together, a head's copy moves all of them:
+    ``dy_h = g_h (W_h e - u_h <W^T u, e>)``, with ``W`` and ``u`` over the norm's full width.
     """
 
     def __init__(self, norm: NormAt, weight: Tensor, count: int, heads: int) -> None:
@@ -425,12 +425,12 @@ class _HeadNormAt:
         return self.gain * (dz - self.unit * (self.pulled * e).sum(-1, keepdim=True))
 
     def along(self, gz: Tensor) -> Tensor:
-        """What the transpose takes from the cotangent of the input, for ``gz = g_h gy``."""
+        """The term that the transpose subtracts from the input cotangent, for ``gz = g_h gy``."""
         return self.pulled * (self.unit * gz).sum(-1, keepdim=True)
 
 
 def _one_side(frame: Projections, side: MovingSide, core: ChunkedCore) -> Projections:
-    """The frame where only the queries, or only the keys and values, move."""
+    """The frame if only the queries, or only the keys and values, move."""
 
     def enter(e: Tensor) -> Parts:
         dq, dk, dv = frame.enter(e)
@@ -452,7 +452,7 @@ def _zeros(like: Tensor, tokens: int) -> Tensor:
 
 
 def _entered(frame: Projections, at: NormAt) -> Projections:
-    """The frame whose tokens go through `Layer.entrance` first."""
+    """The frame with `Layer.entrance` applied to tokens first."""
     return replace(
         frame,
         enter=lambda e: frame.enter(at.derivative(e)),
@@ -462,9 +462,9 @@ def _entered(frame: Projections, at: NormAt) -> Projections:
 
 
 def _coupled(frame: Projections, layer: Layer, x: Tensor, context: Tensor | None) -> Projections:
-    """The frame whose queries are divided by ``c(q, k, v)``, `Layer.divisor`.
+    """The frame with queries divided by ``c(q, k, v)``, `Layer.divisor`.
 
-    ``d(q / c) = dq / c - (q / c) d log c``; the gradient of ``c``, one number a head, is
+    ``d(q / c) = dq / c - (q / c) d log c``; the gradient of ``c`` (one number per head) is
     computed once.
     """
     with torch.enable_grad():
@@ -483,8 +483,8 @@ def _coupled(frame: Projections, layer: Layer, x: Tensor, context: Tensor | None
 
     def enter_t(gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
         change = (q * gq).sum((-2, -1), keepdim=True)
-        own = (gq / c, gk, gv)
-        return frame.enter_t(*(g - s * change for g, s in zip(own, slopes, strict=True)))
+        cotangents = (gq / c, gk, gv)
+        return frame.enter_t(*(g - s * change for g, s in zip(cotangents, slopes, strict=True)))
 
     return replace(frame, enter=enter, enter_t=enter_t, weights=None)
 
@@ -498,7 +498,7 @@ def _norms_at(layer: Layer, x: Tensor) -> list[NormAt | None]:
 
 
 def rows_by_head(w: Tensor, count: int, heads: int) -> Tensor:
-    """Rows of a weight by query head, ``(h, k, ·)``; those of a group are repeated."""
+    """Rows of a weight by query head, ``(h, k, ·)``, repeated within groups."""
     return w.unflatten(0, (count, -1)).repeat_interleave(heads // count, dim=0)
 
 
@@ -511,7 +511,7 @@ def _rotate_t(rotary: Rotary | None, g: Tensor) -> Tensor:
 
 
 class Linearised:
-    """A layer at one input: products with its Jacobian and with the transpose, axes in front."""
+    """A layer at one input: batched products with its Jacobian and the transpose."""
 
     def __init__(
         self,
@@ -525,7 +525,7 @@ class Linearised:
         side: MovingSide,
         log_weights: Tensor | None,
     ) -> None:
-        self.shares = False  # whether scores are known to be functions of queries and keys alone
+        self.shares = False  # whether score derivatives depend only on queries and keys
         self.moved = x if context is None or side == "query" else context
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             biased = layer.bias_moves
@@ -539,7 +539,7 @@ class Linearised:
                 frame = _coupled(frame, layer, x, context)
             self.core, self.frame = core, frame
             self.doubt = core.doubt()
-            self.copies: dict[int, Linearised | None] = {}  # so many as one; two sizes at most
+            self.copies: dict[int, Linearised | None] = {}  # by number of copies; at most two
 
     def matvec(self, e: Tensor) -> Tensor:
         """``J e``."""
@@ -556,7 +556,7 @@ class Linearised:
             return self.frame.enter_t(*self.core.vjp(self.frame.leave_t(g)))
 
     def _of_each(self, vectors: Tensor, product: Callable[[Linearised, Tensor], Tensor]) -> Tensor:
-        """Products with each vector: those of one small layer by several at once."""
+        """Products with each vector; small layers multiply several vectors at once."""
         core = self.core
         kept = sum(block.size for block in core.blocks) + core.k.numel()
         kept += 2 * (core.q.numel() + core.v.numel() + core.o.numel())
@@ -564,9 +564,9 @@ class Linearised:
         if most < 2 or self.frame.axes > 2 or vectors.ndim > 3:
             return torch.stack([product(self, one) for one in vectors])
         found = []
-        for some in vectors.split(most):
-            at = self._copied(len(some))
-            each = product(at, some) if at else torch.stack([product(self, one) for one in some])
+        for chunk in vectors.split(most):
+            at = self._copied(len(chunk))
+            each = product(at, chunk) if at else torch.stack([product(self, one) for one in chunk])
             found.append(each)
         return torch.cat(found)
 
@@ -576,17 +576,17 @@ class Linearised:
         if count not in self.copies:
             if len(self.copies) > 1:
                 self.copies.pop(next(iter(self.copies)))
-            # What it keeps is written to by later products, wherever the first one was asked for.
+            # Later products write to these tensors, so they must not be inference tensors.
             with torch.inference_mode(False), torch.no_grad():
                 self.copies[count] = several_layers([self] * count)
         return self.copies[count]
 
 
 def several_layers(parts: Sequence[Linearised]) -> Linearised | None:
-    """Layers that are alike as one, on a leading axis, whose products are those of each of them.
+    """Several layers of the same shape as one, stacked along a leading axis.
 
-    None where they are not, or a product is more than one pass over what is kept. One layer at
-    several inputs multiplies by its matrices once.
+    None if their shapes differ or a product takes more than one pass over stored weights. One
+    layer at several inputs multiplies by its matrices once.
     """
     first, weights = parts[0], [one.frame.weights for one in parts if one.frame.weights is not None]
     shared = len(weights) == len(parts) and all(one.shares for one in parts)
@@ -602,14 +602,14 @@ def several_layers(parts: Sequence[Linearised]) -> Linearised | None:
 
 
 def _stacked(matrices: Sequence[Tensor]) -> Tensor:
-    """The matrices on a leading axis, or the one that all of them are."""
+    """The matrices stacked along a leading axis, or a single matrix if all are equal."""
     first = matrices[0]
     same = all(one is first or one.equal(first) for one in matrices)
     return first if same else torch.stack(list(matrices))
 
 
 def _alike(one: Linearised, other: Linearised) -> bool:
-    """Whether two layers differ in weights and tokens only, and both keep what they need."""
+    """Whether two layers differ only in weights and tokens, and both store their weights."""
     a, b = one.core, other.core
     capped = [layer.softcap is not None for layer in (a.layer, b.layer)]
     same = type(a.layer) is type(b.layer) and a.layer.num_groups == b.layer.num_groups
@@ -630,12 +630,12 @@ def _alike(one: Linearised, other: Linearised) -> bool:
 
 
 # --- ``<g, J(x) e>``, differentiable in everything
-_COPIES = 24  # score-sized tensors that are alive while one chunk is differentiated, roughly
+_COPIES = 24  # approximate number of score-sized tensors alive while differentiating a chunk
 
 
 @exact
 def stretch_in_chunks(layer: Layer, x: Tensor, g: Tensor, e: Tensor, memory: int) -> Tensor:
-    """As `Attention.stretch`."""
+    """See `Attention.stretch`."""
     project = functools.partial(layer.project, biased=layer.bias_moves)
     (q, k, v), (dq, dk, dv) = cast(Any, jvp(project, (x,), (e,)))
     heads = g if layer.output is None else g @ layer.output

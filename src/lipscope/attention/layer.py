@@ -1,4 +1,4 @@
-"""A layer and its parts: arguments, norms, rotary embedding, mask; its calculus is in `core`."""
+"""Base class of attention layers: arguments, norms, rotary embedding, masks; see `core`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def wide(t: Tensor) -> Tensor:
-    """The numbers in float32 where they are in half precision: squares of 256 exceed float16.
+    """Promote half precision to float32: squares of 256 exceed float16.
 
     >>> wide(torch.ones(1).half()).dtype, wide(torch.ones(1).double()).dtype
     (torch.float32, torch.float64)
@@ -42,7 +42,7 @@ def wide(t: Tensor) -> Tensor:
 
 
 def returned(x: Tensor) -> torch.dtype:
-    """The dtype of linear maps of ``x``: its own, or that of autocast."""
+    """The dtype of a linear map of ``x``: its own dtype, or autocast's."""
     device = x.device.type
     if x.dtype == torch.float64 or not _casts(device):
         return x.dtype
@@ -50,14 +50,14 @@ def returned(x: Tensor) -> torch.dtype:
 
 
 def uncast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Without autocast, which would round again what is wide."""
+    """Disable autocast, which would round wide tensors again."""
     if not _casts(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def exact(function: _Function) -> _Function:
-    """A function in the dtype of its arguments, one of which is a tensor, under autocast too."""
+    """Decorate a function to run in the dtype of its tensor arguments, even under autocast."""
 
     @functools.wraps(function)
     def run(*args: Any, **options: Any) -> Any:
@@ -75,8 +75,8 @@ def _casts(device: str) -> bool:
 class TokenNorm(nn.Module):
     """RMSNorm of consecutive parts of a token, each as wide as the weight.
 
-    ``z ↦ w z / √(|z|²/k + ε)`` with ``k`` the width of ``w``: as wide as a head, it normalises
-    every head by itself; as wide as all heads together, the whole projection.
+    ``z ↦ w z / √(|z|²/k + ε)`` with ``k`` the width of ``w``: the head width normalises each head
+    separately, the width of all heads normalises the whole projection.
 
     >>> import torch
     >>> TokenNorm(torch.ones(2), eps=0.0)(torch.tensor([[3.0, 4.0]])) * 12.5**0.5
@@ -106,7 +106,7 @@ class TokenNorm(nn.Module):
 
 
 class Clip(nn.Module):
-    """The nearest point of a ball: ``x ↦ x min(1, R / |x|)`` for every token.
+    """Projection of every token onto a ball: ``x ↦ x min(1, R / |x|)``.
 
     >>> import torch
     >>> Clip(2.5)(torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
@@ -119,13 +119,13 @@ class Clip(nn.Module):
         self.radius = radius
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
-        """The tokens in the ball."""
+        """Project the tokens onto the ball."""
         z = wide(x)
-        squares = z.square().sum(-1, keepdim=True)  # whose root has no derivative at zero
+        squares = z.square().sum(-1, keepdim=True)  # its root is not differentiable at zero
         return (z * (self.radius * squares.clamp_min(self.radius**2).rsqrt())).to(x.dtype)
 
     def at(self, x: Float[Tensor, "*b n d"]) -> NormAt:
-        """Its derivative: that of ``R x / |x|`` outside the ball, the identity in it."""
+        """The derivative: that of ``R x / |x|`` outside the ball, the identity inside."""
         x = wide(x)[..., None, :]
         length = x.square().sum(-1, keepdim=True).sqrt()
         outside = length > self.radius
@@ -136,7 +136,7 @@ class Clip(nn.Module):
 
 @dataclass(frozen=True)
 class NormAt:
-    """A norm at one input: its derivative is ``D_g (I - u u^T)`` in every part."""
+    """A norm linearised at one input: the derivative of each part is ``D_g (I - u u^T)``."""
 
     unit: Tensor  # ``u = z / (√k r)``, ``r`` the root mean square with ``ε``; ``(*b, n, parts, k)``
     gain: Tensor  # ``g = w / r``, ``(*b, n, parts, k)``
@@ -158,7 +158,7 @@ class Rotary:
     """Rotary position embedding of one window, in half-split layout.
 
     ``rot(x) = x cos + half(x) sin`` with ``half((a, b)) = (-b, a)`` on the two halves of a
-    head. Widths beyond that of ``cos`` are left as they are.
+    head. Channels beyond the width of ``cos`` are unchanged.
     """
 
     cos: Float[Tensor, "n r"]
@@ -179,9 +179,9 @@ class Rotary:
         return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
     def norm(self, width: int) -> float:
-        """Largest norm of a rotation of ``width`` numbers: 1, unless a scaling is part of it."""
+        """Spectral norm of the rotation at width ``width``: 1 unless it includes a scaling."""
         (c1, c2), (s1, s2) = (w.double().chunk(2, dim=-1) for w in (self.cos, self.sin))
-        # The two halves of one pair turn by [[c_1, -s_1], [s_2, c_2]].
+        # Each pair of channels is multiplied by [[c_1, -s_1], [s_2, c_2]].
         pairs = torch.stack([torch.stack([c1, -s1], -1), torch.stack([s2, c2], -1)], -2)
         rest = 1.0 if self.cos.shape[-1] < width else 0.0
         return max(float(torch.linalg.matrix_norm(pairs, 2).max()), rest)
@@ -190,7 +190,7 @@ class Rotary:
 def check_shapes(
     query: Tensor, key: Tensor, value: Tensor, output: Tensor | None, heads: int, groups: int
 ) -> None:
-    """Say which weight does not fit the number of heads or the other weights."""
+    """Check weights against each other and the number of heads."""
     check_count("heads", heads)
     check_count("groups", groups)
     for one in (query, key, value):
@@ -216,7 +216,7 @@ def check_shapes(
             )
     if query.shape[0] // heads != key.shape[0] // groups:
         raise InputError(
-            "Queries and keys should have one head width. Found "
+            "Queries and keys should have the same head width. Found "
             f"{query.shape[0] // heads} and {key.shape[0] // groups}."
         )
     concat = heads * (value.shape[0] // groups)
@@ -225,7 +225,7 @@ def check_shapes(
 
 
 def check_log_weights(log_weights: Tensor | None, keys: Tensor) -> None:
-    """Say where there is not one number for each key."""
+    """Require one number per key."""
     if not isinstance(keys, Tensor):
         raise InputError(f"Tokens should be a tensor, (..., n, d). Found `{type(keys).__name__}`.")
     if log_weights is None:
@@ -238,7 +238,7 @@ def check_log_weights(log_weights: Tensor | None, keys: Tensor) -> None:
 
 
 class Masked(TypedDict, total=False):
-    """What every variant for encoders and decoders takes besides weights."""
+    """Arguments of every variant for encoders and decoders, besides weights."""
 
     heads: int
     causal: bool
@@ -246,7 +246,7 @@ class Masked(TypedDict, total=False):
 
 
 class Framed(Masked, total=False):
-    """What softmax and its like take: biases and a scale besides."""
+    """Further arguments of softmax-like variants: biases and a scale."""
 
     query_bias: Float[Tensor, " hk"] | None
     key_bias: Float[Tensor, " hk"] | None
@@ -256,13 +256,13 @@ class Framed(Masked, total=False):
 
 
 def check_frame_of(frame: Mapping[str, object], takes: type) -> None:
-    """Refuse an argument that a variant does not hand on, in the words of Python."""
+    """Refuse arguments that a variant does not accept, in Python's wording."""
     for name in frame.keys() - takes.__annotations__.keys():
         raise OptionError(f"__init__() got an unexpected keyword argument '{name}'.")
 
 
 def arguments(kind: type) -> dict[str, inspect.Parameter]:
-    """The arguments of a constructor, with those that it hands on to the one above it."""
+    """The arguments of a constructor, including those passed on to its base classes."""
     above = (one for one in kind.__mro__ if "__init__" in vars(one))
     found: dict[str, inspect.Parameter] = {}
     for one in above:
@@ -281,7 +281,7 @@ def arguments(kind: type) -> dict[str, inspect.Parameter]:
 def check_frame(
     causal: object, mask: object, scale: object, softcap: object, window: object
 ) -> None:
-    """Refuse what decides on scores and masks, and is no such thing."""
+    """Refuse invalid options of scores and masks."""
     if scale is not None:
         check_finite_number("scale", scale)
     if softcap is not None:
@@ -301,7 +301,7 @@ Map = Literal["heads", "attention"]
 MovingSide = Literal["query", "key"]
 AnyLayer = TypeVar("AnyLayer", bound="Layer")
 
-# Arguments of a layer that are stored under another name, and how a head takes its part.
+# Arguments stored under another name, and how arguments split by head.
 _STORED = {"heads": "num_heads", "groups": "num_groups"}
 _OF_A_HEAD = ("query", "query_bias")
 _OF_A_GROUP = ("key", "key_bias", "value", "value_bias")
@@ -309,14 +309,14 @@ _OF_POSITIONS = ("mask", "score_bias")
 
 
 class Layer(nn.Module, ABC):
-    """The fields of an `Attention`, where they are explained, and what is made of them.
+    """The fields of an `Attention` (documented there) and the steps of its forward pass.
 
-    A variant keeps the weights of its paper as they are. What it derives from them it derives
-    anew whenever it is asked (`projections`, `norms`), so that it can be trained.
+    A variant stores the weights of its paper. Derived quantities (`projections`, `norms`) are
+    recomputed in every pass, so that the layer can be trained.
     """
 
     weighting: Weighting = Softmax()  # how scores become weights
-    # Whether a token alone decides on its query, key and value; if not, there is a `divisor`.
+    # Whether query, key and value depend on their token alone; if not, there is a `divisor`.
     by_token: bool = True
 
     query: Tensor
@@ -373,7 +373,7 @@ class Layer(nn.Module, ABC):
         self.query_norm, self.key_norm, self.value_norm = query_norm, key_norm, value_norm
 
     def hold(self, **tensors: Tensor | None) -> None:
-        """Keep weights: as parameters where they are given as such, else as buffers."""
+        """Store weights: parameters stay parameters, other tensors become buffers."""
         for name, tensor in tensors.items():
             if isinstance(tensor, nn.Parameter):
                 self.register_parameter(name, tensor)
@@ -381,7 +381,7 @@ class Layer(nn.Module, ABC):
                 self.register_buffer(name, tensor)
 
     def _apply(self: AnyLayer, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AnyLayer:
-        """What ``to``, ``double`` and the like do, to what is no weight too."""
+        """Apply ``to``, ``double`` and so on to the mask and rotary embedding too."""
         if self.mask is not None:
             self.mask = fn(self.mask)
         if self.rotary is not None:
@@ -389,7 +389,7 @@ class Layer(nn.Module, ABC):
         return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
-        """Sizes, and what decides on the scores besides queries and keys."""
+        """Sizes and the options set for the scores."""
         out = self.num_heads * self.value_width if self.output is None else len(self.output)
         sizes = {"width": self.query.shape[1], "output width": out, "heads": self.num_heads}
         if self.num_groups != self.num_heads:
@@ -408,23 +408,23 @@ class Layer(nn.Module, ABC):
     # --- copies
 
     def fields(self) -> dict[str, Any]:
-        """The arguments that make this layer anew."""
+        """The constructor arguments that reproduce this layer."""
         kind = type_before_parametrizations(self)
         return {name: getattr(self, _STORED.get(name, name)) for name in arguments(kind)}
 
     def replace(self: AnyLayer, **changes: Any) -> AnyLayer:
         """A layer with some fields replaced, by their names in the constructor.
 
-        The others are shared with this layer, not copied: parameters stay the same ones. Of what
-        is parametrised, the present value is.
+        The others are shared with this layer, not copied; parameters stay the same objects.
+        Parametrised fields take their current value.
         """
         return type_before_parametrizations(self)(**(self.fields() | changes))
 
     def head(self: AnyLayer, index: int) -> AnyLayer:
         """One query head as a layer, with its group's keys and values.
 
-        It has its part of the output projection, of masks and of biases by head; a bias of the
-        output stays whole.
+        It takes its part of the output projection and of masks and biases by head; the output
+        bias is not split.
         """
         self.check_head(index)
         fields = self.fields()
@@ -450,7 +450,7 @@ class Layer(nn.Module, ABC):
         return type_before_parametrizations(self)(**fields)
 
     def check_head(self, index: int) -> None:
-        """Refuse what is not the index of a query head."""
+        """Require a valid query head index."""
         whole = isinstance(index, Integral) and not isinstance(index, bool)
         if not whole or not 0 <= index < self.num_heads:
             raise InputError(
@@ -464,7 +464,7 @@ class Layer(nn.Module, ABC):
         alone = copy.deepcopy(self.replace(**tensors))
         return alone.to("cpu", torch.float64).requires_grad_(False)
 
-    # --- what a variant supplies: a score of queries and keys, and its two derivatives
+    # --- score of a variant and its two derivatives
 
     @abstractmethod
     def score(self, q: Tensor, k: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -481,12 +481,12 @@ class Layer(nn.Module, ABC):
         """Cotangents of queries and keys for the cotangent ``gs`` of the scores."""
 
     def score_size(self, q: Tensor, k: Tensor) -> Tensor:
-        """What the rounding of a row's scores is relative to, ``(..., n)``, in float64."""
+        """The magnitude to which rounding of a row's scores is relative, ``(..., n)``, float64."""
         q, k = q.double().norm(dim=-1), k.double().norm(dim=-1)
         return q * k.amax(-1, keepdim=True)
 
     def projections(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The matrices that make queries, keys and values of tokens."""
+        """The query, key and value matrices."""
         return self.query, self.key, self.value
 
     def norms(self) -> tuple[TokenNorm | None, TokenNorm | None, TokenNorm | None]:
@@ -494,19 +494,19 @@ class Layer(nn.Module, ABC):
         return self.query_norm, self.key_norm, self.value_norm
 
     def entrance(self) -> TokenNorm | Clip | None:
-        """What every token goes through before it is projected."""
+        """The map applied to every token before the projections, or None."""
         return None
 
     def divisor(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        """What the queries of a head are divided by, ``(..., h, 1, 1)``, once for all tokens."""
+        """The divisor of each head's queries, ``(..., h, 1, 1)``, shared by all tokens, or None."""
         return None
 
     def shift(self, num_keys: int, added: Tensor | None = None) -> float | Tensor | None:
-        """What is added to all scores of so many keys; a call's ``added`` may hide some."""
+        """Constant added to all scores of ``num_keys`` keys; the call's ``added`` may mask some."""
 
     # --- from tokens to weights
 
-    @final  # the closed form goes by score and weighting: override these
+    @final  # the closed form uses score and weighting: override these
     @exact
     def weights(
         self,
@@ -521,8 +521,8 @@ class Layer(nn.Module, ABC):
     ) -> Tensor:
         """Attention weights ``(..., h, c, m)`` of scaled queries and keys, for autograd.
 
-        Queries are those of ``c`` rows from ``start`` on. ``num_keys`` counts the keys where ``k``
-        holds the first of them only; ``added`` is added to the scores, -inf where it hides.
+        Queries are ``c`` rows starting at ``start``. ``num_keys`` is the number of keys if ``k``
+        holds only the first ones; ``added`` is added to the scores, -inf where it masks.
         """
         rows = slice(start, start + q.shape[-2])
         s = self.capped(self.score(q, k))
@@ -540,7 +540,7 @@ class Layer(nn.Module, ABC):
         return p.masked_fill(select_heads(empty[..., rows, None], heads), 0.0)
 
     def capped(self, s: Tensor) -> Tensor:
-        """``c tanh(s / c)``, or the scores as they are."""
+        """``c tanh(s / c)``, or the scores unchanged without a cap."""
         return s if self.softcap is None else self.softcap * torch.tanh(s / self.softcap)
 
     def project(
@@ -548,7 +548,7 @@ class Layer(nn.Module, ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Scaled and divided queries, keys, values, ``(..., num_heads, n or m, width)``, `wide`.
 
-        Values may be wanted without their bias, which where weights add up to 1 moves nothing.
+        ``biased=False`` omits the bias of the values, a constant if weights add up to 1.
         """
         q, k, v = self.undivided(x, context, biased=biased)
         divisor = self.divisor(q, k, v)
@@ -557,7 +557,7 @@ class Layer(nn.Module, ABC):
     def undivided(
         self, x: Tensor, context: Tensor | None = None, *, biased: bool = True
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `project`, before queries are divided by what all tokens decide on."""
+        """As `project`, without the divisor, which depends on all tokens."""
         parts = map(wide, self.project_in(x, context, biased=biased))
         q, k, v = (
             (z if norm is None else norm(z)).unflatten(-1, (heads, -1)).transpose(-3, -2)
@@ -570,7 +570,7 @@ class Layer(nn.Module, ABC):
     def project_in(
         self, x: Tensor, context: Tensor | None = None, *, biased: bool = True
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values as the weights make them, heads side by side."""
+        """Queries, keys and values after the linear projections, heads concatenated."""
         others: Tensor = x if context is None else context
         width = self.query.shape[1]
         for one in (x, others):
@@ -597,13 +597,13 @@ class Layer(nn.Module, ABC):
         return not apart or self.norms()[2] is not None
 
     def project_out(self, heads: Tensor) -> Tensor:
-        """Concatenated heads ``(..., n, num_heads * d_v)`` through the output projection."""
+        """Apply the output projection to concatenated heads ``(..., n, num_heads * d_v)``."""
         if self.output is None:
             return heads
         return nn.functional.linear(heads, self.output, self.output_bias)
 
     def repeat_groups(self, x: Tensor) -> Tensor:
-        """Give every query head its group's keys or values."""
+        """Repeat keys or values for the query heads of each group."""
         times = self.num_heads // self.num_groups
         return x if times == 1 else x.repeat_interleave(times, dim=-3)
 
@@ -612,11 +612,11 @@ class Layer(nn.Module, ABC):
         times = self.num_heads // self.num_groups
         return g if times == 1 else g.unflatten(-3, (self.num_groups, times)).sum(-3)
 
-    # --- who reads whom
+    # --- masks and biases
 
     @property
     def positional(self) -> bool:
-        """Whether logits depend on where two tokens are, beyond what the mask hides."""
+        """Whether logits depend on token positions other than through the mask."""
         return self.rotary is not None or self.score_bias is not None
 
     def bias(
@@ -628,11 +628,11 @@ class Layer(nn.Module, ABC):
         num_keys: int | None = None,
         called: Tensor | None = None,
     ) -> Tensor | None:
-        """What is added to a block of scores, ``(h or none, rows or none, keys)``, like ``k``.
+        """The term added to a block of scores, ``(h or none, rows or none, keys)``, like ``k``.
 
-        The layer's own bias and shift (what a call adds decides on it, too), the weights of the
-        keys, and -inf where the mask hides; None if nothing. Rows that may read no token are left
-        unmasked here; their weights are set to zero.
+        The layer's bias and shift (which depends on the call's mask too), the log weights of the
+        keys, and -inf for masked entries; None if all are absent. Rows that may attend to no token
+        stay unmasked here; their weights are set to zero.
         """
         added = None if self.score_bias is None else self.score_bias[..., rows, keys]
         if log_weights is not None:
@@ -652,7 +652,7 @@ class Layer(nn.Module, ABC):
     def visible(
         self, rows: slice, keys: slice, device: torch.device | None = None
     ) -> Tensor | None:
-        """True where a row may read a key, ``(h or none, rows, keys)``; None: all."""
+        """True where a row may attend to a key, ``(h or none, rows, keys)``; None: everywhere."""
         found = None
         if self.causal or self.window is not None:
             row = torch.arange(rows.start, rows.stop, device=device)[:, None]
@@ -666,7 +666,7 @@ class Layer(nn.Module, ABC):
         return found
 
     def empty_rows(self, k: Tensor) -> Tensor | None:
-        """Rows that may read no token, ``(n,)`` or ``(h, n)``; None if there is none."""
+        """Rows that may attend to no token, ``(n,)`` or ``(h, n)``; None if there are none."""
         if self.mask is None:
             return None
         rows, keys = slice(0, self.mask.shape[-2]), slice(0, k.shape[-2])
@@ -681,5 +681,5 @@ class Layer(nn.Module, ABC):
 
 
 def select_heads(t: Tensor, heads: slice) -> Tensor:
-    """The heads of a tensor ``(h, rows, keys)``, or the tensor where all heads share it."""
+    """The given heads of a tensor ``(h, rows, keys)``, or the tensor itself if heads share it."""
     return t[heads] if t.ndim == 3 else t

@@ -1,4 +1,4 @@
-"""Any variant instead of ``torch.nn.MultiheadAttention``, with its calls and its masks."""
+"""Drop-in replacement for ``torch.nn.MultiheadAttention`` with any attention variant."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ _BIASES = tuple(f"{name}_bias" for name in _WEIGHTS)
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """Multi-head attention of any variant, called as ``torch.nn.MultiheadAttention`` is.
+    """Multi-head attention of any variant with the interface of ``torch.nn.MultiheadAttention``.
 
-    It holds one attention layer, ``attention``, which is also what `lipscope.sigma`, `measure` and
-    `bounds` speak of: what is trained is what is measured. Weights start as those of torch's
-    module do (Xavier uniform for queries, keys and values, biases zero), for one seed the same.
+    Its submodule ``attention`` is the layer that `lipscope.sigma`, `measure` and `bounds`
+    analyse: the trained layer is the measured layer. Weights are initialised as in torch's module
+    (Xavier uniform for queries, keys and values, zero biases), identically for a given seed.
 
     ``state_dict()`` holds ``attention.query``, ``attention.key``, ``attention.value`` and
-    ``attention.output``, each ``(embed_dim, embed_dim)``, ``attention.query_bias`` and so on where
-    there are biases, and what else the variant keeps. That of an ``nn.MultiheadAttention`` can be
-    loaded where the variant has the same weights; dot products then give the same output.
+    ``attention.output``, each ``(embed_dim, embed_dim)``, ``attention.query_bias`` and so on if
+    there are biases, and the variant's other tensors. The state of an ``nn.MultiheadAttention``
+    can be loaded if the variant has the same weights; dot products then give the same output.
 
     Not covered: appended keys (``add_bias_kv``, ``add_zero_attn``), keys or values of another
-    width (``kdim``, ``vdim``), nested tensors. A query that may read nothing gives zero heads,
-    where torch gives NaN if weights are asked for and zero if not.
+    width (``kdim``, ``vdim``), nested tensors. A query that may attend to nothing outputs zero
+    heads; torch returns NaN if weights are requested and zero if not.
 
     Args:
         num_heads: Number of heads, a divisor of ``embed_dim``.
         variant: Name of a variant: ``dot-product``, ``l2``, ``scaled-cosine``, …, or its class.
-        dropout: Share of attention weights that are dropped in training.
-        bias: Whether projections have biases; None: where the variant can.
+        dropout: Dropout probability of attention weights in training.
+        bias: Whether projections have biases; None: if the variant supports them.
         batch_first: Tensors are ``(batch, tokens, width)``; else ``(tokens, batch, width)``.
-        **options: What the variant asks for besides, such as ``temperature`` or ``causal``; a
+        **options: Further options of the variant, such as ``temperature`` or ``causal``; a
             ``nn.Parameter`` is trained.
 
     Raises:
-        InputError: If sizes do not fit, the variant is unknown or misses an option.
+        InputError: If sizes do not fit, the variant is unknown or an option is missing.
 
     >>> layer = MultiheadAttention(8, 2, "l2", batch_first=True)
     >>> y, weights = layer(*[torch.zeros(1, 3, 8)] * 3)
@@ -80,22 +80,22 @@ class MultiheadAttention(nn.MultiheadAttention):
         self.embed_dim = self.kdim = self.vdim = embed_dim
         self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
         self.dropout, self.batch_first = dropout, batch_first
-        # What torch's encoder layers ask of their attention before they fuse it.
+        # Attributes that torch's encoder layers check before their fused path.
         self._qkv_same_embed_dim, self.add_zero_attn = True, False
         self.in_proj_weight = self.in_proj_bias = self.bias_k = self.bias_v = None
         start = nn.MultiheadAttention(
             embed_dim, num_heads, bias=bias is not False, device=device, dtype=dtype
         )
-        found = _parted(start.state_dict())
-        given = {n: nn.Parameter(t.clone()) for n, t in found.items() if n in taken}
+        found = _split_packed(start.state_dict())
+        weights = {n: nn.Parameter(t.clone()) for n, t in found.items() if n in taken}
         heads = {"heads": num_heads} if "heads" in taken else {}
-        self.attention = kind(**given, **heads, **options)
+        self.attention = kind(**weights, **heads, **options)
         self.register_load_state_dict_pre_hook(_from_torch)
 
     def extra_repr(self) -> str:
-        """What the layer inside does not say."""
-        said = [f"dropout {self.dropout}"] if self.dropout else []
-        return ", ".join([*said, *["batch first"] * self.batch_first])
+        """Options not shown by the inner layer."""
+        parts = [f"dropout {self.dropout}"] if self.dropout else []
+        return ", ".join([*parts, *["batch first"] * self.batch_first])
 
     def forward(
         self,
@@ -108,25 +108,25 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Outputs, and weights if they are needed, as torch's module returns them.
+        """Outputs, and weights if requested, as returned by torch's module.
 
         Args:
-            query: ``(n, embed_dim)``, or with a batch where ``batch_first`` says.
+            query: ``(n, embed_dim)``, or batched as set by ``batch_first``.
             key: Likewise, m tokens.
-            key_padding_mask: ``(batch, m)``: True, or -inf, where a key is not to be read.
-            need_weights: Whether weights are returned. If not, dot products of more scores than
-                fit a cache are computed in blocks, in memory linear in n (`lipscope.attention`).
+            key_padding_mask: ``(batch, m)``: True, or -inf, for keys to be ignored.
+            need_weights: Whether to return weights. If not, dot products with more scores than
+                fit in cache are computed in blocks, in memory linear in n (`lipscope.attention`).
             attn_mask: ``(n, m)`` or ``(batch * num_heads, n, m)``: True, or -inf, where a query may
-                not read a key; other numbers are added to the scores.
-            average_attn_weights: Whether weights are the mean over heads.
-            is_causal: Says that ``attn_mask`` is the causal one; alone it is refused, as there.
+                not attend to a key; other numbers are added to the scores.
+            average_attn_weights: Whether to average weights over heads.
+            is_causal: Hint that ``attn_mask`` is causal; an error without a mask, as in torch.
 
         Returns:
             Output, in the shape of ``query``; weights, ``(batch, n, m)`` or
             ``(batch, num_heads, n, m)``, or None.
 
         Raises:
-            InputError: If shapes do not fit, or the variant takes no such mask.
+            InputError: If shapes do not fit, or the variant does not accept the mask.
         """
         layer, single = self.attention, query.ndim == 2
         self._check(query, key, value, attn_mask, is_causal=is_causal)
@@ -134,7 +134,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         x, c, w = (t.unsqueeze(1) if single else t for t in (query, key, value))
         x, c, w = (t.movedim(axis, 0) for t in (x, c, w))
         mask = self._mask(x, c, key_padding_mask, attn_mask)
-        if key_padding_mask is not None:  # padding may hold anything, NaN too
+        if key_padding_mask is not None:  # padding may hold anything, even NaN
             padding = key_padding_mask
             hidden = padding if padding.dtype == torch.bool else padding == -torch.inf
             unread = hidden.reshape(*c.shape[:2], 1)
@@ -160,7 +160,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     @property
     def out_proj(self) -> nn.Linear:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The output projection as torch keeps it, of the same weights; not a part of its own."""
+        """The output projection as an ``nn.Linear`` that shares the weights, for torch's use."""
         weight, bias = self.attention.output, self.attention.output_bias
         assert weight is not None
         found = nn.Linear(*reversed(weight.shape), bias=bias is not None, device="meta")
@@ -170,15 +170,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         return found
 
     def linearise(self, x: Tensor, **options: Any) -> Operator:
-        """The Jacobian of self-attention at one input ``(n, d)``: that of ``attention``."""
-        return self.attention.linearise(_one(x), **options)
+        """The Jacobian of self-attention at one input ``(n, d)``; see `Attention.linearise`."""
+        return self.attention.linearise(_single_input(x), **options)
 
     def stretch(self, x: Tensor, g: Tensor, e: Tensor, **options: Any) -> Tensor:
-        """As `Attention.stretch`, of ``attention``."""
-        return self.attention.stretch(_one(x), g, e, **options)
+        """See `Attention.stretch`."""
+        return self.attention.stretch(_single_input(x), g, e, **options)
 
     def _in_blocks(self, q: Tensor, k: Tensor) -> bool:
-        """Whether `functional.attention` computes it, and is worth its calls."""
+        """Whether blockwise `functional.attention` applies and pays off."""
         layer = self.attention
         plain = isinstance(layer, DotProduct) and isinstance(layer.weighting, Softmax)
         other = (layer.mask, layer.window, layer.score_bias, layer.softcap)
@@ -190,7 +190,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _mask(
         self, x: Tensor, c: Tensor, padding: Tensor | None, attn_mask: Tensor | None
     ) -> Tensor | None:
-        """Both masks as numbers to add, ``(batch or 1, heads or 1, n or 1, m)``."""
+        """Both masks combined, as additive floats ``(batch or 1, heads or 1, n or 1, m)``."""
         (batch, n), m, found = x.shape[:2], c.shape[1], None
         if (attn_mask is not None or padding is not None) and (why := _unmasked(self.attention)):
             raise InputError(
@@ -224,17 +224,19 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _check(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
     ) -> None:
-        layer, own = self.attention, self.attention.query
-        given = (query, key, value)
-        kinds = [t.dtype if isinstance(t, Tensor) else type(t).__name__ for t in given]
-        cast = torch.is_autocast_enabled(own.device.type)
-        if not all(kind == own.dtype or (cast and isinstance(kind, torch.dtype)) for kind in kinds):
+        layer, weight = self.attention, self.attention.query
+        tensors = (query, key, value)
+        kinds = [t.dtype if isinstance(t, Tensor) else type(t).__name__ for t in tensors]
+        cast = torch.is_autocast_enabled(weight.device.type)
+        if not all(
+            kind == weight.dtype or (cast and isinstance(kind, torch.dtype)) for kind in kinds
+        ):
             found = ", ".join(str(kind).removeprefix("torch.") for kind in kinds)
             raise InputError(
                 "`query`, `key` and `value` should be tensors of the dtype of the weights, "
-                f"{str(own.dtype)[6:]}. Found {found}."
+                f"{str(weight.dtype)[6:]}. Found {found}."
             )
-        shapes = [tuple(t.shape) for t in given]
+        shapes = [tuple(t.shape) for t in tensors]
         batches = [s[:-2] if self.batch_first else s[1:-1] for s in shapes]
         fit = query.ndim in (2, 3) and {len(s) for s in shapes} == {query.ndim}
         fit = fit and {s[-1] for s in shapes} == {self.embed_dim} and shapes[1] == shapes[2]
@@ -252,19 +254,19 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
         if key is not value and not layer.by_token:
             raise InputError(
-                f"`value` should be `key`: {type(layer).__name__} divides by what both are made "
-                "of. Found two tensors."
+                f"`value` should be `key`: {type(layer).__name__} divides by a function of both. "
+                "Found two tensors."
             )
 
 
-def _one(x: Tensor) -> Tensor:
+def _single_input(x: Tensor) -> Tensor:
     if x.ndim != 2:
         raise InputError(f"`x` should be one input, (tokens, width). Found shape {tuple(x.shape)}.")
     return x
 
 
 def _variant_class(variant: str | type[Attention]) -> type[Attention]:
-    """The class of a variant by its name: ``scaled-cosine`` for ``ScaledCosineAttention``."""
+    """The class of a variant name: ``scaled-cosine`` for ``ScaledCosineAttention``."""
     if isinstance(variant, type) and issubclass(variant, Attention):
         return variant
     known = {
@@ -280,9 +282,9 @@ def _variant_class(variant: str | type[Attention]) -> type[Attention]:
 
 
 def _unmasked(layer: Attention) -> str:
-    """Why a variant takes no mask in a call; empty if it takes one."""
+    """The reason why a variant accepts no mask in a call; empty if it accepts one."""
     if "mask" not in layer.fields():
-        return "in which every token reads every other"
+        return "in which every token attends to every other"
     return "whose weights depend on the scores of other rows" if layer.weighting.all_rows else ""
 
 
@@ -309,14 +311,14 @@ def _check_options(
 ) -> None:
     if bias is not None and not isinstance(bias, bool):
         raise InputError(f"`bias` should be True, False or None. Found `bias = {bias!r}`.")
-    own = [n for n in taken if n not in ("heads", "groups", *_WEIGHTS, *_BIASES)]
-    if unknown := [name for name in options if name not in own]:
-        known = f"among {', '.join(own)}" if own else "left out"
+    names = [n for n in taken if n not in ("heads", "groups", *_WEIGHTS, *_BIASES)]
+    if unknown := [name for name in options if name not in names]:
+        known = f"among {', '.join(names)}" if names else "left out"
         raise InputError(
             f"Options of {kind.__name__} should be {known}. "
             f"Found `{unknown[0]} = {options[unknown[0]]!r}`."
         )
-    needed = [n for n in own if taken[n].default is inspect.Parameter.empty and n not in options]
+    needed = [n for n in names if taken[n].default is inspect.Parameter.empty and n not in options]
     if needed:
         raise InputError(
             f"{kind.__name__} needs {', '.join(f'`{name}`' for name in needed)}. Found none; give "
@@ -328,8 +330,8 @@ def _check_options(
         )
 
 
-def _parted(state: Any, prefix: str = "") -> dict[str, Tensor]:
-    """The weights of torch's module by the names that layers have for them."""
+def _split_packed(state: Any, prefix: str = "") -> dict[str, Tensor]:
+    """The weights of torch's module under this package's names."""
     found: dict[str, Tensor] = {}
     for last, end in (("weight", ""), ("bias", "_bias")):
         if (packed := state.get(f"{prefix}in_proj_{last}")) is not None:
@@ -341,8 +343,8 @@ def _parted(state: Any, prefix: str = "") -> dict[str, Tensor]:
 
 
 def _from_torch(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-    """Rename the weights of an ``nn.MultiheadAttention`` on their way in."""
-    for name, tensor in _parted(state, prefix).items():
+    """Rename the weights of an ``nn.MultiheadAttention`` while loading."""
+    for name, tensor in _split_packed(state, prefix).items():
         state[f"{prefix}attention.{name}"] = tensor
     for name in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"):
         state.pop(prefix + name, None)

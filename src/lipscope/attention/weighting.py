@@ -1,4 +1,4 @@
-"""Weightings: how a row of scores becomes a row of weights, with both derivatives."""
+"""Maps from attention scores to attention weights, with their derivatives."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch import Tensor
 
 At = tuple[Tensor, ...]
 
-# Weights below this change no digit of a product, but their subnormal multiples slow it down
-# by up to a half on real weights.
+# Smaller weights change no digit of a product, but their subnormal multiples slow it down by up
+# to a half on real weights.
 _SMALLEST_WEIGHT = 1e-30
 
 
 class Weighting(ABC):
     """Weights ``P`` of a block of scores ``S``, ``(..., rows, keys)``, -inf where hidden.
 
-    Three methods make a weighting: `weights`, `jvp` and `vjp`. The others fuse steps or save
-    memory, and have defaults. Rows that may read no token come with the scores that they
-    would have; what they give is set to zero afterwards.
+    `weights`, `jvp` and `vjp` define a weighting. The other methods have defaults; overriding
+    them saves time or memory. Rows that may attend to no token arrive unmasked; their outputs
+    are set to zero afterwards.
 
     Attributes:
         all_rows: Whether a weight depends on scores of other rows. Blocks then hold all rows
             of some heads, and no row may be empty.
-        normalised: Whether weights of a row add up to 1 and depend on differences of its scores
-            only. Values may then be taken relative to any one vector.
-        kept: How many tensors of the size of the scores `at` keeps.
+        normalised: Whether rows of weights add up to 1 and depend only on differences of
+            scores. Values may then be taken relative to any fixed vector.
+        kept: Number of score-sized tensors in the result of `at`.
     """
 
     all_rows: bool = False
@@ -47,11 +47,11 @@ class Weighting(ABC):
         """The cotangent of the scores for ``gp``, which may be overwritten."""
 
     def at(self, s: Tensor) -> At:
-        """What the derivatives ask for, the weights first; none of it in the memory of ``s``."""
+        """The state for the derivatives, weights first; it does not alias ``s``."""
         return (self.weights(s),)
 
     def statistic(self, s: Tensor) -> Tensor | None:
-        """One number a row, ``(..., rows, 1)``, that makes `again` cheaper than `at`."""
+        """One number per row, ``(..., rows, 1)``, that makes `again` cheaper than `at`."""
         return None
 
     def again(self, s: Tensor, statistic: Tensor | None) -> At:
@@ -59,7 +59,7 @@ class Weighting(ABC):
         return self.at(s)
 
     def open(self, s: Tensor, shift: Tensor) -> Tensor:
-        """Rows ``(..., rows)`` in which shifts of scores by ``shift`` may change some weight."""
+        """Rows ``(..., rows)`` in which shifting scores by ``shift`` may change a weight."""
         return torch.ones_like(s[..., 0], dtype=torch.bool)
 
     def push(self, at: At, ds: Tensor, v: Tensor, dv: Tensor, o: Tensor) -> Tensor:
@@ -95,11 +95,11 @@ class Softmax(Weighting):
         return self.pull(at, gp, (p * gp).sum(-1, keepdim=True))
 
     def at(self, s: Tensor) -> At:
-        """The softmax without tiny weights."""
+        """The softmax with tiny weights set to zero."""
         return (torch.threshold_(torch.softmax(s, dim=-1), _SMALLEST_WEIGHT, 0.0),)
 
     def statistic(self, s: Tensor) -> Tensor:
-        """The logarithm of the sum of exponentials."""
+        """The log-sum-exp of every row."""
         return s.logsumexp(-1, keepdim=True)
 
     def again(self, s: Tensor, statistic: Tensor | None) -> At:
@@ -108,7 +108,7 @@ class Softmax(Weighting):
         return (torch.threshold_(s.sub_(statistic).exp_(), _SMALLEST_WEIGHT, 0.0),)
 
     def open(self, s: Tensor, shift: Tensor) -> Tensor:
-        """Not those in which one token has all weight whatever the shifts are."""
+        """Exclude rows in which one token has all the weight for any shift."""
         if s.shape[-1] < 2:
             return torch.zeros_like(s[..., 0], dtype=torch.bool)
         best, second = s.double().topk(2, -1).values.unbind(-1)

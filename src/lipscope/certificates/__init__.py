@@ -1,4 +1,4 @@
-"""Certificates that hold all over a ball, and decisions that cannot change within one."""
+"""Robustness certificates over a ball: output bounds and certified decision radii."""
 
 from lipscope.certificates.balls import (
     BallCertificate as BallCertificate,

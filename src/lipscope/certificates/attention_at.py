@@ -1,7 +1,7 @@
-"""Attention at a centre, as functionals of moves in an ellipsoid, and its second derivatives.
+"""Attention at a centre with its second derivatives, for perturbations in an ellipsoid.
 
-Inputs are ``x_0 + T xi`` with ``|xi| <= r``. Everything is a functional of ``xi``. Derived here;
-proofs: ``docs/theory/decision.md``.
+Inputs are ``x_0 + T xi`` with ``|xi| <= r``; all quantities are functionals of ``xi``. Derived
+here; proofs: ``docs/theory/decision.md``.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from lipscope.certificates.forms import (
     weighted_gram,
 )
 
-_MARKS = 4  # groups of them that share their eigenvalues
-_CANCELS = 1e-13  # of the sizes of two terms whose sum may vanish: rounding, with room
-TINY = 1e-300  # a weight below it is one that underflows
-_FEW = 2e7  # largest tensor of forms of the pairs both of whose ends move
-_EXACT = 3e9  # products for second derivatives of all outputs
-_HELD = 5e7  # numbers that they may hold at a time
+_MARKS = 4  # groups of balls that share eigenvalues
+_CANCELS = 1e-13  # rounding relative to the size of two terms that may cancel, with a margin
+TINY = 1e-300  # smaller weights have underflowed
+_FEW = 2e7  # largest tensor of forms of pairs with both ends moving
+_EXACT = 3e9  # maximum number of multiplications for second derivatives of all outputs
+_HELD = 5e7  # maximum number of entries in memory for these
 
 
 def extreme_mean(
     g: Float[Tensor, "*#b n"], lower: Float[Tensor, "*#b n"], upper: Float[Tensor, "*#b n"]
 ) -> Float[Tensor, "*_"]:
-    """``sup <p, g>`` over weights ``lower <= p <= upper`` that add up to 1: greedy, exact."""
+    """``sup <p, g>`` over weights ``lower <= p <= upper`` with sum 1: greedy, exact."""
     g, lower, upper = torch.broadcast_tensors(g, lower, upper)
     order = g.argsort(-1, descending=True)
     room = (upper - lower).gather(-1, order)
@@ -51,9 +51,9 @@ def extreme_size(g: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
 
 
 def graded(f: Callable[[Tensor], Tensor], w: Float[Tensor, "b *r k"]) -> Tensor:
-    """``f(w_b)``, from above, of norms ``f(w) = λ(sum_k w_k g_k g_k^T)^(1/2)`` on a grid of balls.
+    """Upper bound of ``f(w_b)`` on a grid of balls, for ``f(w) = λ(sum_k w_k g_k g_k^T)^(1/2)``.
 
-    One of each row of weights, once for every few balls: ``w_b <= c w'`` gives
+    Evaluated at one set of weights for every few balls: ``w_b <= c w'`` implies
     ``f(w_b) <= c^(1/2) f(w')``.
     """
     found = []
@@ -65,17 +65,17 @@ def graded(f: Callable[[Tensor], Tensor], w: Float[Tensor, "b *r k"]) -> Tensor:
 
 
 def moves_apart(t: Float[Tensor, "n d p"]) -> bool:
-    """Whether every coordinate moves one token alone."""
+    """Whether every coordinate moves a single token."""
     return int((t != 0).any(1).sum(0).max()) <= 1
 
 
 class AttentionAt:
-    """Rows of a layer at one centre, as functionals of ``xi``: heads ``h``, rows ``i``, keys ``j``.
+    """Rows of a layer at a centre, as functionals of ``xi``: heads ``h``, rows ``i``, keys ``j``.
 
     Attributes:
         p: Weights ``P``, ``(h, i, j)``.
         a: Velocities of logits, centred: ``<q_i, K_j f> + <Q_i f, k_j>``, ``(h, i, j, p)``.
-        query: ``Q_i T``, with half of the scale, ``(h, i, k, p)``; ``key``: ``K_j T``, likewise.
+        query: ``Q_i T``, with half the scale, ``(h, i, k, p)``; ``key``: ``K_j T``, likewise.
         value: ``V_j T``, ``(h, j, kv, p)``.
         v: Values, centred by ``P``, through the output projection, ``(h, i, j, d_out)``.
         separate: `moves_apart`.
@@ -111,7 +111,7 @@ class AttentionAt:
         self.a = velocity - torch.einsum("hij,hijp->hip", p, velocity)[:, :, None]
         self.a = self.a.masked_fill(self.hidden[..., None], 0.0)
         size = velocity.norm(dim=-1)
-        self.terms = size + (p * size).sum(-1, keepdim=True)  # of a, whose difference may vanish
+        self.terms = size + (p * size).sum(-1, keepdim=True)  # of a, before cancellation
         centred = v0[:, None] - (p @ v0)[:, :, None]
         self.v = torch.einsum("hdk,hijk->hijd", self.output, centred)
         self.v = self.v.masked_fill(self.hidden[..., None], 0.0)
@@ -121,7 +121,7 @@ class AttentionAt:
         self.n, self.heads, self.count = n, heads, t.shape[-1]
         self._leads: list[tuple[Tensor, Tensor]] = []
 
-    # --- once
+    # --- cached quantities
 
     @cached_property
     def gram_a(self) -> Tensor:
@@ -130,7 +130,7 @@ class AttentionAt:
 
     @cached_property
     def sizes(self) -> Tensor:
-        """``|a_j|^2``, ``(h, i, j)``: for weights, never a bound."""
+        """``|a_j|^2``, ``(h, i, j)``: for choosing weights, not a bound."""
         return self.a.square().sum(-1)
 
     @cached_property
@@ -142,14 +142,14 @@ class AttentionAt:
 
     @cached_property
     def keys_moved(self) -> Bool[Tensor, " j"]:
-        """Tokens whose key or value moves in some head; one where none does."""
+        """Tokens whose key or value moves in some head; the first one if there are none."""
         moved = ((self.key != 0).any(-1).any(-1) | (self.value != 0).any(-1).any(-1)).any(0)
         moved[0] |= ~moved.any()
         return moved
 
     @cached_property
     def gram_key(self) -> Tensor:
-        """Of the rows of all ``K_j T`` that move, ``(h, j k, j k)``."""
+        """Gram matrix of the moving rows of all ``K_j T``, ``(h, j k, j k)``."""
         rows = self.key[:, self.keys_moved].flatten(1, 2)
         return rows @ rows.mT
 
@@ -161,7 +161,7 @@ class AttentionAt:
 
     @cached_property
     def gram_heads(self) -> Tensor:
-        """Of the rows of all ``Q_i T`` of a head, ``(h, i k, i k)``."""
+        """Gram matrix of the rows of all ``Q_i T`` of a head, ``(h, i k, i k)``."""
         rows = self.query.flatten(1, 2)
         return rows @ rows.mT
 
@@ -176,7 +176,7 @@ class AttentionAt:
         return top_value(self.key @ self.key.mT).sqrt()
 
     def _stacked(self, each: Float[Tensor, "h j k p"]) -> Float[Tensor, " h"]:
-        """Norms of functionals of all tokens together."""
+        """Norms of the functionals of all tokens, stacked."""
         return norm_above(each).amax(1) if self.separate else norm_above(each.flatten(1, 2))
 
     @cached_property
@@ -186,7 +186,7 @@ class AttentionAt:
 
     @cached_property
     def read_norms(self) -> Float[Tensor, " h"]:
-        """``‖stack_j W_h V_j T‖``, by a triangular factor of every ``W_h``."""
+        """``‖stack_j W_h V_j T‖``, from a triangular factor of every ``W_h``."""
         triangle = torch.linalg.qr(self.output).R
         return self._stacked(torch.einsum("huv,hjvp->hjup", triangle, self.value))
 
@@ -206,7 +206,7 @@ class AttentionAt:
 
     @cached_property
     def bend_apart(self) -> Tensor:
-        """The same for ``K_l - K_j``, ``(h, i, j, l)``."""
+        """The same bound for ``K_l - K_j``, ``(h, i, j, l)``."""
         found = self.p.new_zeros(*self.p.shape, self.n)
         one, other = torch.triu_indices(self.n, self.n, 1)
         apart = (self.key[:, other] - self.key[:, one])[:, None]
@@ -229,7 +229,7 @@ class AttentionAt:
 
     @cached_property
     def turns(self) -> tuple[tuple[Tensor, ...], Tensor, Tensor] | None:
-        """Pairs ``(h, i, j)`` both of whose ends move, ``S^2`` and ``|S|``; None beyond two tokens.
+        """Pairs ``(h, i, j)`` with both ends moving, ``S^2`` and ``|S|``; None beyond two tokens.
 
         ``S = (T^T Q_i^T K_j T + T^T K_j^T Q_i T) / 2``.
         """
@@ -241,7 +241,7 @@ class AttentionAt:
         h, i, j = where = both.nonzero(as_tuple=True)
         half = self.query[h, i].mT @ self.key[h, j] / 2
         values, vectors = torch.linalg.eigh(half + half.mT)
-        # what rounding may hide
+        # rounding errors
         values = values.abs() + SLACK * values.abs().amax(-1, keepdim=True)
         scaled = vectors * values[:, None]
         return where, scaled @ scaled.mT, scaled @ vectors.mT
@@ -253,14 +253,14 @@ class AttentionAt:
 
     @cached_property
     def single(self) -> Bool[Tensor, "h i j"]:
-        """Keys that are the only one of their row that moves."""
+        """Keys that are the only moving key of their row."""
         moves = (self.key.norm(dim=(-2, -1)) > 0)[:, None] | self.carries
         moves = moves & ~self.hidden
         return moves & (moves.sum(-1, keepdim=True) == 1)
 
     @cached_property
     def lone(self) -> Bool[Tensor, "h i"]:
-        """Rows whose query stays and one of whose keys moves."""
+        """Rows with a fixed query and a single moving key."""
         return self.single.any(-1) & (self.norm_query == 0)
 
     def bent_rows(self, w: Float[Tensor, "*b h i j"], spread: Tensor) -> Float[Tensor, "*b h i"]:
@@ -277,7 +277,7 @@ class AttentionAt:
         return torch.minimum(found, rows.view_as(found).sqrt())
 
     def of_heads(self, c: Float[Tensor, "h i"]) -> Float[Tensor, " h"]:
-        """``sup (sum_i c_hi |Q_i T e|^2)^(1/2)`` over unit ``e``, of every head."""
+        """``sup (sum_i c_hi |Q_i T e|^2)^(1/2)`` over unit ``e``, for every head."""
         if self.separate:
             return (c.clamp_min(0).sqrt() * self.norm_query).amax(-1)
         root = c.clamp_min(0).sqrt().repeat_interleave(self.query.shape[2], -1)
@@ -302,12 +302,12 @@ class AttentionAt:
     def lead_of(
         self, reads: Float[Tensor, "i k d"], wanted: Bool[Tensor, "i k"]
     ) -> Float[Tensor, "i k"] | None:
-        """``>= sup |<p_ik, H_i[e, f]>|`` over unit ``e, f`` for every read-out alone.
+        """``>= sup |<p_ik, H_i[e, f]>|`` over unit ``e, f`` for each read-out separately.
 
-        Infinite where it is neither wanted nor known; None where that is much work.
+        Infinite if neither ``wanted`` nor available; None if too expensive.
 
-        ``H = X^T B + B^T X`` with ``X = (a; Q)`` of few rows, and ``(tr H^4)^(1/4)`` is above its
-        norm. Where heads cancel, rounding hides it: sizes of rows and of blocks say how much.
+        ``H = X^T B + B^T X`` with ``X = (a; Q)`` of few rows, and ``(tr H^4)^(1/4)`` bounds it.
+        Rounding where heads cancel is bounded by the norms of rows and blocks.
         """
         inner = self.heads * (self.n + self.query.shape[2])
         few = min(inner, self.count)
@@ -324,7 +324,7 @@ class AttentionAt:
 
     def _lead(self, i: int, reads: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
         x, b, terms = self._halves(i, reads)
-        # rows of X as large as those of B, and both about 1: powers of others underflow
+        # scale the rows of X and B to size about 1: powers of others underflow
         lost = torch.cat([self.terms[:, i].flatten(), self.query[:, i].norm(dim=-1).flatten()])
         lost = 2 * _CANCELS * terms @ lost
         most, rows = terms.amax(0), x.norm(dim=1)
@@ -338,7 +338,7 @@ class AttentionAt:
             h = h + h.mT
             size = h.flatten(1).norm(dim=1)
             fourth = (h @ h).square().sum((1, 2))
-        else:  # tr (M Z Z^T)^4 with Z = (X; B), M what swaps them: blocks (E, F; G, E^T)
+        else:  # tr (M Z Z^T)^4 with Z = (X; B) and the block swap M; blocks (E, F; G, E^T)
             e, f, g = b @ x.T, b @ b.mT, (x @ x.T).expand(len(b), -1, -1)
             size = (2 * e.square() + f.square() + g.square()).sum((1, 2)).sqrt()
             ef, ge, square = e @ f, g @ e, e @ e + f @ g
@@ -348,9 +348,9 @@ class AttentionAt:
         return fourth**0.25 * sizes[0] * sizes[1] + lost
 
     def _halves(self, i: int, reads: Float[Tensor, "k d"]) -> tuple[Tensor, Tensor, Tensor]:
-        """``X = (a; Q)``, ``B_k`` with ``H_k = X^T B_k + B_k^T X``; sizes of the rows of B.
+        """``X = (a; Q)``, ``B_k`` with ``H_k = X^T B_k + B_k^T X``, and norms of the rows of B.
 
-        Those are ``sum |x_m|`` for a row ``sum x_m``, so that rounding is known where terms cancel.
+        The norms are ``sum |x_m|`` for a row ``sum x_m``, which bounds rounding if terms cancel.
         """
         p, a = self.p[:, i], self.a[:, i]
         w = torch.einsum("kd,hdv->khv", reads, self.output)
@@ -366,12 +366,12 @@ class AttentionAt:
         return x, b, torch.cat([one.flatten(1) for one in terms], 1)
 
     def lead_together(self, reads: Float[Tensor, "i k d"]) -> Float[Tensor, "p p"] | None:
-        """``sum_ik H_ik^2`` of the read-outs of all rows; None where that is much work."""
+        """``sum_ik H_ik^2`` of the read-outs of all rows; None if too expensive."""
         return self._squares(reads) if self._little(1) else None
 
     @cached_property
     def lead_rows(self) -> tuple[Float[Tensor, " i"], Float[Tensor, "p p"]] | None:
-        """``(sum_k |H_ik f|^2)^(1/2)`` of every row, and the form of all rows."""
+        """``(sum_k |H_ik f|^2)^(1/2)`` for every row, and the form of all rows."""
         if not self._little(len(self.rows)):
             return None
         eye = torch.eye(self.output.shape[1], dtype=self.p.dtype)[None]
@@ -380,7 +380,7 @@ class AttentionAt:
         return rows, squares.sum(0)
 
     def _little(self, forms: int) -> bool:
-        """Whether as many forms of `_squares` that share all rows are little work, and small."""
+        """Whether this many forms of `_squares` over all rows are cheap in time and memory."""
         y = self.heads * int(self.keys_moved.sum()) * (self.value.shape[2] + self.key.shape[2])
         x, p, i = self.heads * (self.n + self.query.shape[2]), self.count, len(self.rows)
         products = forms * y * p * (y + p) + i * x * p * (2 * y + p + x)
@@ -388,7 +388,7 @@ class AttentionAt:
 
     @cached_property
     def _crossed(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """``a`` and ``Q`` of rows, ``V`` and ``K`` of keys that move; products of any two."""
+        """``a`` and ``Q`` of rows, ``V`` and ``K`` of moving keys, and their pairwise products."""
         a, q = self.a.transpose(0, 1).contiguous(), self.query.transpose(0, 1).contiguous()
         v, k = self.value[:, self.keys_moved], self.key[:, self.keys_moved]
         return (a, q, v, k), (
@@ -400,10 +400,10 @@ class AttentionAt:
     def _squares(
         self, reads: Float[Tensor, "i k d"], rows: list[int] | None = None
     ) -> Float[Tensor, "p p"]:
-        """``sum_ik H_ik^2`` of read-outs of some rows, or of all.
+        """``sum_ik H_ik^2`` of read-outs of the given rows, or of all rows.
 
         ``H_k = W^T N_k W``, ``W = (a; Q; V; K)``, ``N_k = (D_k, C_k; C_k^T, 0)``: for ``(a; Q)``,
-        ``D_k`` has ``P_j y_kj`` on the diagonal of keys; ``C_k`` leads values of a key to the key,
+        ``D_k`` has ``P_j y_kj`` on the diagonal of keys; ``C_k`` maps values of a key to the key,
         by ``P_j w_k``, and all keys to the query, by ``P_j y_kj``. So every block of
         ``sum_k N_k W W^T N_k`` is a block of ``W W^T`` times sums over k of two of these.
         """
@@ -413,13 +413,13 @@ class AttentionAt:
         p = self.p[:, some].transpose(0, 1)
         w = add("ikd,hdv->ikhv", reads, self.output)
         py = p[:, None] * add("ikd,hijd->ikhj", reads, self.v[:, some])
-        # h, g: heads; j, l: keys, those that move where they stand for V or K; u, v, c, e: widths
+        # h, g: heads; j, l: keys, moving ones for V or K; u, v, c, e: widths
         ww, wp = add("ikhv,ikgu->ihvgu", w, w), add("ikhv,ikgl->ihvgl", w, py)
         pp = add("ikhj,ikgl->ihjgl", py, py)
         left, right = p[..., j][..., None, None], p[:, None, None][..., j]
         wp_j, pp_j = wp[..., j], pp[..., j]
         pp_jj, aa_j = pp_j[:, :, j], right * aa[..., j]
-        # of V, K by V, K: from what they lead to, of all rows at once
+        # of V, K by V, K: from the blocks they map to, for all rows at once
         m_vv = add("ihjgl,ihvgu->hjvglu", left * aa_j[:, :, j], ww)
         m_vk = add("ihjgc,ihvgl->hjvglc", left * aq[:, :, j], wp_j)
         m_kk = add("ihcge,ihjgl->hjcgle", qq, pp_jj)
@@ -430,7 +430,7 @@ class AttentionAt:
         m_ak[:, :, j] += left[..., None] * add("igchjv,ihvgl->ihjglc", qv, wp_j)
         m_qv = right[..., None] * add("iglhjc,iguhj->ihcglu", ak[:, :, j], wp_j)
         m_qk = add("igehjc,ihjgl->ihcgle", qk, pp_jj)
-        # of a, Q by a, Q, half of what is symmetric
+        # of a, Q by a, Q: half of the symmetric form
         m_aa, through = aa * pp / 2, right * add("ihjglu,iguhj->ihjgl", av, wp)
         through[:, :, j] += left * right * add("hjvglu,ihvgu->ihjgl", vv, ww) / 2
         m_aa[..., j] += through
@@ -446,7 +446,7 @@ class AttentionAt:
         by_k = add("hjvglu,glup->hjvp", m_kk, k) / 2
         both = ((a, by_a), (q, by_q), (v, by_v), (k, by_k))
         half = torch.stack([x.flatten(0, -2).T @ y.flatten(0, -2) for x, y in both]).sum(0)
-        # where heads cancel, rounding hides it: sizes of rows and of blocks say how much
+        # rounding where heads cancel, from the norms of rows and blocks
         size = p[:, None] * add("ikhv,hjv->ikhj", w.abs(), self.value.norm(dim=-1))
         size = size + py.abs() * a.norm(dim=-1)[:, None] / 2
         of_q = add("ikhj,hjc->ikhc", py.abs(), self.key.norm(dim=-1))
@@ -458,19 +458,19 @@ class AttentionAt:
 
 
 def _rounding_of_powers(x: Float[Tensor, "q p"]) -> float:
-    """Of powers up to the fourth of ``X^T B + B^T X``, relative to products of norms, with room."""
+    """Relative rounding of powers up to the fourth of ``X^T B + B^T X``, with a margin."""
     return 2e-16 * (24 * sum(x.shape) + 200)
 
 
 @dataclass(frozen=True, eq=False)
 class Bend:
-    """A read-out ``sum_i <l_i, f_i(x)>``: its Hessian at the centre, and its parts."""
+    """A read-out ``sum_i <l_i, f_i(x)>``: its Hessian at the centre, in parts."""
 
     hessian: Tensor  # (p, p)
-    y: Tensor  # centred values as read, (h, i, j)
+    y: Tensor  # centred values of the read-out, (h, i, j)
     read: Tensor  # functionals of moving values, (h, i, j, p)
-    n: Tensor  # those, centred
-    size: Tensor  # norm of those functionals together, (h, i)
+    n: Tensor  # the same, centred
+    size: Tensor  # joint norm of these functionals, (h, i)
 
 
 def bend_of(at: AttentionAt, reads: Float[Tensor, "i d"]) -> Bend:

@@ -1,6 +1,6 @@
-"""Attention all over an ellipsoid of inputs: its weights, and changes of its derivatives.
+"""Attention over an ellipsoid of inputs: bounds of its weights and of changes of derivatives.
 
-On balls of a grid of radii. Derived here; proofs: ``docs/theory/decision.md``.
+Computed on balls with a grid of radii. Derived here; proofs: ``docs/theory/decision.md``.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from lipscope.certificates.forms import (
     weighted_gram,
 )
 
-_LOST = 1e-200  # total weight of keys below which their shares of it are not known
-_PAIRS = 2_000_000  # of keys of a row, of which is held at a time how far their logits come apart
-PIECES = 16  # radii of the grid on which what grows with the radius is bounded
+_LOST = 1e-200  # total weight of keys below which their relative weights are unknown
+_PAIRS = 2_000_000  # maximum number of key pairs of a row for cached logit differences
+PIECES = 16  # number of radii of the grid
 
 
 class Reach:
-    """What holds of the weights all over each ball ``b`` of a grid of radii."""
+    """Bounds of the weights over each ball ``b`` of a grid of radii."""
 
     def __init__(
         self, at: AttentionAt, radius: Tensor, upper: Tensor, lower: Tensor, first: Tensor
@@ -51,8 +51,8 @@ class Reach:
         moved = self.change + p * at.a.norm(dim=-1) * r[..., None]
         self.beyond = torch.minimum(beyond, moved)
         self.key_upper, self.key_change = (graded(at.key_spread, w) for w in (upper, self.change))
-        # sum_j varied_j g_j^2 >= Var'(g) where g_j = 0 for keys that stay, (b, h, i, j): of one key
-        # alone the largest p (1 - p)
+        # sum_j varied_j g_j^2 >= Var'(g) if g_j = 0 for fixed keys, (b, h, i, j); for a single key
+        # the largest p (1 - p)
         largest = torch.maximum(upper * (1 - upper), lower * (1 - lower))
         largest = torch.where((lower < 0.5) & (upper > 0.5), 0.25, largest)
         self.varied = torch.where(at.single, largest, upper)
@@ -66,19 +66,19 @@ class Reach:
         self.path = (r[0] * (self.spread_upper + self.own_bent)).cumsum(0)  # of sd'(velocity)
         length = torch.minimum(self.change.norm(dim=-1), self.total / 2**0.5)
         self.length = torch.minimum(length, upper.amax(-1).sqrt() * self.path)  # >= |P' - P|_2
-        # of the keys whose values move: the same, and the largest that is varied
+        # for keys with moving values: the same, and the largest entry of varied
         self.value_length = torch.minimum(self.length, (self.change * at.carries).norm(dim=-1))
         self.carried = (self.varied * at.carries).amax(-1)
 
     def of(self, balls: Bool[Tensor, " b"]) -> Reach:
-        """Some of the balls."""
+        """Select some of the balls."""
         found = copy.copy(self)
         vars(found).update({name: value[balls] for name, value in vars(self).items()})
         return found
 
 
 class AttentionBall:
-    """A layer at a centre, all over the balls of a grid of radii up to ``r``."""
+    """A layer at a centre, over balls with a grid of radii up to ``r``."""
 
     def __init__(self, at: AttentionAt, radius: float, pieces: int = PIECES) -> None:
         self.at, self.radius, self.pieces = at, radius, pieces
@@ -89,16 +89,16 @@ class AttentionBall:
         self.grid = Reach(at, r, upper, lower, first)
 
     def _weights(self, radius: Float[Tensor, " b"]) -> tuple[Tensor, Tensor, Tensor]:
-        """``U``, ``L`` and ``|P'/P - 1 - s'|`` on some of the balls."""
+        """``U``, ``L`` and ``|P'/P - 1 - s'|`` for each ball."""
         at, p, r = self.at, self.at.p, radius[:, None, None, None]
         s = at.a.norm(dim=-1) * r + at.bend * r.square()
         spread, bent = self.centre
         v = spread * r[..., 0] + bent * r[..., 0].square()
         # the logits' changes have P-mean 0: Jensen below, Bennett above
-        z = 1 + v.square() * _bennett(s.amax(-1))  # infinite or not a number: nothing holds so far
+        z = 1 + v.square() * _bennett(s.amax(-1))  # infinite or NaN: no bound yet
         r = r[..., None]
         apart = at.apart * r + at.bend_apart * r.square()
-        # a weight that underflows is not zero, and takes no other's place
+        # an underflowed weight is not zero and has no effect on others
         log = p.clamp_min(TINY).log()
         ratio = log.masked_fill(at.hidden, -torch.inf)[..., None, :] - log[..., :, None]
         others = ratio.masked_fill((p < TINY)[..., None, :], -torch.inf)
@@ -116,7 +116,7 @@ class AttentionBall:
     def change_of(
         self, reads: Float[Tensor, "i g k d"], lead: Float[Tensor, "i g"] | None = None
     ) -> Float[Tensor, "b i g"]:
-        """``>= ‖R_ig (J(x) - J(x_0)) T‖`` of every group of read-outs of a row, on each ball.
+        """``>= ‖R_ig (J(x) - J(x_0)) T‖`` for every group of read-outs of a row, on each ball.
 
         ``lead`` bounds the second derivatives at the centre, ``sup |R_ig H[e, f]|``.
         """
@@ -125,7 +125,7 @@ class AttentionBall:
     def with_lead(
         self, plain: Float[Tensor, "b i g"], rest: Float[Tensor, "b i g"], lead: Tensor | None
     ) -> Float[Tensor, "b i g"]:
-        """`change_of` from `changes_of`."""
+        """`change_of` from the results of `changes_of`."""
         if lead is None:
             return plain
         return torch.minimum(plain, self.grid.radius[:, None, None] * lead + rest)
@@ -133,7 +133,7 @@ class AttentionBall:
     def changes_of(
         self, reads: Float[Tensor, "i g k d"]
     ) -> tuple[Float[Tensor, "b i g"], Float[Tensor, "b i g"]]:
-        """`change_of` without ``lead``, and what ``lead`` leaves out."""
+        """`change_of` without ``lead``, and the remainder to add to ``lead``."""
         at, one = self.at, self.grid
         w = torch.einsum("igkd,hdv->higkv", reads, at.output)
         y = torch.einsum("igkd,hijd->higjk", reads, at.v)  # values read
@@ -142,7 +142,7 @@ class AttentionBall:
             return t[:, :, :, None]
 
         r, upper, change = one.radius[:, None, None, None], x(one.upper), x(one.change)
-        if reads.shape[2] == 1:  # one read-out alone: rank 1
+        if reads.shape[2] == 1:  # a single read-out: rank 1
             w1, alone = w[:, :, :, 0], y[..., 0]
             of_values = torch.einsum("higv,hjvlu,higu->higjl", w1, at.gram_value, w1)
             size = top_value(of_values).sqrt()
@@ -173,7 +173,7 @@ class AttentionBall:
         )
         plain = plain + shared * x(one.spread_upper + one.own_bent)
         rest = size * x((one.beyond * at.carries).norm(dim=-1)) + c_beyond * x(one.spread_beyond)
-        # |E'y|: a mean that has moved meets E'a and, as bends are not centred, all of E'alpha
+        # |E'y|: a moved mean multiplies E'a and, as bends are not centred, all of E'alpha
         mean = torch.minimum(
             mean, torch.minimum(x(one.total.sqrt()) * c_change, x(one.path) * c_upper)
         )
@@ -219,7 +219,7 @@ class AttentionBall:
             return at.form(rest=min(averages, key=lambda form: float(form.trace())))
 
         def velocities(*each: tuple[Tensor, Tensor]) -> RowForm:
-            """Of ``sum w_hij <a_hij, f>^2``, averaged: the form of smallest trace."""
+            """``sum w_hij <a_hij, f>^2``, averaged: the form of smallest trace."""
             weights = (c.sum(1, keepdim=True)[..., None] * w for c, w in each)
             means = [_averaged(w, (w * at.sizes).flatten(1).sum(1), shares) for w in weights]
             return at.form(min(means, key=lambda w: float((w * at.sizes).sum())))
@@ -242,7 +242,7 @@ class AttentionBall:
             velocities((shared, one.upper)),
             bends(shared, one.varied, one.key_upper),
         ]
-        # |E'y|^2: a mean that has moved meets E'a and, as bends are not centred, all of E'alpha
+        # |E'y|^2: a moved mean multiplies E'a and, as bends are not centred, all of E'alpha
         mean = torch.minimum(one.total * c_change, squares * c_upper)
         rest = [
             values(beyond.sum(-1, keepdim=True) * beyond),
@@ -267,7 +267,7 @@ class AttentionBall:
     def _averages(
         self, w: Float[Tensor, "b h i j"], metric: Float[Tensor, "h i v v"], shares: Tensor
     ) -> Float[Tensor, "p p"]:
-        """Of ``sum_i (sum_h (sum_j w_hij |R_i V_hj f|^2)^(1/2))^2``, averaged."""
+        """Average of ``sum_i (sum_h (sum_j w_hij |R_i V_hj f|^2)^(1/2))^2``."""
         at = self.at
         each = torch.einsum("bhij,hivu->bhjvu", w, metric)
         flat = at.value.flatten(1, 2)
@@ -301,11 +301,11 @@ class AttentionBall:
         wider = own * r[..., None] + (moved + mean)[..., None]  # |y' - y|
         large = y.abs() + wider
         # 2 (Cov' - Cov)(n, a)
-        rows = (~at.lone)[..., None].to(upper.dtype)  # the others have a form of their own
+        rows = (~at.lone)[..., None].to(upper.dtype)  # lone rows have a form of their own
         c = rows * change * (1 + one.total)[..., None]
         q = _product(of_n(bend.n, c), of_a(c))
         q = q + at.form(rest=self._of_lone(bend, one, shares))
-        # E'[y' a^2] - E[y a^2], means taken off; or all of both, where y' is at least -fall
+        # E'[y' a^2] - E[y a^2] without means; or all of both, if y' is at least -fall
         deviation = extreme_mean(large.square(), lower, upper).sqrt()
         each = change * y.abs() + upper * wider + 2 * self._mean_moved(one, deviation)
         above = moved + extreme_mean(y, lower, upper)
@@ -313,11 +313,11 @@ class AttentionBall:
         whole = at.p * y + upper * fall[..., None]
         less = (whole * at.sizes).sum(-1) < (each * at.sizes).sum(-1)
         q = q + of_a(rows * torch.where(less[..., None], whole, each))
-        # rows whose query moves bend: 2 Cov'(n, alpha), and E'[y' ((a + alpha)^2 - a^2)]
+        # rows with a moving query bend: 2 Cov'(n, alpha), and E'[y' ((a + alpha)^2 - a^2)]
         turns = (at.norm_query > 0).to(upper.dtype)
         most = turns * torch.where(less, fall, large.amax(-1))
         alone = at.single.any(-1)[..., None]
-        n = torch.where(alone[..., None], bend.read, bend.n)  # as variances of one key alone
+        n = torch.where(alone[..., None], bend.read, bend.n)  # variances of a single key
         w = turns[..., None] * torch.where(alone, at.single * one.varied, upper)
         far = shares * one.radius.square()
         bent = self._bent(far, turns.expand_as(most), one.varied, one.key_upper)
@@ -347,7 +347,7 @@ class AttentionBall:
         if at.turns is not None:
             where, squares, _ = at.turns
             return at.form(rest=4 * torch.einsum("m,mpq->pq", each[where], squares))
-        # <Q e, K f>^2, all rows of a head together or every one by itself; <Q f, K e>^2
+        # <Q e, K f>^2, for all rows of a head jointly or for each separately; <Q f, K e>^2
         rows = torch.einsum("b,bhi->hi", shares, c)
         most = torch.where(rows[..., None] > 0, each / rows[..., None], 0.0).amax(-2)
         together = at.of_heads(rows).square()[:, None] * most
@@ -359,7 +359,7 @@ class AttentionBall:
         return at.form(queries=2 * queries, keys=2 * keys)
 
     def _of_lone(self, bend: Bend, one: Reach, shares: Float[Tensor, " b"]) -> Float[Tensor, "p p"]:
-        """What rows ``p_s (Y + nu) + const`` add, ``p_s`` logistic in ``tau``.
+        """The contribution of rows ``p_s (Y + nu) + const``, with ``p_s`` logistic in ``tau``.
 
         ``F'' = p (1 - p) (1 - 2 p) (Y + nu) tau^2 + 2 p (1 - p) nu tau``.
         """
@@ -378,7 +378,7 @@ class AttentionBall:
         here = p * (1 - p) * (1 - 2 * p)
         falls = here - second.amin(0), second.amax(0) - here
         fall, far = torch.where(apart > 0, *falls), apart.abs()
-        # Where the others' weights are rounded away, so is their mean: any of them, either way.
+        # If the others' weights are rounded away, so is their mean: use the extremes.
         lost = total < _LOST
         fall = torch.where(lost, torch.maximum(*falls), fall).clamp_min(0)
         far = torch.where(lost, (y - own[:, None]).abs().amax(-1), far)
@@ -404,7 +404,7 @@ def _uneven(one: Reach, at: AttentionAt) -> Tensor:
     change, moved = one.change, one.total.sqrt()
     centred = change.amax(-1).sqrt() + change.sum(-1).sqrt() * at.p.norm(dim=-1)
     found = centred + one.value_length * moved
-    # of one key s, V e ((P'_s - P_s) a_s - P'_s E'a)
+    # for a single key s, V e ((P'_s - P_s) a_s - P'_s E'a)
     alone = ((change.sqrt() + one.upper * moved[..., None]) * at.single).amax(-1)
     return torch.where(at.single.any(-1), torch.minimum(found, alone), found)
 
@@ -412,26 +412,26 @@ def _uneven(one: Reach, at: AttentionAt) -> Tensor:
 def _evened(sizes: Float[Tensor, " b"], shares: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
     """``w`` with ``sum_b shares_b F_b(f)^(1/2) <= (sum_b w_b F_b(f))^(1/2)``: Cauchy-Schwarz.
 
-    ``sizes`` say how large ``F_b`` is; any are right.
+    ``sizes`` estimates the size of ``F_b``; any positive values are valid.
     """
     root = sizes.clamp_min(0).sqrt() + TINY
     return (shares @ root) * shares / root
 
 
 def _averaged(w: Float[Tensor, "b ..."], sizes: Float[Tensor, " b"], shares: Tensor) -> Tensor:
-    """Weights of such a form, from those of ``F_b``."""
+    """Weights of the averaged form, from the weights of ``F_b``."""
     return torch.einsum("b,b...->...", _evened(sizes, shares), w)
 
 
 def _sizes(forms: Sequence[RowForm]) -> float:
-    """Of forms whose roots add up."""
+    """The sum of the square roots of rough sizes of forms."""
     return sum(max(float(form.trace()), 0.0) ** 0.5 for form in forms)
 
 
 def _product(left: RowForm, right: RowForm) -> RowForm:
-    """A form ``>= 2 (L(f) R(f))^(1/2)`` for forms that are not negative: ``θ L + R / θ``."""
+    """A form ``>= 2 (L(f) R(f))^(1/2)`` for nonnegative forms: ``θ L + R / θ``."""
     sizes = about(left) + TINY, about(right) + TINY
-    theta = (sizes[1] / sizes[0]).sqrt().clamp(1e-100, 1e100)  # any will do, but infinity
+    theta = (sizes[1] / sizes[0]).sqrt().clamp(1e-100, 1e100)  # any finite positive value is valid
     return theta * left + (1 / theta) * right
 
 
@@ -442,5 +442,5 @@ def _top_weighted(gram: Tensor, w: Tensor) -> Tensor:
 
 def _bennett(b: Tensor) -> Tensor:
     """``>= (e^b - 1 - b) / b^2``."""
-    b = b.clamp_min(1e-3)  # it grows
+    b = b.clamp_min(1e-3)  # an increasing function
     return (torch.expm1(b) - b) / b.square()

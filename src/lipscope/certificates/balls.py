@@ -1,4 +1,4 @@
-"""Certificates over a ball around X: how far outputs can move.
+"""Certificates over a ball around X: upper bounds of how far outputs can move.
 
 Deterministic up to float64 rounding, unlike the interval of a measurement. Derived here; proofs:
 ``docs/theory/ball-certificate.md``.
@@ -58,11 +58,11 @@ class BallLayer:
         ]
         self.several, self.projected = len(self.centres) > 1, self.layer.projected
         self.joint = row_gram_joint(self.layer.together) if sharp and self.several else math.inf
-        self.resting: dict[int, float] = {}  # bounds of bare heads at X, once they are known
+        self.resting: dict[int, float] = {}  # cached bounds of bare heads at X
 
     @cached_property
     def slack(self) -> float:
-        """What rounding may hide from a bound of all heads together at the centre."""
+        """Rounding error of a bound of all heads jointly at the centre."""
         return self.layer.together.slack
 
     @cached_property
@@ -74,13 +74,13 @@ class BallLayer:
     def over(
         self, radii: Tensor, ball: BallName, shares: Sequence[float] = (1.0,), *, apart: bool = True
     ) -> tuple[list[BallValue], float, list[float]]:
-        """Bounds of sigma over the balls of shares of these radii; and around X itself.
+        """Bounds of sigma over balls of these radii, and from X to any point of the ball.
 
-        That is ``>= ‖f(X') - f(X)‖ / ‖X' - X‖``, sigma at X plus the rest: of the layer, infinite
-        without ``sharp``, and ``apart`` of each head.
+        These bound ``‖f(X') - f(X)‖ / ‖X' - X‖`` by sigma at X plus a remainder, for the layer
+        (infinite without ``sharp``) and, as ``apart``, for each head.
         """
         expands = self.sharp or apart or not self.several
-        # balls of one head are let go before the next
+        # free the balls of one head before the next
         of_heads = (
             self._of_head(h, radii, ball, shares, expands) for h in range(len(self.centres))
         )
@@ -100,7 +100,7 @@ class BallLayer:
     def _of_head(
         self, index: int, radii: Tensor, ball: BallName, shares: Sequence[float], expands: bool
     ) -> tuple[list[_HeadValue], Channel | None]:
-        """One head over these balls; and its path, which meets some of them."""
+        """Bounds of one head over these balls, and its path through some of them."""
         centre, bare, local = self.centres[index], self.bare[index], self.local[index]
         still = Ball(bare, 0.0)
         found, met = list[_HeadValue](), {0.0: still}
@@ -122,13 +122,13 @@ class BallLayer:
         return found, HeadPath(bare, radii, ball, met).whole() if expands else None
 
     def _total(self, heads: Sequence[_HeadValue]) -> BallValue:
-        """All heads together, over one ball."""
+        """Combine all heads over one ball."""
         each = [(one.value, one.form) for one in heads]
         if not self.several:
             return BallValue(heads[0].value, "one head", each)
         values = torch.tensor([one.value for one in heads], dtype=torch.float64)
         change = torch.tensor([one.change for one in heads], dtype=torch.float64)
-        apart = not self.projected or self.layer.norm_output == 0.0  # outputs side by side
+        apart = not self.projected or self.layer.norm_output == 0.0  # outputs are concatenated
         together = {
             "sum": float(values.norm() if apart else values.sum()),
             "joint": self.joint + float(change.norm() if apart else change.sum()) + self.slack,
@@ -142,7 +142,7 @@ class BallLayer:
 
 @dataclass(frozen=True)
 class _HeadValue:
-    """One head over a ball: the best bound and its form, its change; and before the projection."""
+    """One head over a ball: best bound, form and change; also before the projection."""
 
     value: float
     form: str
@@ -153,20 +153,20 @@ class _HeadValue:
 def sigma_of(
     f: Callable[[Tensor], Tensor], x: Tensor, map: Map | None = "attention", seed: int = 0
 ) -> TopSingular:
-    """Sigma of a layer's map at ``x``, or of any function (None), from a start of its own."""
+    """Sigma of a layer's map, or of any function (None), at ``x``, from a fixed start."""
     start = start_named(f"sigma|{map}|{seed}", x)
     op = linearise(f, x) if map is None else linearise(f, x, map=map)
     return top_singular(op, tol=1e-4, generator=start)
 
 
 def check_ball(ball: str) -> None:
-    """Refuse other names than those of the two balls."""
+    """Require one of the two ball names."""
     if ball not in ("token", "frobenius"):
         raise InputError(f"`ball` should be token or frobenius. Found `{ball}`.")
 
 
 def in_double(layer: Attention, head: int | None) -> DotProduct:
-    """The layer, or one head of it, in float64 on the CPU."""
+    """The layer, or one of its heads, in float64 on the CPU."""
     if not isinstance(layer, DotProduct):
         raise InputError(
             f"No certificate: the proof is for dot-product attention. Found "
@@ -180,16 +180,16 @@ def in_double(layer: Attention, head: int | None) -> DotProduct:
 
 
 _OVERFLOW = "No certificate: every form overflows; choose a smaller `eps`."
-_WIDE = 100.0  # times sigma at X, from which on a certificate says so
+_WIDE = 100.0  # multiple of sigma at X above which a note is added
 
 
 @dataclass(frozen=True)
 class HeadCertificate(Shown):
-    """One head's part."""
+    """The certificate of a single head."""
 
     head: int  # query head
     value: float  # its certificate, as in `BallCertificate`
-    # ``expansion``, or the form of the mean over radii that is the smallest at the full radius
+    # ``expansion``, or the smallest form of the mean over radii at the full radius
     form: str
 
 
@@ -198,21 +198,21 @@ class BallCertificate(Shown):
     """A bound on how far a layer's output moves while its input stays in a ball."""
 
     value: float  # ``L`` with ``‖f(X') - f(X)‖ <= L ‖X' - X‖`` for every X' in the ball
-    # ``>= sigma(X')`` for every X' in the ball, of moves of the tokens whose radius is not 0; hence
-    # also a bound of ``‖f(X') - f(X'')‖ / ‖X' - X''‖`` for any two of its points
+    # ``>= sigma(X')`` for every X' in the ball, for moves of the tokens with nonzero radius; hence
+    # also a bound of ``‖f(X') - f(X'')‖ / ‖X' - X''‖`` for any two points of the ball
     sigma_bound: float
-    eps: float  # radius (the largest one if per token)
+    eps: float  # radius (the largest one if given per token)
     ball: BallName  # ``token`` or ``frobenius``
     relative_eps: float  # ``eps / max_i |x_i|``
     heads: tuple[HeadCertificate, ...]  # per head
-    # where the value comes from. Means over radii: ``one head``, or how heads were put together,
-    # ``sum``, ``projection`` or ``joint``. ``expansion``: sigma at X plus a bound of the second
-    # order, all heads in one matrix. ``slopes``: of parts after each other, and what is left
+    # origin of the value. Means over radii: ``one head``, or how heads were combined, ``sum``,
+    # ``projection`` or ``joint``. ``expansion``: sigma at X plus a second-order bound, all heads
+    # in one matrix. ``slopes``: slopes of composed parts, plus a remainder
     form: str
-    sigma: float  # sigma at X, from below; ``upper``: from above, with probability ``1 - delta``
+    sigma: float  # lower bound of sigma at X; ``upper``: with probability ``1 - delta``
     upper: float
     ratio: float  # ``value / sigma``
-    note: str | None = None  # what to know, or None
+    note: str | None = None  # advice, or None
 
 
 def certify_ball(
@@ -229,26 +229,26 @@ def certify_ball(
 ) -> BallCertificate:
     """``L(eps)`` with ``‖f(X') - f(X)‖ <= L ‖X' - X‖`` for every X' in the ball.
 
-    The lesser of ``(1/m) sum_s B(s eps / m)``, where ``B(r)`` bounds sigma over the ball of
-    radius ``r`` (per head the least of four forms; heads together by their sum, by the norm of
-    the projection, or as a bound of the whole layer at X plus every head's change), and of a
-    bound of sigma at X plus one of ``‖f(X') - f(X) - J(X)(X' - X)‖ / ‖X' - X‖``.
+    The smaller one of ``(1/m) sum_s B(s eps / m)``, where ``B(r)`` bounds sigma over the ball of
+    radius ``r`` (per head the smallest of four forms; heads combined by their sum, by the norm of
+    the projection, or as a bound of the whole layer at X plus every head's change), and of a bound
+    of sigma at X plus a bound of ``‖f(X') - f(X) - J(X)(X' - X)‖ / ‖X' - X‖``.
 
     Holds for dot-product attention with any mask, biases, grouped heads and rotary
     embedding; up to float64 rounding.
 
     Args:
-        eps: Radius; one per token if wanted (ball ``token``).
+        eps: Radius, or one per token (ball ``token``).
         ball: ``token``: every token moves by at most ``eps``; ``frobenius``: all together.
         map: ``attention``, or ``heads`` for the map before the output projection.
-        steps: Radii ``m`` of the mean; the cost grows with it.
-        sharp: Also use the row-Gram certificate at X; all heads together take long.
-        sigma: Sigma at X, from below and from above, if it was measured; measured here if None.
+        steps: Number ``m`` of radii in the mean; the cost is proportional.
+        sharp: Also use the row-Gram certificate at X; slow for all heads jointly.
+        sigma: Lower and upper bound of sigma at X; None: measured here.
 
     Raises:
-        InputError: For an ``eps``, ``x`` or layer out of range; if there is no certificate,
-            because every form overflows, or because the value exceeds 100 times sigma at X and
-            would let the output move further than a mean of values can.
+        InputError: If ``eps``, ``x`` or the layer is invalid, or there is no certificate: every
+            form overflows, or the value exceeds 100 times sigma at X and lets the output move
+            further than a mean of values can.
 
     Tokens at the origin with ``Q = K = V = I`` average, so sigma is 1 there:
 
@@ -270,7 +270,7 @@ def certify_ball(
         found, around, alone = bound.over(radii, ball, shares)
     except NotApplicableError as error:
         raise refusal(error) from error
-    except OverflowError:  # of a power of plain numbers; tensors become infinite
+    except OverflowError:  # in powers of Python floats; tensors become infinite
         raise InputError(_OVERFLOW) from None
     value, last = sum(each.total for each in found) / steps, found[-1]
     if not math.isfinite(value):
@@ -305,7 +305,7 @@ def certificate_of(
     sigma: tuple[float, float],
     heads: tuple[HeadCertificate, ...] = (),
 ) -> BallCertificate:
-    """What was proved, beside the input and sigma there."""
+    """Combine the proved bound with the input and sigma there."""
     norm, largest = float(x.norm(dim=-1).max()), float(radii.max())
     ratio = value / sigma[0] if sigma[0] > 0 else (1.0 if value == 0 else math.inf)
     wide = f"valid, but {ratio:.3g} times sigma at X: choose a smaller `eps`"
@@ -331,13 +331,13 @@ def certified_changes(
     *,
     sharp: bool = True,
 ) -> list[float | None]:
-    """``C(eps) >= ‖f(X') - f(X)‖`` for every X' in the Frobenius ball, at sizes that rise.
+    """``C(eps) >= ‖f(X') - f(X)‖`` for every X' in the Frobenius ball, for increasing radii.
 
-    The least of ``sum_(j <= k) (eps_j - eps_(j-1)) B(eps_j)``, which is no less than the integral
-    of sigma's bound ``B`` along the way; of the expansion at X times ``eps``; and of how far means
-    of values reach. All three are those of `certify_ball`, for one curve instead of one radius.
+    The smallest of ``sum_(j <= k) (eps_j - eps_(j-1)) B(eps_j)``, which bounds the integral of the
+    sigma bound ``B`` along a segment; of the expansion at X times ``eps``; and of the reach of
+    means of values. All three are those of `certify_ball`, for a curve instead of one radius.
 
-    Holds for what `certify_ball` holds for, up to float64 rounding; None where that leaves nothing.
+    Hypotheses as for `certify_ball`, up to float64 rounding; None if there is no bound.
 
     Source: derived here (``docs/theory/ball-certificate.md``).
 
@@ -358,7 +358,7 @@ def certified_changes(
     for size in sizes:
         radii = per_token(size, len(x), "frobenius")
         reach = _output_reach(bound, radii)
-        if along < reach:  # else it stays above: B grows, and the reach is a line
+        if along < reach:  # otherwise it stays above: B increases, and the reach is linear
             try:
                 (inside,), around, _ = bound.over(radii, "frobenius", apart=False)
                 along += (size - before) * inside.total
@@ -372,12 +372,12 @@ def certified_changes(
 
 
 def refusal(error: NotApplicableError) -> InputError:
-    """Why there is no certificate."""
+    """The error for a missing certificate."""
     return InputError(f"No certificate: {str(error).removeprefix('no certificate: ')}.")
 
 
 def _output_reach(bound: BallLayer, radii: Tensor) -> float:
-    """How far the output can move at all, by what its values are.
+    """The largest possible move of the output, given its values.
 
     Row i of a head is a mean of values: ``|o'_i - o_i| <= max_j |v_j - o_i| + ‖V‖ max_j eps_j``.
     """
@@ -388,7 +388,7 @@ def _output_reach(bound: BallLayer, radii: Tensor) -> float:
 
 
 def _refuse_if_vacuous(bound: BallLayer, radii: Tensor, ball: BallName, value: float) -> None:
-    """Raise where the bound lets outputs move further than their values let them."""
+    """Raise if the bound allows larger moves of outputs than their values do."""
     moved = value * float(radii.max() if ball == "frobenius" else radii.norm())
     reach, wide = _output_reach(bound, radii), float(radii.max())
     if moved > reach:

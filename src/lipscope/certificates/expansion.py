@@ -1,8 +1,8 @@
-"""The remainder of ``f(X + E)`` after ``f(X) + J(X) E``, over a ball, all heads in one matrix.
+"""Second-order remainder of attention over a ball, for all heads in one matrix.
 
 ``‖f(X + E) - f(X)‖ / ‖E‖ <= ‖J(X)‖ + sup ‖rest(E)‖ / ‖E‖``: unlike a bound of every Jacobian in
-the ball, this one needs the spread of attention weights only in a term of second order. Derived
-here; statement and proof, line by line: ``docs/theory/ball-certificate.md``, section 7.
+the ball, this uses the spread of attention weights only in a second-order term. Derived here;
+statement and proof: ``docs/theory/ball-certificate.md``, section 7.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from lipscope.linalg import eigenvalue
 from lipscope.theorems import Ball, BallName, HeadAt
 
-_PIECES = 8  # of the way from X to X + E; intervals are taken at the end of each
-ENDS = tuple((piece + 1) / _PIECES for piece in range(_PIECES))  # as shares of the way
+_PIECES = 8  # of the segment from X to X + E; intervals are evaluated at the end of each
+ENDS = tuple((piece + 1) / _PIECES for piece in range(_PIECES))  # as fractions of the segment
 _ROUNDS = 2  # of the search for weights between heads
-_SHARES = (0.4, 0.8, 1.6)  # tried for (a + b)^2 <= (1 + t) a^2 + (1 + 1/t) b^2
-_CHUNK = 2**26  # bytes of matrices of rows, or of columns, at a time
+_SHARES = (0.4, 0.8, 1.6)  # values of t for (a + b)^2 <= (1 + t) a^2 + (1 + 1/t) b^2
+_CHUNK = 2**26  # bytes per chunk of row or column matrices
 _TINY = 1e-150
-_SLACK = 1e-10  # float64 rounding of the weighted sums, with room
+_SLACK = 1e-10  # float64 rounding of the weighted sums, with a margin
 
 
 def rest(
@@ -33,11 +33,10 @@ def rest(
     together: bool = True,
     apart: bool = True,
 ) -> tuple[float, list[float]]:
-    """``>= ‖f(X + E) - f(X) - J(X) E‖ / ‖E‖`` for every ``E`` of the ball but zero.
+    """``>= ‖f(X + E) - f(X) - J(X) E‖ / ‖E‖`` for every nonzero ``E`` in the ball.
 
-    Of all heads ``together``, whose values are not folded with ``output`` (None: side by side), and
-    ``apart`` of each alone, by what `HeadPath` says of it; infinite where it overflows, and
-    together where that is not asked for.
+    For all heads ``together``, not folded with ``output`` (None: concatenated), and ``apart`` for
+    each head, from its `HeadPath`; infinite on overflow, and for ``together`` if not requested.
     """
     widths = [c.v.shape[1] for c, _ in heads]
     if output is None:
@@ -52,7 +51,7 @@ def rest(
 
 
 class Summed:
-    """The rest of several heads, ``sum_h W_h r_h``, from a bound of each ``r_h``."""
+    """The remainder of several heads, ``sum_h W_h r_h``, from bounds of each ``r_h``."""
 
     def __init__(self, heads: Sequence[tuple[HeadAt, Tensor, Channel]]) -> None:
         self.centres = [centre for centre, _, _ in heads]
@@ -62,7 +61,7 @@ class Summed:
         self.keys = _triangular([c.head.key.T for c in self.centres])
 
     def norm(self) -> float:
-        """``>= ‖sum_h W_h r_h(E)‖ / ‖E‖``; infinite where it overflows."""
+        """``>= ‖sum_h W_h r_h(E)‖ / ‖E‖``; infinite on overflow."""
         channels = self.channels
         if not all(bool(one.isfinite().all()) for c in channels for one in vars(c).values()):
             return math.inf
@@ -80,9 +79,9 @@ class Summed:
         return best * (1 + _SLACK) if math.isfinite(best) else math.inf
 
     def _rows(self, channels: list[Channel], gamma: Tensor) -> tuple[Tensor, Tensor]:
-        """Top eigenvalue of ``sum_h gamma_h W_h N_h W_h^T`` per row, and what carries it.
+        """Top eigenvalue of ``sum_h gamma_h W_h N_h W_h^T`` per row, and its parts by head.
 
-        That is ``|z^T W_h N_h W_h^T z|^(1/2)`` for ``z`` near the top, ``(H, n)``.
+        These are ``|z^T W_h N_h W_h^T z|^(1/2)`` for ``z`` near the top eigenvector, ``(H, n)``.
         """
         m, n = self.parts[0].shape[0], gamma.shape[1]
         step = max(1, _CHUNK // (8 * m * m))
@@ -107,10 +106,10 @@ class Summed:
         return torch.cat(tops), torch.maximum(found, 1e-6 * found.amax(0) + _TINY)
 
     def _norm(self, channels: list[Channel], own: Tensor, top: Tensor, gamma: Tensor) -> float:
-        """``max_j`` of what token j moves, through its own row and through all that read it."""
+        """``max_j`` of the effect of token j, through its own row and all rows attending to it."""
         mine = (top * (own.square() / gamma).sum(0)).sqrt()
         read = (top * (torch.stack([c.read for c in channels]).square() / gamma).sum(0)).sqrt()
-        # any positive share holds; rows that read much beside their own move need a large one
+        # any positive share is valid; rows dominated by other tokens need a large one
         even = ((read + _TINY) / (mine + 1e-3 * mine.max() + _TINY)).sqrt()
         return min(
             self._columns(channels, mine.square() * (1 + t), top * (1 + 1 / t) / gamma)
@@ -137,7 +136,7 @@ class Summed:
 
 @dataclass
 class Channel:
-    """A bound of a part of the rest: ``<u, r_i> <= sqrt(u^T N_i u) (own_i |e_i| + read_i(E))``.
+    """A bound of a remainder term: ``<u, r_i> <= sqrt(u^T N_i u) (own_i |e_i| + read_i(E))``.
 
     ``read_i(E)^2 = sum_j weights_ij <h_ij, e_j>^2``.
     """
@@ -155,9 +154,9 @@ class Channel:
 
 
 class HeadPath:
-    """One head from ``X`` to ``X + E``, in pieces; intervals hold up to the end of each.
+    """One head on the segment from ``X`` to ``X + E``, in pieces with intervals up to their ends.
 
-    ``known``: its balls of some shares of ``eps``; at X itself, the share is 0.
+    ``known``: its balls at fractions of ``eps``; the fraction 0 is X itself.
     """
 
     def __init__(
@@ -170,7 +169,7 @@ class HeadPath:
         self.bend = centre.norm_a * self.at[-1].visible_eps  # >= |<A e_i, e_j>| / |e_i|
 
     def whole(self) -> Channel:
-        """All parts of the rest of this head as one."""
+        """All remainder terms of this head combined."""
         pieces = range(_PIECES)
         third = _merged_channels(
             [self.cumulant(k) for k in pieces]
@@ -179,7 +178,7 @@ class HeadPath:
         change = _merged_channels(
             [*(self.difference(k) for k in pieces), self.curvature(self.still.sums, 1.0)]
         )
-        # one choice per row for the whole way
+        # one choice per row for the whole segment
         moved = _select_channel(change.bound < third.bound, change, third)
         return _merged_channels([moved, *(self.values(k) for k in pieces)])
 
@@ -203,7 +202,7 @@ class HeadPath:
     def difference(self, piece: int) -> Channel:
         """``integral Cov_t(v, s') - Cov(v, s')`` from ``D``: small where a row is saturated.
 
-        Logits are taken relative to that of the token ``r_i`` with the largest weight.
+        Logits are relative to that of the token ``r_i`` with the largest weight.
         """
         at, sums = self.at[piece], self.at[piece].sums
         most = self.c.p.argmax(-1, keepdim=True)
@@ -227,7 +226,7 @@ class HeadPath:
         return torch.cat(found)
 
     def values(self, piece: int) -> Channel:
-        """``integral Cov_t(V e, s')``: the values move as well."""
+        """``integral Cov_t(V e, s')``: the contribution of moving values."""
         at, end = self.at[piece], ENDS[piece]
         bend = 2 * end * self.bend
         gram = self.c.gram_v.expand(len(bend), -1, -1)
@@ -238,14 +237,14 @@ class HeadPath:
     def curvature(self, sums: dict[str, Tensor], part: float) -> Channel:
         """``integral (1 - t) Cov_t(v, s'')``: logits are bilinear, ``s'' = 2 <A e_i, e_j>``.
 
-        Or ``integral Cov(v, t s'')`` with the weights at X, by the ``sums`` there.
+        Or ``integral Cov(v, t s'')`` with the weights at X, from the ``sums`` there.
         """
         size, parts = sums["upper_v"].sqrt(), torch.full_like(self.bend, part)
         return self._channel(sums["upper_y"], size, parts, self.bend, torch.zeros_like(self.c.p))
 
 
 def _triangular(blocks: list[Tensor]) -> list[Tensor]:
-    """Blocks of columns up to an orthogonal factor common to all."""
+    """Blocks of columns up to a common orthogonal factor."""
     factor = torch.linalg.qr(torch.cat(blocks, 1), mode="r").R
     return list(factor.split([block.shape[1] for block in blocks], 1))
 
@@ -264,7 +263,7 @@ def _select_channel(mask: Tensor, a: Channel, b: Channel) -> Channel:
 
 
 def _merged_channels(channels: list[Channel]) -> Channel:
-    """One channel for their sum, by the inequality of Cauchy and Schwarz."""
+    """A channel for the sum of channels, by the Cauchy-Schwarz inequality."""
     scales = [(c.own + c.read + _TINY) / (c.size + _TINY) for c in channels]
     pairs = list(zip(scales, channels, strict=True))
 
@@ -281,7 +280,7 @@ def _merged_channels(channels: list[Channel]) -> Channel:
 
 
 def _logit_speed(c: HeadAt, eps: Tensor, bend: Tensor, ball: BallName) -> Tensor:
-    """``>= |<e_i, z_ij> + <h_ij, e_j>| + bend_i |e_i|``: how fast a logit moves, ``(n,)``."""
+    """``>= |<e_i, z_ij> + <h_ij, e_j>| + bend_i |e_i|``: the speed of a logit, ``(n,)``."""
     both = c.mu * eps[:, None] + c.rho * eps
     if ball == "frobenius":
         apart = (c.mu.square() + c.rho.square()).sqrt() * eps[:, None]

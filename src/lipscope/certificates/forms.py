@@ -1,6 +1,6 @@
-"""Quadratic forms: largest values, positive parts, and the least value in a ball.
+"""Quadratic forms: eigenvalue bounds, positive parts, and minima over balls.
 
-In float64, with what rounding may hide of an eigenvalue on the safe side.
+In float64, with rounding errors of eigenvalues on the safe side.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-SLACK = 1e-11  # of the eigenvalues of a matrix, relative to its largest, with room
-_FEW = 1e-10  # of an eigenvalue, relative to the largest: a thin root has no row for smaller ones
-_NONE = 1e-14  # what is smaller than this is rounding of the decomposition
-_TINY = 1e-150  # a norm whose square is no ordinary number is taken for no larger
-_LARGE = 160  # from this width on a Cholesky factor proves what some products suggest
-_CHOLESKY = 2.3e-16  # of a matrix: what rounding hides of a factor, by rows times columns
+SLACK = 1e-11  # rounding of eigenvalues relative to the largest one, with a margin
+_FEW = 1e-10  # relative eigenvalue below which a thin root omits rows
+_NONE = 1e-14  # relative rounding of an eigendecomposition
+_TINY = 1e-150  # norms below it are raised to it, since their squares underflow
+_LARGE = 160  # width from which a Cholesky factor verifies an eigenvalue estimate
+_CHOLESKY = 2.3e-16  # rounding of a Cholesky factor, times rows and columns
 _VECTORS, _ROUNDS, _STEP = 6, 2, 1e-3
 
 
 class OutOfReachError(Exception):
-    """Nothing holds on a ball so large: a norm's input could vanish there, or a bound overflows."""
+    """No bound holds on a ball this large: a norm's input may vanish, or a bound overflows."""
 
 
 def _finite(m: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def _finite(m: Tensor) -> Tensor:
 
 
 def top_value(gram: Float[Tensor, "*b m m"]) -> Float[Tensor, "*b"]:
-    """Largest eigenvalue of positive semidefinite matrices, from above by ``1e-3`` at most."""
+    """Largest eigenvalue of positive semidefinite matrices, overestimated by ``1e-3`` at most."""
     _finite(gram)
     if gram.ndim == 2 and len(gram) >= _LARGE:
         return _top_by_cholesky(gram)
@@ -49,13 +49,13 @@ def _start(m: int) -> Tensor:
 
 
 def _top_by_cholesky(gram: Float[Tensor, "m m"]) -> Tensor:
-    """A shift ``s`` is above all eigenvalues where ``s - M`` has a Cholesky factor."""
+    """Bound eigenvalues by a shift ``s`` for which ``s - M`` has a Cholesky factor."""
     m = len(gram)
     size = _finite(gram.diagonal().sum())
     if not bool(size > 0):
         return gram.abs().sum()
     v = _start(m).to(gram.dtype)
-    scaled = gram / size  # so that no product overflows
+    scaled = gram / size  # avoids overflow in products
     for _ in range(_ROUNDS):
         v = scaled @ (scaled @ (scaled @ torch.linalg.qr(v).Q))
     v = gram @ torch.linalg.qr(v).Q
@@ -70,7 +70,7 @@ def _top_by_cholesky(gram: Float[Tensor, "m m"]) -> Tensor:
 
 
 def about(form: Tensor | RowForm) -> Tensor:
-    """Largest eigenvalue of a form that is not negative, roughly: for weights, never a bound."""
+    """Rough largest eigenvalue of a nonnegative form: for choosing weights, not a bound."""
     v = _start(len(form))[:, :1]
     for _ in range(4):
         v = form @ v
@@ -79,7 +79,7 @@ def about(form: Tensor | RowForm) -> Tensor:
 
 
 def norm_above(m: Float[Tensor, "*b k p"]) -> Float[Tensor, "*b"]:
-    """Spectral norms, from above."""
+    """Upper bounds of spectral norms."""
     return top_value(m @ m.mT if m.shape[-2] <= m.shape[-1] else m.mT @ m).sqrt()
 
 
@@ -89,9 +89,10 @@ def weighted_gram(a: Float[Tensor, "k p"], w: Float[Tensor, " k"]) -> Float[Tens
 
 
 class RowForm:
-    """``sum_k w_k r_k r_k^T + M`` of blocks of rows: sums and multiples are those of the weights.
+    """``sum_k w_k r_k r_k^T + M`` in blocks of rows; sums and multiples act on the weights.
 
-    Forms of the same rows that are added up, scaled and applied to vectors become one matrix in the
+    Forms with the same rows can be added, scaled and applied to vectors before a single matrix
+    is formed.
     end, and not one each.
     """
 
@@ -130,7 +131,7 @@ class RowForm:
         return self._summed(lambda rows, w: w @ rows.square().sum(1), torch.trace)
 
     def matrix(self) -> Float[Tensor, "p p"]:
-        """The form itself."""
+        """The matrix of the form."""
         return self._summed(weighted_gram, lambda m: m)
 
 
@@ -140,9 +141,9 @@ _Form = TypeVar("_Form", Tensor, RowForm)
 def top_bilinear(left: Float[Tensor, "*#b k p"], right: Float[Tensor, "*#b k p"]) -> Tensor:
     """``>= sup |<L e, R e>|`` over unit ``e``, the norm of ``S = (L^T R + R^T L) / 2``.
 
-    With ``C C^T`` the Gram matrix of all rows of ``L`` and ``R`` and ``F`` what swaps them, ``S``
-    has the eigenvalues of ``C^T F C / 2``. A Gram matrix that is larger, by what rounding may hide,
-    is one of rows with more coordinates: none of them makes the norm less.
+    With the Gram matrix ``C C^T`` of all rows of ``L`` and ``R`` and their swap ``F``, ``S`` has
+    the eigenvalues of ``C^T F C / 2``. Enlarging the Gram matrix to cover rounding corresponds to
+    rows with more coordinates, which cannot decrease the norm.
     """
     sizes = norm_above(left), norm_above(right)
     both = zip((left, right), sizes, strict=True)
@@ -156,15 +157,15 @@ def top_bilinear(left: Float[Tensor, "*#b k p"], right: Float[Tensor, "*#b k p"]
 
 
 def positive_part(h: Float[Tensor, "*b m m"]) -> Float[Tensor, "*b m m"]:
-    """``[H]_+ >= H``: negative eigenvalues made 0."""
+    """``[H]_+ >= H``: negative eigenvalues set to 0."""
     values, vectors = torch.linalg.eigh(_finite(h))
     return (vectors * values.clamp_min(0)[..., None, :]) @ vectors.mT
 
 
 def thin_root(h: Float[Tensor, "b m m"]) -> tuple[Float[Tensor, "b k m"], Float[Tensor, " b"]]:
-    """``R`` and ``s`` with ``H <= R^T R + s``, with as many rows as the largest rank needs.
+    """``R`` and ``s`` with ``H <= R^T R + s``, with as many rows as the largest rank.
 
-    ``s`` is the largest eigenvalue of ``H`` that has no row: at most ``1e-10`` of its largest.
+    ``s`` is the largest omitted eigenvalue of ``H``: at most ``1e-10`` of its largest one.
     """
     values, vectors = torch.linalg.eigh(_finite(h))
     values = values.clamp_min(0)
@@ -176,7 +177,7 @@ def thin_root(h: Float[Tensor, "b m m"]) -> tuple[Float[Tensor, "b k m"], Float[
 
 
 def gradient(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Of a number, or of a sum of numbers, at a tensor."""
+    """The gradient of a number, or of the sum of a tensor, at ``x``."""
     with torch.enable_grad():
         x = x.detach().requires_grad_(True)
         (found,) = torch.autograd.grad(f(x).sum(), x)
@@ -184,7 +185,7 @@ def gradient(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def jacobian(f: Callable[[Tensor], Tensor], x: Float[Tensor, "n d"]) -> Tensor:
-    """``(*out, n, d)`` of a function that takes a batch: one entry of it for each output."""
+    """``(*out, n, d)`` of a batched function, from one batch entry per output."""
     with torch.no_grad():
         shape = f(x[None])[0].shape
     count = shape.numel()
@@ -194,14 +195,14 @@ def jacobian(f: Callable[[Tensor], Tensor], x: Float[Tensor, "n d"]) -> Tensor:
 
 
 def ellipsoid(e: Float[Tensor, "*b m m"]) -> Float[Tensor, "*b m m"]:
-    """Symmetric ``T`` with ``T T^T >= E``, small axes too: rounding of the largest is added."""
+    """Symmetric ``T`` with ``T T^T >= E``: rounding of the largest axis is added to all axes."""
     wide = e + SLACK * top_value(e)[..., None, None] * torch.eye(e.shape[-1], dtype=e.dtype)
     values, vectors = torch.linalg.eigh(_finite(wide))
     return (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
 
 
 def young(*sizes: float) -> list[float]:
-    """Weights, adding up to 1, that make ``sum_k sizes_k^2 / w_k`` least: ``w`` like ``sizes``.
+    """Weights with sum 1 that minimise ``sum_k sizes_k^2 / w_k``: proportional to ``sizes``.
 
     ``|sum_k v_k|^2 <= sum_k |v_k|^2 / w_k`` for any such weights (Cauchy-Schwarz).
     """
@@ -211,7 +212,7 @@ def young(*sizes: float) -> list[float]:
 
 
 def added(forms: Sequence[_Form]) -> _Form:
-    """A form ``>= (sum_k F_k(f)^(1/2))^2`` of forms that are not negative."""
+    """A form ``>= (sum_k F_k(f)^(1/2))^2`` for nonnegative forms."""
     w = young(*(float(about(form)) ** 0.5 for form in forms))
     whole, *others = ((1 / share) * form for form, share in zip(forms, w, strict=True))
     for one in others:
@@ -222,10 +223,10 @@ def added(forms: Sequence[_Form]) -> _Form:
 def least_in_ball(
     value: float, g: Float[Tensor, " m"], b: Float[Tensor, "m m"], radius: float
 ) -> tuple[float, Tensor]:
-    """Least ``value + <g, f> + <f, B f> / 2`` over ``|f| <= radius``, from below, and where.
+    """Lower bound of ``value + <g, f> + <f, B f> / 2`` over ``|f| <= radius``, and a minimiser.
 
     By weak duality ``value - <g, (B + μ)^(-1) g> / 2 - μ radius² / 2`` is a lower bound for every
-    ``μ >= 0`` with ``B + μ > 0``; at the best one it is the least value itself (trust region).
+    ``μ >= 0`` with ``B + μ > 0``; the best one attains the minimum (trust region).
     """
     values, vectors = torch.linalg.eigh(_finite(b))
     values = values - SLACK * values.abs().max()
@@ -247,9 +248,9 @@ def least_in_ball(
 def least_in_balls(
     value: float, g: Float[Tensor, " m"], b: Float[Tensor, "m m"], radius: float, balls: int
 ) -> float:
-    """Least value of the same form where each of some blocks of ``f`` is within ``radius``.
+    """Lower bound of the same form if each of several blocks of ``f`` is within ``radius``.
 
-    Weak duality with a multiplier for each block; any with ``B + diag(mu) > 0`` are right, and a
+    Weak duality with a multiplier for each block; any with ``B + diag(mu) > 0`` is valid, and a
     descent finds good ones.
     """
     width, eye = len(g) // balls, torch.eye(len(g), dtype=g.dtype)
@@ -257,7 +258,7 @@ def least_in_balls(
 
     def dual(log: Tensor) -> Tensor:
         shift = b + torch.diag(log.exp().repeat_interleave(width))
-        shift = shift - SLACK * shift.detach().norm() * eye  # more than rounding can add
+        shift = shift - SLACK * shift.detach().norm() * eye  # exceeds the rounding error
         factor, bad = torch.linalg.cholesky_ex(shift)
         if int(bad):
             return log.sum() * 0 - torch.inf

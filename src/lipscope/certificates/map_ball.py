@@ -1,6 +1,6 @@
-"""How far what comes out of attention and token-wise branches can move over a ball.
+"""Ball certificates of whole blocks: attention composed with token-wise branches.
 
-``f(X + E) - f(X) = (M + R) E``: ``M`` is exact but for what activations leave open, and the norm of
+``f(X + E) - f(X) = (M + R) E``: ``M`` is exact up to intervals of activation slopes, the norm of
 ``R`` is bounded. Derived here; proof: ``docs/theory/ball-certificate.md``, section 9.
 """
 
@@ -40,22 +40,22 @@ from lipscope.theorems import (
     tokens_in_double,
 )
 
-_MOST = 4 * 2**30  # bytes that a certificate may take
-_MATRICES = 6  # of all coordinates by all that are held at a time
-_ROUNDING = 1e-12  # of products of matrices, relative to the product of their norms
-_SLACK = 1e-9  # of the sum, with room
-_DENSE = 512  # coordinates up to which attention's second derivatives are formed
-_THIN = 1e-9  # least axes of an ellipsoid
-_COLUMNS = 256  # of a layer's Jacobian that are made at a time
+_MOST = 4 * 2**30  # memory limit of a certificate, in bytes
+_MATRICES = 6  # number of square matrices over all coordinates in memory
+_ROUNDING = 1e-12  # of matrix products, relative to the product of their norms
+_SLACK = 1e-9  # rounding of the sum, with a margin
+_DENSE = 512  # maximum number of coordinates for explicit second derivatives of attention
+_THIN = 1e-9  # smallest axis of an ellipsoid
+_COLUMNS = 256  # columns of a layer's Jacobian computed at a time
 _TOO_FAR = (
     "No certificate: within `eps` the input of a norm could vanish, or a bound overflows; choose a "
     "smaller `eps`."
 )
-_SPECTRUM = 3072  # largest matrix whose eigenvalues are found; a factor bounds those of others
+_SPECTRUM = 3072  # largest matrix for eigenvalues; larger ones use a Cholesky factor
 
 
 class BallReads(Reads):
-    """How far read-outs of a point move in a ball of tokens, or in that of all together."""
+    """Bounds of the moves of read-outs of a point, in a token ball or a Frobenius ball."""
 
     def __init__(self, radii: Float[Tensor, " m"], ball: BallName) -> None:
         self.ball_name: BallName = ball
@@ -66,7 +66,7 @@ class BallReads(Reads):
     def of(
         self, at: Point, reads: Float[Tensor, "n k d"], enough: Float[Tensor, "n k"] | float = 0.0
     ) -> Float[Tensor, "n k"]:
-        """``>= |<p_ik, v_i - v_0i>|``, always as close as is known."""
+        """``>= |<p_ik, v_i - v_0i>|``, always as sharp as possible."""
         found = torch.stack([
             self._sizes(one @ j) for one, j in zip(reads, at.jacobian, strict=True)
         ])  # fmt: skip
@@ -78,7 +78,7 @@ class BallReads(Reads):
         return rows.unflatten(1, (len(self.radii), -1)).norm(dim=-1) @ self.radii
 
     def radius(self, at: Point, m: Float[Tensor, "n k d"] | None = None) -> Float[Tensor, " n"]:
-        """``>= |M_i (v_i - v_0i)|``, of the identity if None."""
+        """``>= |M_i (v_i - v_0i)|``; None: for the identity."""
         j = at.jacobian if m is None else m @ at.jacobian
         moved = norm_above(j) * self.r
         if self.ball_name == "token":
@@ -90,15 +90,15 @@ class BallReads(Reads):
 
 @dataclass(frozen=True, eq=False)
 class MapReach:
-    """A point on the way through a map: its linear part ``M``, and what that leaves out."""
+    """An intermediate point of a map: its linear part ``M``, and a bound of the remainder."""
 
-    point: Point  # the value at the centre, ``M``, and how far every token can be beyond it
+    point: Point  # value at the centre, ``M``, and each token's remainder
     size: Tensor  # ``>= ‖M‖``
-    # ``>= |v' - v_0 - M E| / |E|`` for every ``E`` of the ball; ``>= ‖dv / dE - M‖`` all over it
+    # ``>= |v' - v_0 - M E| / |E|`` for every ``E`` of the ball; ``>= ‖dv / dE - M‖`` over the ball
     left: tuple[Tensor, Tensor]
 
     def bent(self, errors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """What token-wise maps lose that are within ``errors`` of their slopes, ``(n,)`` each."""
+        """The remainders of token-wise maps within ``errors`` of their slopes, ``(n,)`` each."""
         own = norm_above(self.point.jacobian)
         near, anywhere = (
             torch.minimum((error * own).norm(), error.max() * self.size) + error.max() * left
@@ -108,13 +108,13 @@ class MapReach:
 
 
 def _tokenwise(branch: Branch, at: MapReach, reads: BallReads) -> MapReach:
-    """Behind a norm, a token-wise network, or both."""
+    """The point after a norm, a token-wise network, or both."""
     one = TokenBranch(branch, at.point, reads)
     errors, hidden = _norm_errors(one), norm_above(one.slope)
     if one.units is not None:
         mid, m = one.mid, one.units.through(one.mid)
         into = one.units.into.expand(len(mid), -1, -1)
-        # tangents have a wider range of slopes than secants from the centre
+        # tangents have a wider slope range than secants from the centre
         least, most = one.units.tangents(one.low, one.high)
         halves = one.half, torch.maximum(most - mid, mid - least)
         errors = [
@@ -135,13 +135,13 @@ def _tokenwise(branch: Branch, at: MapReach, reads: BallReads) -> MapReach:
 
 
 def _norm_errors(one: TokenBranch) -> list[Tensor]:
-    """``>= ‖S_i - D_i‖`` of secants of the norm from the centre, and of its slopes anywhere."""
+    """``>= ‖S_i - D_i‖`` for secants of the norm from the centre, and for its slopes anywhere."""
     change = one.norm.slope_change(one.at.value, one.radius)
     return [change, one.norm.largest_slope_change(one.radius)]
 
 
 def _mixed(branch: Branch, at: MapReach, reads: BallReads) -> MapReach:
-    """Behind attention, with the norm in front of it and the sum, if there are any."""
+    """The point after attention, with an optional norm in front and residual sum."""
     part = branch.part
     assert isinstance(part, DotProduct)
     layer, v = in_double(part, None), at.point.value
@@ -172,7 +172,7 @@ def _mixed(branch: Branch, at: MapReach, reads: BallReads) -> MapReach:
     if y.numel() <= _DENSE:
         sharper = _changes_along(layer, y, inner.jacobian, max(left), reads.r)
         moved = [torch.minimum(*pair) for pair in zip(moved, sharper, strict=True)]
-    # what the norm leaves out goes through attention alone
+    # the remainder of the norm passes through attention only
     near, anywhere = (
         kept * before + whole * own + change + rounding
         for before, own, change in zip(at.left, bent, moved, strict=True)
@@ -185,7 +185,7 @@ def _mixed(branch: Branch, at: MapReach, reads: BallReads) -> MapReach:
 
 
 def _dense(layer: DotProduct, y: Float[Tensor, "n d"]) -> Float[Tensor, "nd nd"]:
-    """A layer's Jacobian."""
+    """The dense Jacobian of a layer."""
     operator, eye = layer.linearise(y), torch.eye(y.numel(), dtype=y.dtype)
     columns = [operator.matvec(some.view(-1, *y.shape)).flatten(1) for some in eye.split(_COLUMNS)]
     return torch.cat(columns).T
@@ -209,7 +209,7 @@ def _changes(
 def _changes_along(
     layer: DotProduct, y: Float[Tensor, "n d"], m: Float[Tensor, "n d p"], left: Tensor, r: float
 ) -> tuple[Tensor, Tensor]:
-    """The same of ``y' - y = (M + R) E`` with ``|R| <= left``, by ``|E|``, in its ellipsoid."""
+    """The same for ``y' - y = (M + R) E`` with ``|R| <= left``, relative to ``|E|``."""
     flat = m.flatten(0, 1)
     w = young(float(norm_above(flat)), float(left) + _THIN)
     share = (left + _THIN).square() / w[1] * torch.eye(len(flat), dtype=y.dtype)
@@ -230,25 +230,25 @@ def certify_map(
     ball: BallName = "token",
     sigma: tuple[float, float] | None = None,
 ) -> BallCertificate:
-    """``L(eps)`` with ``‖f(X') - f(X)‖ <= L ‖X' - X‖`` in the ball, of branches after each other.
+    """``L(eps)`` with ``‖f(X') - f(X)‖ <= L ‖X' - X‖`` in the ball, for composed branches.
 
-    ``L = ‖M‖ + sup ‖R‖``: ``M`` is the product of the parts' slopes at the centre (the middle of
-    what they can be, for activations), ``R`` what is left: of attention as `certify_ball` bounds
-    it, of norms by their angle, of activations by the range of their arguments.
+    ``L = ‖M‖ + sup ‖R‖``: ``M`` is the product of the parts' slopes at the centre (for
+    activations, the midpoint of their slope interval), ``R`` the remainder: of attention as in
+    `certify_ball`, of norms by their angle, of activations by the range of their arguments.
 
     Holds for dot-product attention with any mask, biases, grouped heads and rotary embedding, for
     LayerNorm, RMSNorm and token-wise networks with ReLU, GELU, SiLU or tanh; up to float64
-    rounding. Tends to sigma as ``eps`` tends to 0, but where an argument of a ReLU is 0. Memory
+    rounding. Tends to sigma as ``eps`` tends to 0, unless an argument of a ReLU is 0. Memory
     grows like ``(n d)²``, time like ``(n d)³``, both linearly in depth.
 
     Args:
-        chain: The parts, as `read_map` finds them.
-        eps: Radius; one per token if wanted (ball ``token``), where tokens with 0 stay.
+        chain: The parts, as returned by `read_map`.
+        eps: Radius, or one per token (ball ``token``); tokens with radius 0 are fixed.
         ball: ``token``: every token moves by at most ``eps``; ``frobenius``: all together.
-        sigma: Sigma at X, from below and from above, if it was measured; measured here if None.
+        sigma: Lower and upper bound of sigma at X; None: measured here.
 
     Raises:
-        InputError: For what does not fit, where 4 GB would not do, or where nothing is proved.
+        InputError: If the arguments do not fit, 4 GB do not suffice, or nothing is proved.
 
     Source: derived here; ``docs/theory/ball-certificate.md``, section 9.
 
@@ -286,7 +286,7 @@ def certify_map(
     if min(at.point.jacobian.flatten(0, 1).shape) <= _SPECTRUM:
         size = norm_above(at.point.jacobian.flatten(0, 1)[None])[0]
     near, anywhere = (float(size + left) * (1 + _SLACK) for left in at.left)
-    value = min(near, anywhere)  # a mean of slopes
+    value = min(near, anywhere)  # `anywhere` bounds a mean of slopes
     if not math.isfinite(value + anywhere):
         raise InputError(_TOO_FAR)
     if sigma is None:

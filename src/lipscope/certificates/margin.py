@@ -1,4 +1,4 @@
-"""Margins of a network between two classes, bounded below all over a ball.
+"""Lower bounds over a ball of a network's margin between two classes.
 
 Derived here; proofs: ``docs/theory/decision.md``.
 """
@@ -27,12 +27,12 @@ from lipscope.certificates.segment import Secant, Segment, distance, square_axes
 from lipscope.errors import InputError
 from lipscope.models import Branch, Network
 
-_SPREAD = 1.7  # of a unit's squared reach, over the root of the coordinates that move
-_LEAST = 1e-6  # of an ellipsoid's axes beside its largest
+_SPREAD = 1.7  # of a unit's squared reach, over the root of the number of moving coordinates
+_LEAST = 1e-6  # smallest axis of an ellipsoid relative to the largest
 
 
 def segments_of(branches: tuple[Branch, ...]) -> list[tuple[Branch, ...]]:
-    """Branches cut before every attention."""
+    """Split branches before every attention."""
     found: list[list[Branch]] = [[]]
     for branch in branches:
         if isinstance(branch.part, DotProduct) and found[-1]:
@@ -42,7 +42,7 @@ def segments_of(branches: tuple[Branch, ...]) -> list[tuple[Branch, ...]]:
 
 
 def without_tail(net: Network) -> Network:
-    """The same network, its tail token-wise where one token is read alone."""
+    """The network with a token-wise tail if a single token is read."""
     read = net.share.nonzero()
     if not net.tail or len(read) > 1 or float(net.share[read[0, 0]]) != 1.0:
         return net
@@ -50,7 +50,7 @@ def without_tail(net: Network) -> Network:
 
 
 def _check(branch: Branch) -> None:
-    """Refuse scores and values that are not what the bounds differentiate."""
+    """Refuse scores and values not supported by the bounds."""
     layer, found = branch.part, None
     if isinstance(branch.norm, Clip) or not isinstance(branch.skip, bool):
         found = "a clip of tokens" if isinstance(branch.norm, Clip) else "a weighted residual sum"
@@ -68,10 +68,10 @@ def _check(branch: Branch) -> None:
 
 
 class NetworkBall:
-    """A network on balls of moves of some tokens: what all margins share.
+    """A network on balls of moves of some tokens: the quantities shared by all margins.
 
     Args:
-        tokens: Which of them move.
+        tokens: Mask of the moving tokens.
     """
 
     def __init__(self, net: Network, x: Float[Tensor, "n d"], tokens: Bool[Tensor, " n"]) -> None:
@@ -97,7 +97,7 @@ class NetworkBall:
         return Segment(self.cuts[k], x, t, self.read if last else None, last and not self.pooled)
 
     def grow(self, radius: float) -> bool:
-        """Bound everything within this radius; False where nothing holds there."""
+        """Bound everything within this radius; False if no bound holds there."""
         self.radius, self.chain = radius, [self._first]
         try:
             self._first.grow(radius)
@@ -108,7 +108,7 @@ class NetworkBall:
                     mixed = any(one.mixes for one in self.chain)
                     moving = torch.ones_like(self.tokens) if mixed else self.tokens
                     above = self._segment(k, x, self._axes(secant, x, moving))
-                else:  # behind the pool
+                else:  # after the pool
                     x, secant = (self.share @ x)[None], self._pool(secant)
                     t = self._axes(secant, x, self.tokens.new_ones(1))
                     above = Segment(self.net.tail, x, t, last=True)
@@ -119,9 +119,9 @@ class NetworkBall:
         return bool(self.chain)
 
     def _axes(self, s: Secant, x: Float[Tensor, "n d"], moving: Bool[Tensor, " n"]) -> Tensor:
-        """``T``, ``(n, d, p)``: ``(M + G Z + R) xi`` is in its ellipsoid for unit ``xi``.
+        """``T``, ``(n, d, p)``, such that ``(M + G Z + R) xi`` is in its ellipsoid for unit ``xi``.
 
-        Of the tokens that move alone: where nothing mixed them, all others stand still.
+        For the moving tokens only: before any mixing, all others are fixed.
         """
         rows = moving.repeat_interleave(x.shape[1])
         eye = torch.eye(int(rows.sum()), dtype=x.dtype)
@@ -146,16 +146,16 @@ class NetworkBall:
         return s.read(mean)
 
     def margin(self, x: Tensor, label: int, rival: int) -> Tensor:
-        """Difference of two scores."""
+        """Score of ``label`` minus score of ``rival``."""
         s = self.net(x)
         return s[label] - s[rival]
 
     def moved(self, move: Tensor) -> Tensor:
-        """The stream after a move of the tokens that may."""
+        """The stream after a move of the moving tokens."""
         return self.x + self.moves @ move
 
     def reach(self, w: Float[Tensor, "c d"]) -> Float[Tensor, " c"]:
-        """``>= |<w_c, pool(x_L) - pool(x_L)_0>|`` within the radius, of many read-outs at once."""
+        """``>= |<w_c, pool(x_L) - pool(x_L)_0>|`` within the radius, for many read-outs at once."""
         one = self.chain[-1]
         share = one.x.new_ones(1) if self.pooled else self.share
         end, reads = one.end, one.reads
@@ -168,10 +168,10 @@ class NetworkBall:
     def lower(
         self, move: Tensor, label: int, rival: int, balls: int | None = None
     ) -> tuple[float, Tensor]:
-        """A lower bound of the margin all over the ball, anchored at a move, and where it is least.
+        """A lower bound of the margin over the ball, anchored at a move, and its minimiser.
 
-        ``balls``: tokens that move by at most ``radius / sqrt(balls)`` each, in the place of one
-        ball for all of them.
+        ``balls``: number of tokens that move by at most ``radius / sqrt(balls)`` each, instead of a
+        joint ball.
         """
         x = self.moved(move)
         anchors, starts = [x], [float(move.norm())]
@@ -183,7 +183,7 @@ class NetworkBall:
             starts.append(min(distance(above.t, out - above.x), self.radius))
         w = self.net.head[label] - self.net.head[rival]
         slope = w[None] if self.pooled else self.share[:, None] * w
-        # parabolas are chosen for what is about as far from an anchor as least margins are; any do
+        # parabolas are optimised for typical distances of minima from an anchor; any are valid
         spread = min(0.3, _SPREAD / len(move) ** 0.5)
         spread *= max(1 - float(move.norm()) / self.radius, 0.01)
         lost, carried = 0.0, None

@@ -1,4 +1,4 @@
-"""The decision of a whole network: how far tokens may move before it can change.
+"""Certified radius of a whole network's decision.
 
 Deterministic: exact derivatives at the centre, remainders bounded over the ball, in float64.
 Derived here; proofs: ``docs/theory/decision.md``.
@@ -30,25 +30,25 @@ from lipscope.theorems import NotApplicableError
 
 DecisionBall = Literal["joint", "token", "each"]
 DecisionBound = Literal["expansion", "moments"]
-_ANCHORS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.98)  # of the way to where a descent ends
-_FIRST = (7, 2)  # of them: one, or one beside it, is best where little bends, the other elsewhere
-_NEAR = (0.25, 0.1)  # of the margin: what an anchor may gain on another, at first and later
+_ANCHORS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.98)  # fractions of the move found by descent
+_FIRST = (7, 2)  # first anchors: 7 or its neighbour is best with little curvature, else 2
+_NEAR = (0.25, 0.1)  # relative to the margin: possible gain of another anchor, at first and later
 _STARTS, _STEPS = 2, 25  # of the descent to an anchor
-_AGAIN = 8  # steps of a later one, from where that of another radius ended
-_FLIPS, _DOUBLINGS = 6, 6  # of the attack: its starts, and how often it goes further out
-_SLACK = 1e-9  # float64 rounding of sums of this size, with room
-_ROUNDING = 1e-12  # of scores whose difference is small, relative to the largest
-_CLOSE = 1.02  # largest quotient of a radius that failed and one that holds
+_AGAIN = 8  # steps of later descents, started from the move at another radius
+_FLIPS, _DOUBLINGS = 6, 6  # of the attack: starts, and number of radius doublings
+_SLACK = 1e-9  # float64 rounding of sums of this size, with a margin
+_ROUNDING = 1e-12  # of small score differences, relative to the largest score
+_CLOSE = 1.02  # largest ratio of the failed to the certified radius at the end
 _TRIES = 16
-_START = (0.85, 0.5)  # of what an attack or first order needs, as much bends: the first radius
-_SHORT = 0.996  # of where the next radius is expected to fail
-_POWER, _POWERS = 4.0, (2.0, 30.0)  # of the radius, that what is lost grows with: first, and others
-_CLIFF = 4.0  # of the margin: what is lost beyond it grows faster than a power that holds below
-_STEEP, _EARLY = 12.0, 2  # of the radius, that it then grows with as a rule; tries that rely on it
+_START = (0.85, 0.5)  # first radius relative to the attack or first order, by curvature
+_SHORT = 0.996  # factor applied to the radius expected to fail
+_POWER, _POWERS = 4.0, (2.0, 30.0)  # growth exponent of the loss in the radius: initial, range
+_CLIFF = 4.0  # losses above this multiple of the margin grow faster than the power law
+_STEEP, _EARLY = 12.0, 2  # typical exponent there; number of tries that use it
 _SMALL = 512  # coordinates of a stream
-_FAR = 1e3  # times the input: no larger move is tried
-_MOST = 4 * 2**30  # bytes that a certificate may take
-_MATRICES = 16  # of all coordinates that move by all that are held at a time
+_FAR = 1e3  # maximum move, relative to the input
+_MOST = 4 * 2**30  # memory limit of a certificate, in bytes
+_MATRICES = 16  # number of square matrices over all moving coordinates in memory
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -60,26 +60,26 @@ class NetworkCertificate(Shown):
     rival: int  # the class that limits the radius
     rival_name: str
     margin: float  # difference of their scores at the centre
-    slope: float  # norm of that margin's gradient, in the norm dual to the ball's
-    # ``joint``: all moving tokens together; ``token``: one of them; ``each``: every one of them by
-    # at most the radius
+    slope: float  # dual norm of the margin's gradient
+    # ``joint``: all moving tokens together; ``token``: one of them; ``each``: all by at most
+    # the radius
     ball: DecisionBall
-    tokens: tuple[int, ...]  # indices of those that may move
-    # within it no move changes the decision; 0 where nothing is proved, infinite where the scores
-    # do not depend on the input
+    tokens: tuple[int, ...]  # indices of the moving tokens
+    # no move within it changes the decision; 0 if nothing is proved, infinite if the scores do not
+    # depend on the input
     radius: float
-    first_order: float  # ``margin / slope``: where a linear margin would end, not a bound
-    attack: float | None  # size of the smallest move found that changes the decision, or None
+    first_order: float  # ``margin / slope``: the radius of a linear margin, not a bound
+    attack: float | None  # norm of the smallest decision-changing move found, or None
     seconds: float
-    # what proved it: ``expansion``, to second order all over the ball, or ``moments``, of the rows
-    # of an attention layer by itself
+    # kind of proof: ``expansion``, second-order over the ball, or ``moments`` of the rows of a
+    # single attention layer
     bound: DecisionBound = "expansion"
-    note: str | None = None  # what to know, or None
+    note: str | None = None  # advice, or None
     stopped: bool = False  # interrupted: a larger radius may be provable
 
 
 class _Question:
-    """A network at a centre, its decision, and tokens that move."""
+    """A network at a centre, its decision, and the moving tokens."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class _Question:
         self.margins = scores[self.label] - scores
         self.others = [c for c in range(len(scores)) if c != self.label]
         self.count = int(tokens.sum())
-        # one Frobenius ball holds the product of balls
+        # a Frobenius ball that contains the product of balls
         self.wide = self.count**0.5 if ball == "each" else 1.0
         apart = self._gradients().norm(dim=-1)
         self.slopes = apart.sum(-1) if ball == "each" else apart.norm(dim=-1)
@@ -108,15 +108,15 @@ class _Question:
         self.far = _FAR * float(x.norm() + 1)
         norms = (one.norm for one in net.branches)
         self.bends = _blocks(net) > 1 or any(isinstance(n, Norm) and n.scaled for n in norms)
-        self.gaps = dict[int, dict[int, float]]()  # by rival: how far anchors were below the best
+        self.gaps = dict[int, dict[int, float]]()  # by rival: gaps of anchors to the best one
 
     def tell(self, line: str | None = None) -> None:
-        """Progress: a line, or the last one again, so that whoever is told may stop the search."""
+        """Report progress: a new line, or the last one again; the callback may stop the search."""
         self.line = self.line if line is None else line
         self.progress(self.line)
 
     def _gradients(self) -> Float[Tensor, "c s d"]:
-        """Of all margins, by tokens that move."""
+        """Gradients of all margins in the moving tokens."""
         head, few = self.net.head, len(self.net.head) <= self.net.head.shape[1]
         found = jacobian(self.net if few else self.net.pooled, self.x)[:, self.tokens]
         if few:
@@ -125,11 +125,11 @@ class _Question:
 
     @cached_property
     def bounds(self) -> NetworkBall:
-        """What is bounded all over a ball."""
+        """Bounds over a ball."""
         return NetworkBall(self.net, self.x, self.tokens)
 
     def by_moments(self) -> tuple[float, int]:
-        """Radius and rival by moments of rows, where attention is alone: of all tokens."""
+        """Radius and rival from moments of rows, for a single attention layer with all tokens."""
         try:
             return read_out_radius(
                 self.net, self.x, "token" if self.ball == "each" else "frobenius"
@@ -138,11 +138,11 @@ class _Question:
             return 0.0, self.others[0]
 
     def project(self, e: Float[Tensor, "b s d"], radius: float) -> Tensor:
-        """Moves back in the ball."""
+        """Project moves onto the ball."""
         return e * (radius / self._sizes(e).clamp_min(1e-300)).clamp_max(1)
 
     def _sizes(self, e: Float[Tensor, "b s d"]) -> Tensor:
-        """Norms that the ball bounds: of every token, or of all together."""
+        """Norms bounded by the ball: of every token, or of all tokens jointly."""
         size = e.norm(dim=-1, keepdim=True)
         return size if self.ball == "each" else size.norm(dim=1, keepdim=True)
 
@@ -154,7 +154,7 @@ class _Question:
         starts: int = _STARTS,
         steps: int = _STEPS,
     ) -> tuple[float, Tensor]:
-        """The least margin found in the ball, and the move; normalised gradient steps."""
+        """The smallest margin found in the ball, with its move, by normalised gradient descent."""
         generator = torch.Generator().manual_seed(rival)
 
         def margins(e: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class _Question:
             step = radius * 0.5 * 0.02 ** (k / steps)
             e = self.project(e.detach() - step * g / (self._sizes(g) + 1e-300), radius)
         found = margins(e)
-        found = found.where(found.isfinite(), math.inf)  # what overflows is no flip
+        found = found.where(found.isfinite(), math.inf)  # an overflow is not a flip
         best = int(found.argmin())
         return float(found[best]), e[best].flatten()
 
@@ -183,7 +183,7 @@ class _Question:
         return self.x.expand(len(e), -1, -1).index_add(1, index, e)
 
     def smallest_flip(self, rival: int, above: float) -> float | None:
-        """Size of the smallest move found that lets a rival win; none below ``above``."""
+        """Norm of the smallest move found that lets a rival win; none below ``above``."""
         size, low = 2 * self.first_order, above
         size = max(size if size < _FAR * self.far else self.far, 1.5 * above)
         margin, (value, move) = self.margins[rival].item(), self.descend(rival, size, None, _FLIPS)
@@ -198,7 +198,7 @@ class _Question:
         for k in range(_TRIES):
             if found <= _CLOSE * low or found <= 1e-12:
                 break
-            # where a line from the margin to the least one found would end, or the middle
+            # zero of the line from the margin to the smallest one found, or the midpoint
             size = 1.005 * size / max(1 - value / margin, 1e-3)
             if k % 3 == 2:
                 size = (low * found) ** 0.5 if low > 0 else found / 2
@@ -211,7 +211,7 @@ class _Question:
         return found
 
     def lower(self, rival: int, move: Tensor) -> float:
-        """A lower bound of a margin in the ball that was grown: the first above 0, or the best."""
+        """A lower bound of a margin in the current ball: the first positive one, or the best."""
         margin, tried = float(self.margins[rival]), dict[int, float]()
         balls = self.count if self.ball == "each" else None
         gaps = self.gaps.setdefault(rival, {})
@@ -229,13 +229,13 @@ class _Question:
             if (most := tried[best]) > (0 if tuned else near):
                 break
             sides = (one for one in (best + 1, best - 1) if 0 <= one < len(_ANCHORS))
-            apart = [one for one in _FIRST if abs(one - best) > 1]  # as radii grow they turn
+            apart = [one for one in _FIRST if abs(one - best) > 1]  # it varies with radii
             ahead = [
                 one
                 for one in dict.fromkeys((*_FIRST, *sides, *gaps))
                 if one not in tried and (one in apart or most - gaps.get(one, 0.0) > -near)
             ]
-        if math.isfinite(most):  # those that were not tried keep their distance to the best
+        if math.isfinite(most):  # untried anchors keep their gap to the best
             shift = gaps.get(best, 0.0)
             shift = shift if math.isfinite(shift) else 0.0
             gaps.update({one: gap - shift for one, gap in gaps.items()})
@@ -254,28 +254,28 @@ def certify_network(
 ) -> NetworkCertificate:
     """The largest radius found within which ``argmax`` of a network's scores provably stays.
 
-    For every rival a quadratic minorant of the margin ``m``, anchored at a point of the ball where
-    a descent led, ``m(x) >= m(x_1) - gap + <g, f> + <f, B f> / 2``, is minimised exactly over the
-    ball. Radii below what an attack needs are tried, at most 16, until one that fails is within 2 %
-    of one that holds, or is expected to be within 1 %. For attention by itself `read_out_radius`
-    where that is more, or where the expansion would need more than 4 GB.
+    For every rival a quadratic minorant of the margin ``m``, anchored at a point of the ball found
+    by descent, ``m(x) >= m(x_1) - gap + <g, f> + <f, B f> / 2``, is minimised exactly over the
+    ball. At most 16 radii below that of an attack are tried, until one that fails is within 2 %
+    of one that holds, or is expected to be within 1 %. For a single attention layer
+    `read_out_radius` is used if larger, or if the expansion would need more than 4 GB.
 
-    Holds for networks of `lipscope.models.Network`; in float64, a relative ``1e-9`` is taken off
+    Holds for networks of `lipscope.models.Network`; in float64, a relative ``1e-9`` is subtracted
     for rounding. Memory grows like ``n m² + n³ d m``, time like ``(n d)³`` and linearly with depth,
-    where ``m`` counts the coordinates that move.
+    where ``m`` is the number of moving coordinates.
 
     Args:
         ball: ``joint``, ``token`` or ``each``.
-        tokens: Which tokens may move; all if None.
-        progress: Called with a line now and then.
-        before: What was proved of the same question until it was interrupted.
+        tokens: Mask of the moving tokens; None: all.
+        progress: Called with a progress line now and then.
+        before: The certificate of an interrupted search for the same arguments.
 
     Returns:
-        The certificate; interrupted from the keyboard, with what is proved so far.
+        The certificate; after a keyboard interrupt, with the radius proved so far.
 
     Raises:
-        InputError: For tokens that do not fit the ball, one class alone, attention whose scores are
-            no inner products of affine maps of tokens, or where 4 GB would not do.
+        InputError: If tokens do not fit the ball, there is a single class, scores are not inner
+            products of affine maps of tokens, or 4 GB do not suffice.
 
     Source: derived here.
     """
@@ -318,7 +318,7 @@ def certify_network(
 
 @dataclass
 class _Found:
-    """What is known so far: all of it holds at any time."""
+    """The current results, valid at any time."""
 
     rival: int  # the class that limits the radius
     radius: float = 0.0
@@ -328,13 +328,13 @@ class _Found:
     stopped: bool = False
 
     def flips_at(self, size: float | None) -> None:
-        """Note an attack."""
+        """Record an attack."""
         known = (one for one in (self.attack, size) if one is not None)
         self.attack = min(known, default=None)
 
 
 def check_memory(net: Network, shape: tuple[int, ...], count: int, ball: DecisionBall) -> None:
-    """Refuse what would not fit; attention by itself always does, by moments of its rows."""
+    """Refuse networks that need too much memory; a single attention layer always fits."""
     needed, (n, d) = _bytes_needed(net, shape, count), shape
     if needed <= _MOST or attention_alone(net) is not None:
         return
@@ -353,17 +353,17 @@ def _blocks(net: Network) -> int:
 
 
 def _bytes_needed(net: Network, shape: tuple[int, ...], count: int) -> int:
-    """Of the expansion: above one layer of attention all coordinates move."""
+    """Memory of the expansion: above one layer of attention all coordinates move."""
     n, d = shape
     rows = n if _blocks(net) > 1 else count
     moving = rows * d
-    # keys of pairs, for every row whose query moves
+    # key pairs, for every row with a moving query
     pairs = 2 * rows * n**2 * d * moving if _blocks(net) else 0
     return 8 * (moving**2 * (_MATRICES + n) + pairs + len(net.head) * n * d)
 
 
 def _search(asked: _Question, found: _Found) -> None:
-    """Find the radius, the rival that limits it, the smallest flip, and what proved it."""
+    """Find the radius, the rival that limits it, the smallest flip, and the kind of proof."""
     if not float(min(asked.margins[c] for c in asked.others)) > asked.rounding:
         found.radius, found.attack = 0.0, 0.0
         found.note = "a tie: two classes have the same score, up to rounding"
@@ -386,7 +386,7 @@ def _search(asked: _Question, found: _Found) -> None:
     far = asked.far if end == math.inf else end
     size = max(_START[asked.bends] * min(asked.first_order, far), found.radius * _CLOSE**0.5)
     size = high / _CLOSE**0.5 if high < 2 * found.radius else size
-    lost = dict[float, float]()  # of the margin, beyond a line that ends where the attack does
+    lost = dict[float, float]()  # relative loss below a line that ends at the attack
     for k in range(_TRIES):
         if not size > found.radius or (found.radius > 0 and high / found.radius < _CLOSE):
             break
@@ -398,7 +398,7 @@ def _search(asked: _Question, found: _Found) -> None:
         else:
             high = min(high, size)
         found.rival = last = rival if high == end or not least > 0 else last
-        if found.radius >= far:  # nothing of what decides seems to depend on these tokens
+        if found.radius >= far:  # the decision seems independent of these tokens
             found.note = f"no larger radius than {found.radius:.3g} was tried"
             break
         size = min(_next(found.radius, high, end, lost, k % 4 == 3), far)
@@ -413,12 +413,12 @@ def _search(asked: _Question, found: _Found) -> None:
 def _next(low: float, high: float, end: float, lost: dict[float, float], even: bool) -> float:
     """A radius between one that holds and one that fails.
 
-    Just short of where a power of the radius, through the two values of what was lost that are
-    nearest to the whole margin, takes it; ``low`` where that is less than 1 % further. ``even``, or
-    where that is not known: the middle. Where no bound came near the margin: first a steep power of
-    what failed, then steps that grow: by 2, 4, 16, 256 and 65536.
+    Slightly below the prediction of a power law in the radius through the two losses nearest to
+    the whole margin; ``low`` if that is less than 1 % further. The midpoint if ``even`` or without
+    a prediction. If no bound came near the margin: first a steep power law, then steps by factors
+    of 2, 4, 16, 256 and 65536.
     """
-    # those before are of other anchors; what is far above the margin grows faster than a power
+    # smaller radii have other anchors; losses far above the margin grow faster than the power law
     sizes = [size for size, some in lost.items() if low <= size <= high and some < _CLIFF]
     step = 2.0 if sizes else 2.0**2 ** min(max(len(lost) - 2, 0), 4)
     middle = (low * high) ** 0.5 if low > 0 else high / step
@@ -442,7 +442,7 @@ def _next(low: float, high: float, end: float, lost: dict[float, float], even: b
 
 
 def _crossing(size: float, lost: float, power: float, most: float, end: float) -> float:
-    """Where ``1 - r / end`` of the margin meets a power of ``r`` through one value of the loss."""
+    """Where ``1 - r / end`` of the margin equals a power law in ``r`` through one loss."""
     low = 1e-3 * most
     for _ in range(40):
         some = (low * most) ** 0.5
@@ -454,7 +454,7 @@ def _crossing(size: float, lost: float, power: float, most: float, end: float) -
 def _least(
     asked: _Question, known: _Found, radius: float, moves: dict[int, Tensor]
 ) -> tuple[float, int]:
-    """The least lower bound of a margin within a radius, as far as it matters, and its rival."""
+    """The smallest lower bound of a margin within a radius, as far as needed, and its rival."""
     rivals, least = asked.others, (math.inf, asked.others[0])
 
     def descended(rival: int) -> float:

@@ -1,7 +1,7 @@
-"""Linear read-outs of one attention layer: the radius within which none of them changes.
+"""Certified radius of linear read-outs of a single attention layer.
 
-Deterministic up to float64 rounding: exact gradients at X, curvature bounded elsewhere by moments
-of rows, without a matrix of all coordinates. Derived here; statements and proofs:
+Deterministic up to float64 rounding: exact gradients at X, curvature elsewhere bounded by moments
+of rows, without a matrix over all coordinates. Derived here; statements and proofs:
 ``docs/theory/ball-certificate.md``, "The decision".
 """
 
@@ -23,14 +23,14 @@ from lipscope.models import Network
 from lipscope.theorems import UNIT, Ball, BallName, HeadAt, NotApplicableError, heads_of
 
 Form = tuple[Tensor, Tensor, Tensor]
-_SLACK = 1e-9  # float64 rounding of the sums, with room
+_SLACK = 1e-9  # float64 rounding of the sums, with a margin
 _PIECES = 8  # of the integral
-_OVERFLOWS = 1e150  # beyond it, squares of radii overflow
+_OVERFLOWS = 1e150  # squares of larger radii overflow
 _BALANCES = tuple(2.0**k for k in range(-5, 6))
 
 
 def attention_alone(net: Network) -> DotProduct | None:
-    """The layer, where a network is one attention layer, a pool and a head; None elsewhere."""
+    """The attention layer of a network made only of it, a pool and a head; otherwise None."""
     if len(net.branches) != 1 or net.tail:
         return None
     (only,) = net.branches
@@ -39,7 +39,7 @@ def attention_alone(net: Network) -> DotProduct | None:
 
 
 def read_out_radius(net: Network, x: Float[Tensor, "n d"], ball: BallName) -> tuple[float, int]:
-    """A radius within which the decision of attention alone cannot change, by moments of rows.
+    """A certified radius for the decision of a single attention layer, by moments of rows.
 
     With ``g_l = <W_k - W_l, pool(f(X))> + b_k - b_l`` for decision ``k`` and rival ``l``, the exact
     ``∇g_l(X)``, all heads and rows together, and a bound ``M_l(s)`` of the second derivative over
@@ -55,11 +55,11 @@ def read_out_radius(net: Network, x: Float[Tensor, "n d"], ball: BallName) -> tu
         ball: ``token``: every token moves by at most the radius; ``frobenius``: all together.
 
     Returns:
-        The radius, infinite where the scores do not depend on the input, and the rival that limits
+        The radius, infinite if the scores do not depend on the input, and the rival that limits
         it.
 
     Raises:
-        NotApplicableError: Where the layer is of another kind, or derivatives overflow.
+        NotApplicableError: If the layer is of another kind, or derivatives overflow.
 
     Source: derived here; ``docs/theory/ball-certificate.md``, "The decision".
     """
@@ -74,7 +74,7 @@ def read_out_radius(net: Network, x: Float[Tensor, "n d"], ball: BallName) -> tu
     sizes = net.head.norm(dim=1).max()
     outer = 1.0 if layer.output is None else layer.output.norm()
     given = [(layer.value_bias, sizes * outer), (layer.output_bias, sizes), (net.bias, 1.0)]
-    # of a difference of scores, where biases are added that may cancel
+    # for score differences, where added biases may cancel
     rounding = UNIT * sum(float(b.norm() * factor) for b, factor in given if b is not None)
     radii = margins * 0
     if bool((margins > 0).all()):
@@ -84,7 +84,7 @@ def read_out_radius(net: Network, x: Float[Tensor, "n d"], ball: BallName) -> tu
 
 
 class ReadOut:
-    """Scores ``g_r(X) = <w_r, pool(f(X))>`` around one centre, ``r`` of them at once.
+    """Scores ``g_r(X) = <w_r, pool(f(X))>`` around a centre, ``r`` of them at once.
 
     For ``E`` in the ball of radius ``eps``
 
@@ -116,12 +116,12 @@ class ReadOut:
                 strict=True,
             )
         )
-        # No path of nonzero weights from a token: nothing that is read depends on the input.
+        # Tokens without a path of nonzero weights: no read-out depends on the input.
         reads = [(s @ (head.value != 0).double()).any(1) for head, _, s in heads]
         self.blind = ~torch.stack(reads).any(0)
         sizes = w.norm(dim=1)
         outer = 1.0 if layer.output is None else layer.output.norm()
-        # one row of values per read-out: what w makes of the head's values
+        # one row of values per read-out: w applied to the head's values
         self.centres = [
             HeadAt(
                 dataclasses.replace(
@@ -134,7 +134,7 @@ class ReadOut:
 
     @cached_property
     def slope(self) -> Tensor:
-        """``>= sup <∇g_r(X), E>`` over the unit ball, ``(r,)``: with what rounding may hide."""
+        """``>= sup <∇g_r(X), E>`` over the unit ball, ``(r,)``, including rounding errors."""
         hidden = sum(c.slack for c in self.centres)
         if self.ball == "frobenius":
             return self.gradients.flatten(1).norm(dim=1) + hidden
@@ -142,7 +142,7 @@ class ReadOut:
 
     @cached_property
     def hidden(self) -> float:
-        """What rounding may add to a difference of scores, biases left out."""
+        """Rounding error of a score difference, without biases."""
         total = 0.0
         for c in self.centres:
             moved = c.rounding * (c.p * c.nu).sum(-1)
@@ -151,9 +151,9 @@ class ReadOut:
         return total
 
     def radii(self, margins: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
-        """Radii within which ``g_r`` falls by less than its margin, as far as is proved.
+        """Radii within which ``g_r`` provably falls by less than its margin.
 
-        Best only for the least of them, the others may be cut off at twice the least.
+        Sharp only for the smallest one; the others may be truncated at twice that radius.
         """
         if bool(self.blind.all()):
             return torch.full_like(margins, math.inf)
@@ -164,7 +164,7 @@ class ReadOut:
         if top == 0.0:
             raise NotApplicableError("no radius is small enough: its derivatives overflow")
         edges, pieces, kept = [0.0], [], torch.zeros_like(margins)
-        for step in range(1, 4 * _PIECES + 1):  # pieces may reach beyond what one alone does
+        for step in range(1, 4 * _PIECES + 1):  # pieces may extend beyond a single radius
             edges.append(top * step / _PIECES)
             pieces.append(self.curvature(edges[-1]))
             reached = _largest_radii(self.slope, edges, pieces, margins)
@@ -176,8 +176,8 @@ class ReadOut:
         return kept.masked_fill(self.blind, math.inf)
 
     def _scale(self, margins: Tensor) -> float:
-        """A radius that nearly keeps all margins: half of it does; 0 if none does."""
-        top = min(float((margins / self.slope).min()), _OVERFLOWS)  # no larger one can be certified
+        """A radius that nearly preserves all margins: half of it does; 0 if none does."""
+        top = min(float((margins / self.slope).min()), _OVERFLOWS)  # upper limit of certified radii
         while top > 1 / _OVERFLOWS:
             half = top / 2
             moved = half * self.slope + half**2 / 2 * self.curvature(half)
@@ -195,7 +195,7 @@ class ReadOut:
             balance = self.x.new_tensor(_BALANCES)[:, None, None]
             each = (r.balanced(self.share, balance) for r in rows)
             found = sum(each, balance.new_zeros(())).amax(-1).amin(0)
-        # the slack, and no NaN from infinities that meet
+        # add the slack without NaN from infinities
         return torch.nan_to_num(found * (1 + _SLACK), nan=math.inf, posinf=math.inf)
 
 
@@ -220,7 +220,7 @@ class _Rows:
 
     @cached_property
     def second(self) -> Form:
-        """Of the second derivative."""
+        """The form of the second derivative."""
         third, mixed, top = self._passed(self._moments)
         sd_v, sd_z = self.deviations
         cross = self.v * sd_z + self.a * sd_v + self.rho * mixed
@@ -272,7 +272,7 @@ class _Rows:
 
     @property
     def over_tokens(self) -> Tensor:
-        """The forms' largest values in the unit token ball, ``(r, n)``."""
+        """Largest values of the forms in the unit token ball, ``(r, n)``."""
         own, cross, others = self.second
         spread = self.ball.spread / self.ball.eps
         return own + 2 * cross * spread + others * spread**2
@@ -280,7 +280,7 @@ class _Rows:
     def balanced(
         self, share: Float[Tensor, " n"], balance: Float[Tensor, "k 1 1"]
     ) -> Float[Tensor, "k r n"]:
-        """The sum of the rows made diagonal in tokens, by ``2 A S <= κ A^2 + S^2 / κ``."""
+        """The sum of the rows, diagonalised in tokens by ``2 A S <= κ A^2 + S^2 / κ``."""
         own, cross, others = self.second
         found = share * (own + balance * cross)
         return found + (share * (others + cross / balance)) @ self.weights
@@ -289,7 +289,7 @@ class _Rows:
     def weights(self) -> Tensor:
         """``C`` with ``Var_P'(<u, e>) <= sum_j C_ij |e_j|^2``, ``(n, n)``.
 
-        ``U``; or, where one token holds nearly all the weight, moves relative to its own.
+        ``U``, or, if one token has nearly all the weight, from moves relative to its own.
         """
         p = self.ball.p
         apart, best = p.apart.min(-1, keepdim=True)
@@ -304,7 +304,7 @@ def _largest_radii(
 ) -> Tensor:
     """The largest radii up to the last edge with ``eps slope + int (eps - s) B(s) ds < margin``.
 
-    ``B`` is a number on each piece.
+    ``B`` is constant on each piece.
     """
     least, most = torch.zeros_like(margins), torch.full_like(margins, edges[-1])
     left, right = torch.tensor(edges[:-1]).to(most), torch.tensor(edges[1:]).to(most)

@@ -1,4 +1,4 @@
-"""A segment of a network: tokens are mixed once, then go through token-wise branches.
+"""Network segments: one attention layer (or none) followed by token-wise branches.
 
 Derived here; proofs: ``docs/theory/decision.md``.
 """
@@ -32,13 +32,13 @@ from lipscope.certificates.forms import (
 from lipscope.certificates.tokenwise import NormBall, Units
 from lipscope.models import Branch, Feed, Norm
 
-_ENTRIES = 2_000_000  # of tensors of weights by read-outs
+_ENTRIES = 2_000_000  # maximum size of tensors of weights by read-outs
 _STEPS = 60  # of the average over a segment of distances
 
 
 @dataclass(frozen=True, eq=False)
 class Point:
-    """A place in a segment: ``v - v_0 = J xi + lin R + rest``, ``R`` what attention leaves out."""
+    """A point of a segment: ``v - v_0 = J xi + lin R + rest``, ``R`` the remainder of attention."""
 
     value: Tensor  # v_0, (n, d)
     jacobian: Tensor  # J, (n, d, p)
@@ -48,7 +48,7 @@ class Point:
 
 @dataclass(eq=False)
 class Quadratic:
-    """``<l, v> >= <l, v_1> - gap + <slope, f> - <f, K f> / 2``, one block of ``K`` a token."""
+    """``<l, v> >= <l, v_1> - gap + <slope, f> - <f, K f> / 2``, one block of ``K`` per token."""
 
     slope: Tensor  # (n, d)
     blocks: Tensor  # (n, d, d)
@@ -57,7 +57,7 @@ class Quadratic:
 
 @dataclass(frozen=True, eq=False)
 class Loose:
-    """``G Z f`` with ``|Z f| <= <f, Y f>^(1/2) + rest |f|``: what a secant leaves open."""
+    """``G Z f`` with ``|Z f| <= <f, Y f>^(1/2) + rest |f|``: the uncertain part of a secant."""
 
     outer: Tensor  # G, (n d, q)
     inner: Tensor  # Y, (p, p)
@@ -69,7 +69,7 @@ class Loose:
         return top_value(self.inner).sqrt() + self.rest
 
     def slack(self, reads: Float[Tensor, "n k d"] | None = None) -> Tensor:
-        """``>= |B G Z f| / |f|`` for blocks ``B_i``, the identity if None."""
+        """``>= |B G Z f| / |f|`` for blocks ``B_i``; None: the identity."""
         outer = self.outer
         if reads is not None:
             outer = (reads @ outer.unflatten(0, (len(reads), -1))).flatten(0, 1)
@@ -95,22 +95,22 @@ class Secant:
         return sum((one.slack(reads) for one in self.loose), self.middle.new_zeros(()))
 
     def read(self, f: Callable[[Tensor], Tensor], *more: Loose) -> Secant:
-        """Another map of the output, applied to columns; with more that it leaves open."""
+        """Apply a linear map, given by its action on columns, and add uncertain parts."""
         loose = (Loose(f(one.outer), one.inner, one.rest) for one in self.loose)
         return Secant(f(self.middle), (*loose, *more))
 
 
 class TokenBranch:
-    """``v -> skip v + F(N(v))`` between what its inputs can be, around a centre.
+    """``v -> skip v + F(N(v))`` over the range of its inputs, around a centre.
 
     Args:
-        last: Whether nothing that bends reads its output.
+        last: Whether only linear maps follow.
     """
 
     def __init__(self, branch: Branch, at: Point, reach: Reads, last: bool = False) -> None:
         self.skip = float(branch.skip)
         norm, part, one = branch.norm, branch.part, at.value.new_ones(at.value.shape[1])
-        if norm is None:  # one that leaves tokens as they are
+        if norm is None:  # use an identity
             norm = Norm(one, 0 * one, centred=False, scaled=False)
         assert isinstance(norm, Norm) and (part is None or isinstance(part, Feed))
         self.units = None if part is None else Units(part)
@@ -137,7 +137,7 @@ class TokenBranch:
             self.half, m = half, self.units.through(self.mid)
             self.wide = self._plus_skip(m @ slope)
             moved = (half * self.reach).norm(dim=-1) * norm_above(self.units.out)
-            if bool((at.rest + beyond).any()):  # where a norm bends, distances are known
+            if bool((at.rest + beyond).any()):  # a nonlinear norm: distances are needed
                 apart = self.units.apart(half, into) * (reach.radius(at, slope) + beyond)
                 moved = torch.minimum(moved, apart)
             extra = norm_above(self.wide) * at.rest + norm_above(m) * beyond + moved
@@ -160,7 +160,7 @@ class TokenBranch:
         return m + torch.eye(m.shape[-1], dtype=m.dtype)
 
     def minorant(self, v: Float[Tensor, "n d"], above: Quadratic, spread: Tensor) -> Quadratic:
-        """A minorant of what is above, in this branch's input, around ``v``."""
+        """Pull a minorant of the output back to this branch's input, around ``v``."""
         y = self.norm.norm(v)
         slope, blocks, gap = above.slope, above.blocks, above.gap
         d0, apart = self.slope, self._slope_change(v)
@@ -189,7 +189,7 @@ class TokenBranch:
         return Quadratic(read, blocks, gap)
 
     def secant(self, v: Float[Tensor, "n d"], at: Secant) -> Secant:
-        """The secant map of all before this branch, after it."""
+        """The secant map up to and including this branch."""
         n, d = v.shape
         d0, apart = self.slope, self._slope_change(v)
         x, slip = at.middle.view(n, d, -1), apart.new_zeros(())
@@ -210,7 +210,7 @@ class TokenBranch:
         return Secant(found.middle, (*found.loose, Loose(columns, rows.T @ rows, rest)))
 
     def _after(self, at: Secant, straight: Tensor, outer: Tensor, slip: Tensor) -> Secant:
-        """Behind the maps of tokens; ``slip`` is what the norm leaves out, behind it ``outer``."""
+        """Compose with the token-wise maps; ``outer`` maps the norm's remainder ``slip``."""
         wide = self._plus_skip(straight)
 
         def mapped(columns: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ def _pulled(blocks: Tensor, middle: Tensor, error: Tensor) -> Tensor:
 
 
 class Reads:
-    """How far read-outs of points of a segment can move."""
+    """Bounds of the moves of read-outs of points of a segment."""
 
     def __init__(
         self, ball: AttentionBall | None, radius: float, entry: Entry | None = None
@@ -250,7 +250,7 @@ class Reads:
     def of(
         self, at: Point, reads: Float[Tensor, "n k d"], enough: Float[Tensor, "n k"] | float = 0.0
     ) -> Float[Tensor, "n k"]:
-        """``>= |<p_ik, v_i - v_0i>|``; no closer than it takes to be below ``enough``."""
+        """``>= |<p_ik, v_i - v_0i>|``; may stop sharpening once below ``enough``."""
         moved = (reads @ at.jacobian).norm(dim=-1) * self.r + reads.norm(dim=-1) * at.rest[:, None]
         if self.ball is None:
             return moved
@@ -271,7 +271,7 @@ class Reads:
 
     @cached_property
     def rows(self) -> Float[Tensor, "pieces n"]:
-        """``>= ‖J(x)_i - J_i‖`` of every row of attention, on each ball."""
+        """``>= ‖J(x)_i - J_i‖`` for every row of attention, on each ball."""
         assert self.ball is not None and self.at is not None
         lead = self.at.lead_rows
         eye = self._eye[:, None]
@@ -279,7 +279,7 @@ class Reads:
 
     @property
     def rows_moved(self) -> Float[Tensor, " n"]:
-        """``>= |R_i| / r``: the average of `rows`, and what a norm in front leaves out."""
+        """``>= |R_i| / r``: the average of `rows`, plus the remainder of a norm in front."""
         rows = self.rows.mean(0)
         return rows if self.entry is None else rows + self.entry.drift_rows
 
@@ -290,13 +290,13 @@ class Reads:
         return torch.eye(d, dtype=self.at.p.dtype).expand(n, d, d)
 
     def whole(self, shares: Float[Tensor, " b"]) -> Float[Tensor, "p p"]:
-        """`AttentionBall.joint_change` of all outputs."""
+        """`AttentionBall.joint_change` for all outputs."""
         assert self.ball is not None and self.at is not None
         lead = self.at.lead_rows
         return self.ball.joint_change(self._eye, shares, lambda: lead and lead[1])
 
     def radius(self, at: Point, m: Float[Tensor, "n k d"] | None = None) -> Float[Tensor, " n"]:
-        """``>= |M_i (v_i - v_0i)|``, of the identity if None."""
+        """``>= |M_i (v_i - v_0i)|``; None: for the identity."""
         j = at.jacobian if m is None else m @ at.jacobian
         rest = at.rest if m is None else norm_above(m) * at.rest
         moved = norm_above(j) * self.r + rest
@@ -309,8 +309,8 @@ class Reads:
 class Entry:
     """The norm in front of attention: its outputs lie in ``y_0 + T_y xi_y``, ``|xi_y| <= r``.
 
-    ``y - y_0 = D T xi + q`` with ``|q_i| <= r bent_i``; the ellipsoid has ``D T T^T D^T / w_0`` and
-    a ball for each ``q_i``.
+    ``y - y_0 = D T xi + q`` with ``|q_i| <= r bent_i``; the ellipsoid consists of
+    ``D T T^T D^T / w_0`` and a ball for each ``q_i``.
     """
 
     def __init__(self, part: DotProduct, norm: Norm, x: Tensor, t: Tensor, r: float) -> None:
@@ -331,7 +331,7 @@ class Entry:
         flat = flat[keep]
         self.w = young(float(flat.norm()) ** 0.7, float(self.bent.norm()) * d**0.35)
         each = (self.bent * self.bent.sum() / self.w[1])[moved]
-        if moves_apart(t):  # an ellipsoid of each token
+        if moves_apart(t):  # one ellipsoid per token
             own = through[moved]
             e = own @ own.mT / self.w[0] + each[:, None, None] * torch.eye(d, dtype=t.dtype)
             side = torch.block_diag(*ellipsoid(e))
@@ -346,7 +346,7 @@ class Entry:
         self.moved = torch.einsum("ijde,jep->idp", self.blocks, through)
 
     def of_rows(self, rows: Tensor) -> None:
-        """Keep what is read."""
+        """Restrict to the rows that are read."""
         self.blocks, self.moved = self.blocks[rows], self.moved[rows]
 
     def drift(self, reads: Float[Tensor, "n k d"]) -> Float[Tensor, "n k"]:
@@ -374,15 +374,15 @@ class Entry:
         return straight / w[0] + most.square() / w[1] * torch.eye(len(straight), dtype=x.dtype)
 
     def lost(self, x: Tensor, half: Tensor | None = None) -> Tensor:
-        """``>= |half J_A (S - D) T f| / |f|``, all rows together."""
+        """``>= |half J_A (S - D) T f| / |f|``, for all rows jointly."""
         j = norm_above(self.blocks if half is None else half[:, None] @ self.blocks)
         j = j * self.norm.slope_change(x, self.radius)
-        # one f moves every token, each by its own norm of T at most
+        # one f moves every token, each by at most its own norm of T
         return torch.minimum((j @ self.own).norm(), norm_above(j) * self.whole)
 
 
 def square_axes(t: Float[Tensor, "n d p"]) -> tuple[Bool[Tensor, " nd"], Float[Tensor, "p p"]]:
-    """Coordinates of the tokens that move, and the axes there."""
+    """Coordinates of the moving tokens, and the axes there."""
     rows = (t != 0).flatten(1).any(1).repeat_interleave(t.shape[1])
     return rows, t.flatten(0, 1)[rows]
 
@@ -402,9 +402,9 @@ class Segment:
 
     Args:
         branches: The first one may hold attention, the others do not.
-        t: ``T``, of full column rank on the tokens that move.
-        rows: Tokens that are read of the output; all if None.
-        last: Whether nothing that bends reads the output.
+        t: ``T``, of full column rank on the moving tokens.
+        rows: Output tokens that are read; None: all.
+        last: Whether only linear maps read the output.
     """
 
     def __init__(
@@ -419,7 +419,7 @@ class Segment:
         self.branches, self.x, self.t = branches, x, t
         self.rows = torch.arange(len(x)) if rows is None else rows
         self.mixes = bool(branches) and isinstance(branches[0].part, DotProduct)
-        # without attention, what leaves tokens as they are
+        # without attention, use an identity branch
         self.first = branches[0] if self.mixes else Branch(skip=False)
         self.rest = branches[1:] if self.mixes else branches
         self.at: AttentionAt | None = None
@@ -430,7 +430,7 @@ class Segment:
 
     @property
     def part(self) -> DotProduct:
-        """The attention."""
+        """The attention layer."""
         assert isinstance(self.first.part, DotProduct)
         return self.first.part
 
@@ -440,10 +440,10 @@ class Segment:
         self.jacobian = moved + self.t[self.rows] if self.first.skip else moved
 
     def grow(self, radius: float) -> None:
-        """Bound everything on the balls up to this radius.
+        """Compute all bounds on the balls up to this radius.
 
         Raises:
-            OutOfReachError: Where the input of a norm could vanish.
+            OutOfReachError: If the input of a norm may vanish.
         """
         self.r = radius
         if self.mixes and self.first.norm is not None:
@@ -465,29 +465,29 @@ class Segment:
         self.end = point
 
     def through(self, x: Tensor) -> list[Tensor]:
-        """What enters every token-wise branch, and what comes out."""
+        """The inputs of all token-wise branches, and the output."""
         found = [self.first(x)[self.rows]]
         for branch in self.rest:
             found.append(branch(found[-1]))
         return found
 
     def averages(self, start: float, kind: str) -> Tensor:
-        """Weights of the grid in the average over the way from an anchor at ``start`` to any point.
+        """Grid weights of the average over the segment from an anchor at ``start`` to any point.
 
-        At ``t`` the way is within ``(1 - t) start + t r`` of the centre. ``hessian``: weights
-        ``2 (1 - t)``; ``jacobian``: 1. Right ends of the grid, so an upper bound.
+        At ``t`` the segment is within ``(1 - t) start + t r`` of the centre. ``hessian``: weights
+        ``2 (1 - t)``; ``jacobian``: 1. Right grid ends give an upper bound.
         """
         found = self.x.new_zeros(PIECES)
         for step in range(_STEPS):
             a, b = step / _STEPS, (step + 1) / _STEPS
             far = max((1 - s) * start + s * self.r for s in (a, b))
-            # a hair inside the ball of the next grid point is taken for its edge
+            # points just inside the next grid ball count as its edge
             piece = min(PIECES, math.ceil(far / self.r * PIECES * (1 - 1e-12))) - 1
             found[piece] += (1 - a) ** 2 - (1 - b) ** 2 if kind == "hessian" else 1 / _STEPS
         return found
 
     def _start(self, x: Tensor, start: float) -> float:
-        """How far an anchor is from the centre, in what attention sees."""
+        """Distance of an anchor from the centre, in the coordinates of attention's input."""
         if self.entry is None:
             return start
         y = self.entry.norm.norm(x) - self.entry.y
@@ -515,7 +515,7 @@ class Segment:
             y = gradient(lambda z: self.part(z)[self.rows] * q.slope, self.entry.norm.norm(x))
             curve = self.entry.norm.curvature(y, x, self.entry.radius)
             b = b - torch.einsum("ndp,nde,neq->pq", self.t, curve, self.t)
-        if bool(q.blocks.any()):  # nothing above attention bends where it is alone
+        if bool(q.blocks.any()):  # without blocks, everything above attention is linear
             (half, left), at = thin_root(q.blocks), self.at
             shares = self.averages(start, "jacobian")
             joint = self.reads.ball.joint_change(half, shares, lambda: at.lead_together(half))

@@ -1,8 +1,7 @@
-"""Token-wise parts between what their inputs can be: norms, and the units of networks.
+"""Token-wise norms and hidden units over ranges of inputs: secants, minorants, derivatives.
 
-Secants, parabolas below, ranges of derivatives. A unit reads the token-wise affine maps
-``z = W y + b`` and, with a gate, ``u = W_g y + b_g``; both stand side by side as *arguments*,
-``(n, a)`` with ``a = f`` or ``2 f``.
+A unit reads the token-wise affine maps ``z = W y + b`` and, with a gate, ``u = W_g y + b_g``;
+both are stacked as *arguments*, ``(n, a)`` with ``a = f`` or ``2 f``.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from torch import Tensor
 from lipscope.certificates.forms import norm_above, positive_part
 from lipscope.models import ACTIVATIONS, ActivationName, Feed, Norm
 
-_FAR = 15.0  # beyond it no derivative of an activation turns any more
+_FAR = 15.0  # no derivative of an activation has an extremum beyond it
 _GRID = 6001
 _TURNS = 60  # bisections of a root
 # sup of the second and third derivative of the angle's projection, times |c^|^k
 _SECOND, _THIRD = 2 / 3**0.5, 3.0
-_CELLS = 32  # of the integrals along a way, each taken at its larger end
+_CELLS = 32  # of integrals along a segment, each bounded by its larger end
 
 Function = Callable[[Tensor], Tensor]
 
@@ -43,7 +42,7 @@ def _derivative(f: Function) -> Function:
 
 @cache
 def _smooth(name: ActivationName) -> tuple[tuple[Function, Tensor], ...]:
-    """An activation and its first two derivatives, each with the points where it turns."""
+    """An activation and its first two derivatives, each with its extremal points."""
     f = ACTIVATIONS[name]
     functions = [f]
     for _ in range(3):
@@ -54,7 +53,7 @@ def _smooth(name: ActivationName) -> tuple[tuple[Function, Tensor], ...]:
 def _roots(f: Function) -> Tensor:
     grid = torch.linspace(-_FAR, _FAR, _GRID, dtype=torch.float64) + 1e-4  # no root on the grid
     at = f(grid)
-    # where a tail vanishes in float64, its sign is rounding
+    # the sign of a tail that vanishes in float64 is rounding
     changes = (at[:-1] * at[1:] < 0) & (at[:-1].abs() > 1e-12)
     low, high = grid[:-1][changes], grid[1:][changes]
     below = at[:-1][changes] < 0
@@ -66,7 +65,7 @@ def _roots(f: Function) -> Tensor:
 
 
 def _range(which: tuple[Function, Tensor], low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Least and largest value between ``low`` and ``high``: at the ends or where it turns."""
+    """Minimum and maximum between ``low`` and ``high``: at the ends or at extremal points."""
     f, turns = which
     ends = f(low), f(high)
     least, most = torch.minimum(*ends), torch.maximum(*ends)
@@ -78,10 +77,10 @@ def _range(which: tuple[Function, Tensor], low: Tensor, high: Tensor) -> tuple[T
 
 
 def _slopes(name: ActivationName, z: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Range of the slopes of secants from ``z`` to points between ``low`` and ``high``."""
+    """Range of the secant slopes from ``z`` to points between ``low`` and ``high``."""
     if name != "relu":
         return _range(_smooth(name)[1], low, high)
-    down, up = (_secant(z, end) for end in (low, high))  # convex: they grow
+    down, up = (_secant(z, end) for end in (low, high))  # convex: secant slopes increase
     return down, up
 
 
@@ -94,9 +93,9 @@ def _secant(z: Tensor, end: Tensor) -> Tensor:
 def _parabola(z: Tensor, low: Tensor, high: Tensor, spread: Tensor) -> tuple[Tensor, ...]:
     """``relu(t) <= value + slope (t - z) + bend (t - z)^2 / 2`` for ``t`` between the ends.
 
-    ``(t + tau)^2 / (4 tau)`` for ``tau = (z^2 + spread)^(1/2)``; where the range ends short of
-    ``|z|`` beyond the kink the parabola through its end that touches at ``z``; or the chord:
-    whichever is less at a distance of ``spread^(1/2)``. A unit that keeps its side is linear.
+    ``(t + tau)^2 / (4 tau)`` for ``tau = (z^2 + spread)^(1/2)``; if the range ends within ``|z|``
+    beyond the kink, the parabola through its end that touches at ``z``; or the chord: whichever
+    is smallest at a distance of ``spread^(1/2)``. A unit that keeps its sign is linear.
     """
     size, tau = z.abs(), (z.square() + spread).sqrt().clamp_min(1e-12)
     value, slope, bend = (z + tau).square() / (4 * tau), (z + tau) / (2 * tau), 1 / (2 * tau)
@@ -144,7 +143,7 @@ class Units:
 
     @cached_property
     def out(self) -> Float[Tensor, "d_out a"]:
-        """Weights of what secants in each argument give."""
+        """Output weights of the secants in each argument."""
         return torch.cat([self.feed.outer] * (2 if self.gated else 1), 1)
 
     def arguments(self, y: Float[Tensor, "n d"]) -> Float[Tensor, "n a"]:
@@ -156,10 +155,10 @@ class Units:
         return y @ self.into.T + bias
 
     def close(self, z: Float[Tensor, "n a"], last: bool) -> Float[Tensor, "n a"]:
-        """Moves of arguments below which nothing is gained by bounding them more closely.
+        """Moves of arguments below which sharper bounds gain nothing.
 
-        ReLU is linear on either side; where it is the ``last`` to bend, a margin reads its parabola
-        alone, which depends little on its ends.
+        ReLU is linear on either side; if it is the ``last`` nonlinearity, a margin depends only on
+        its parabola, which is insensitive to its ends.
         """
         if self.feed.activation != "relu" or self.gated:
             return torch.zeros_like(z)
@@ -186,7 +185,7 @@ class Units:
     def _with_gate(
         self, slopes: tuple[Tensor, Tensor], at: tuple[Tensor, ...], low: Tensor, high: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Ranges of slopes of the units alone, those of both arguments where there is a gate."""
+        """Slope ranges of the units; with a gate, of both arguments."""
         if not self.gated:
             return slopes
         w = self.width
@@ -199,7 +198,7 @@ class Units:
         return (self.out * s[:, None, :]) @ self.into
 
     def apart(self, half: Float[Tensor, "n a"], into: Tensor) -> Float[Tensor, " n"]:
-        """``>= ‖W_2 diag(s) W_1 - middle‖`` for slopes within ``half`` of their middle."""
+        """``>= ‖W_2 diag(s) W_1 - middle‖`` for slopes within ``half`` of their midpoint."""
         side = half.sqrt()
         return norm_above(self.out * side[:, None, :]) * norm_above(side[:, :, None] * into)
 
@@ -208,7 +207,7 @@ class Units:
     ) -> tuple[float, Tensor, Tensor]:
         """``sum c hidden(z') >= sum c hidden(z) - gap + <slope, dz> - sum bend dz^2 / 2``.
 
-        ``spread``: squares of typical moves of the arguments; any are right.
+        ``spread``: squares of typical moves of the arguments; any positive values are valid.
         """
         low, high = torch.minimum(low, z), torch.maximum(high, z)
         name, w = self.feed.activation, self.width
@@ -226,7 +225,7 @@ class Units:
         if not self.gated:
             return 0.0, c * slope, torch.where(c > 0, -c * least, -c * most).clamp_min(0)
         u, value = z[:, w:], self.activation(z[:, :w])
-        # act(z') u' has dz^2 act'' u' / 2 + act'(z) dz du beyond first order
+        # second-order terms of act(z') u': dz^2 act'' u' / 2 + act'(z) dz du
         ends = torch.stack([a * b for a in (least, most) for b in (low[:, w:], high[:, w:])])
         own = (-(c * ends).amin(0)).clamp_min(0)
         return self._gate(0.0, c * slope * u, own, (c * slope).abs(), c * value, spread)
@@ -234,7 +233,7 @@ class Units:
     def _gate(
         self, gap: float, slope: Tensor, own: Tensor, cross: Tensor, gate: Tensor, spread: Tensor
     ) -> tuple[float, Tensor, Tensor]:
-        """Products ``cross |dz du|``, shared among both arguments."""
+        """Products ``cross |dz du|``, split between both arguments."""
         w = self.width
         balance = ((spread[:, w:] + 1e-300) / (spread[:, :w] + 1e-300)).sqrt()
         bend = torch.cat([own + cross * balance, cross / balance], 1)
@@ -245,7 +244,7 @@ class Units:
 
 
 class NormBall:
-    """A norm around one centre; ``|D^k <w, N>| <= C_k sqrt(d) |C w gamma| / |c^|^k``.
+    """A norm around a centre; ``|D^k <w, N>| <= C_k sqrt(d) |C w gamma| / |c^|^k``.
 
     ``c^ = (c, sqrt(d eps))`` with ``c = C v``: a scaled norm is ``c^ / |c^|`` on an affine
     subspace, and along a line its angle obeys ``theta' = b, theta'' = -2 a b, theta''' = -2 b +
@@ -258,7 +257,7 @@ class NormBall:
         if norm.centred:
             self.projection = self.projection - 1 / self.width
         self.size = self._size(v)
-        # only what moves along c^ makes it shorter
+        # only moves along c^ shorten it
         self.radial = (v @ self.projection) / self.size[:, None]
         self.value, self.slope = norm(v), self.jacobian(v)
         self.inward = torch.zeros_like(self.size)
@@ -269,7 +268,7 @@ class NormBall:
         return ((v @ self.projection).square().sum(-1) + self.width * self.norm.eps).sqrt()
 
     def within(self, radial: Float[Tensor, " n"]) -> bool:
-        """Note how far inputs move along ``c^``; False where one could reach 0."""
+        """Set the range of input moves along ``c^``; False if an input may reach 0."""
         if not self.norm.scaled:
             return True
         self.inward = radial
@@ -307,7 +306,7 @@ class NormBall:
     def _way(
         self, anchor: Float[Tensor, "n d"], reach: Float[Tensor, " n"]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Cells of ``t``, and how far ``(1 - t) v_1 + t v'`` can be from the centre and inward."""
+        """Cells of ``t``, and the largest distances of ``(1 - t) v_1 + t v'``, total and inward."""
         edges = torch.linspace(0, 1, _CELLS + 1, dtype=reach.dtype)
         moved = anchor - self.v
         start = -(moved * self.radial).sum(-1).clamp_max(0)
@@ -320,7 +319,7 @@ class NormBall:
     def slope_change(
         self, anchor: Float[Tensor, "n d"], reach: Float[Tensor, " n"]
     ) -> Float[Tensor, " n"]:
-        """``>= ‖S - D‖`` of secants ``N(v') - N(v_1) = S (v' - v_1)`` within a reach.
+        """``>= ‖S - D‖`` for secants ``N(v') - N(v_1) = S (v' - v_1)`` within a reach.
 
         At distance ``a``, ``‖D(v') - D(v)‖ <= C_2 sqrt(d) max |gamma| a / (|c^| (|c^| - inward))``.
         """
@@ -350,7 +349,7 @@ class NormBall:
         h = h + 3 * along * c[:, :, None] * c[:, None, :] / size**5
         edges, apart, inward = self._way(anchor, reach)
         size = self.size[:, None]
-        # int_0^1 ds / (|c^| - s inward)^3, along the way from the centre
+        # int_0^1 ds / (|c^| - s inward)^3, along the segment from the centre
         third = (2 * size - inward) / (2 * size.square() * (size - inward).square()) * apart
         weight = (1 - edges[:-1]).square() - (1 - edges[1:]).square()
         third = _THIRD * self.read(w) * (third * weight).sum(1)

@@ -1,4 +1,4 @@
-"""Layers that are kept smooth, what a monitor reads of them, and blocks that can be inverted."""
+"""Smoothness control in training: penalties, constraints, monitoring, invertible blocks."""
 
 from lipscope.control.alarm import (
     Alarm as Alarm,

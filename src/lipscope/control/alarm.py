@@ -1,4 +1,4 @@
-"""Signals of a layer in training, and alarms where one leaves the range of its last readings."""
+"""Training signals of attention layers, and alarms on unusual values."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from lipscope.attention import Attention, exact
 
 @dataclass(frozen=True)
 class Reading:
-    """The signals of one layer after a step; None where there is none.
+    """The signals of one layer after a step; None if unavailable.
 
-    One rule for every number: it is that of the worst entry of the probe and of the worst head
-    there, the largest one; of the entropy, the smallest.
+    Each number is that of the worst probe entry and the worst head: the largest one, for the
+    entropy the smallest.
     """
 
     step: int  # step of training
     layer: int  # index from 0
-    module: str  # path of its module
-    # the local Lipschitz constant; None where it cannot be measured, likewise the two that follow
+    module: str  # path of the module
+    # the local Lipschitz constant; None if it cannot be measured, likewise the next two
     sigma: float | None
     relative: float | None  # ``sigma ‖X‖ / ‖f(X)‖``
     top_share: float | None  # share of the most sensitive token
     radius: float | None  # largest token norm of the map's input
-    largest_logit: float | None  # over the pairs of tokens that see each other
+    largest_logit: float | None  # over the visible pairs of tokens
     entropy: float | None  # mean over rows, in nats
-    sink_mass: float | None  # mean over rows of the attention that one token gets
-    weight_norm: float  # Frobenius norm of all its parameters
-    update_norm: float | None  # Frobenius norm of what the step changed in them
+    sink_mass: float | None  # mean over rows of the attention received by one token
+    weight_norm: float  # Frobenius norm of all parameters
+    update_norm: float | None  # Frobenius norm of their change in the step
     logits: tuple[float, ...] = ()  # largest logit of every head
     entropies: tuple[float, ...] = ()  # entropy of every head
     sinks: tuple[float, ...] = ()  # sink mass of every head
-    problem: str | None = None  # why float32, or nothing, can measure sigma; None where all is well
+    problem: str | None = None  # why sigma cannot be measured, in float32 or at all; else None
 
     def signals(self) -> dict[str, float | None]:
-        """The numbers, one for each signal."""
+        """The values by signal."""
         return {k: v for k, v in asdict(self).items() if k not in _NO_SIGNALS}
 
 
@@ -50,7 +50,7 @@ _NO_SIGNALS = ("step", "layer", "module", "logits", "entropies", "sinks", "probl
 
 
 def furthest(readings: Sequence[Reading]) -> str:
-    """Which layer's sigma rose most from the first reading to the last, as the end of a line."""
+    """The layer whose sigma changed most between the first and last reading, as a phrase."""
     first = {one.layer: one for one in reversed(readings) if one.sigma}
     last = {one.layer: one for one in readings if one.sigma}
     moved = [i for i in first if last[i] is not first[i]]
@@ -60,7 +60,7 @@ def furthest(readings: Sequence[Reading]) -> str:
     most = max(ratios, key=lambda i: ratios[i])
     one, now = first[most], last[most]
     return (
-        f"; sigma of layer {most} ({one.module}) went furthest, from {one.sigma:.4g} at step "
+        f"; sigma of layer {most} ({one.module}) changed most, from {one.sigma:.4g} at step "
         f"{one.step} to {now.sigma:.4g} at step {now.step}"
     )
 
@@ -68,7 +68,7 @@ def furthest(readings: Sequence[Reading]) -> str:
 @torch.no_grad()
 @exact
 def largest_logits(layer: Attention, x: Float[Tensor, "n d"]) -> Float[Tensor, " h"]:
-    """The largest score of every head over the pairs that its mask lets see each other.
+    """The largest score of every head over the pairs that its mask leaves visible.
 
     Scaled and soft-capped, before a bias of the scores. Holds for every variant.
     """
@@ -84,10 +84,10 @@ def largest_logits(layer: Attention, x: Float[Tensor, "n d"]) -> Float[Tensor, "
 def entropy_and_sink(
     layer: Attention, x: Float[Tensor, "n d"]
 ) -> tuple[Float[Tensor, " h"], Float[Tensor, " h"]]:
-    """The spread of every head's attention, and the share that one token gets.
+    """The entropy of every head's attention, and the share of its most attended token.
 
-    Mean over rows of ``-Σ_j P_ij log P_ij`` in nats, and the largest over tokens ``j`` of the mean
-    over rows of ``P_ij``: between ``1/n`` and 1, at 1 all rows read one token.
+    Mean over rows of ``-Σ_j P_ij log P_ij`` in nats, and the maximum over tokens ``j`` of the mean
+    over rows of ``P_ij``: between ``1/n`` and 1; at 1 all rows attend to a single token.
 
     Holds for every variant; rows of weights that do not add up to 1 are divided by their sum.
     """
@@ -98,10 +98,10 @@ def entropy_and_sink(
 @torch.no_grad()
 @exact
 def attention_received(layer: Attention, x: Float[Tensor, "n d"]) -> Float[Tensor, "h n"]:
-    """The attention that every token gets: the mean over rows of ``P_ij``, from every head.
+    """The attention that every token receives: the mean over rows of ``P_ij``, per head.
 
     Sums to 1 over tokens. Holds for every variant; rows are divided by their sum, as in
-    `entropy_and_sink`. Under a causal mask a late token is read by few rows, and gets little.
+    `entropy_and_sink`. Under a causal mask late tokens are visible to few rows and receive little.
     """
     return _attention_shares(layer, x).mean(-2)
 
@@ -114,36 +114,36 @@ def _attention_shares(layer: Attention, x: Tensor) -> Tensor:
 
 
 def joint_norm(tensors: Sequence[Tensor], before: Sequence[Tensor] | None = None) -> float:
-    """Frobenius norm of all tensors together, or of what has changed in them since ``before``."""
+    """Joint Frobenius norm of tensors, or of their change since ``before``."""
     parts = [t.detach().float() for t in tensors]
     if before is not None:
         parts = [now - then for now, then in zip(parts, before, strict=True)]
     return math.sqrt(sum(float(part.square().sum()) for part in parts))
 
 
-PAST = 15  # readings that say what is usual
-FEWEST = 3  # of them, before anything can be unusual
-WARM = 10  # of them, before what is merely unusual counts: signals move fast when training begins
-EARLY = 10.0  # how far beyond everything before a signal must be until then
-CALM = 30  # readings within the limits, after which a signal that was told may be told again
-MOST = 5  # alerts of a run
-LOSSES = 100  # steps that say how the loss usually varies
+PAST = 15  # readings that define the usual range
+FEWEST = 3  # minimum number of readings for any alert
+WARM = 10  # readings before moderate excesses count: signals change fast early in training
+EARLY = 10.0  # factor over all earlier readings required until then
+CALM = 30  # readings within the limits after which a signal may be reported again
+MOST = 5  # maximum number of alerts of a run
+LOSSES = 100  # steps that define the usual variation of the loss
 FEWEST_LOSSES = 10
 LOSS, MEASURED = "loss", "measured"
-# Signals and how they go wrong: up or down.
+# Signals and their direction of failure: up or down.
 RISING = ("sigma", "relative", "radius", "largest_logit", "weight_norm", "update_norm")
 FALLING = ("entropy",)
-# What is below is no smaller: a largest logit below 1, an entropy of a hundredth of a nat.
+# Lower limits of the reference value: a largest logit of 1, an entropy of 0.01 nats.
 _LEAST = {"largest_logit": 1.0, "entropy": 0.01}
-# Of the threshold: sigma drifts least in healthy runs, and updates go with the learning rate.
+# Powers of the threshold: sigma drifts least in healthy runs; updates follow the learning rate.
 _POWERS = {"sigma": 1, "update_norm": 10}
 _OTHERS = 5
 _LOOK = {
     "sigma": "the learning rate, then this layer's `largest_logit` and `weight_norm`",
-    "relative": "this layer's output, which shrinks or points elsewhere, and its `sigma`",
+    "relative": "this layer's output, which shrinks or changes direction, and its `sigma`",
     "radius": "the norm before this layer, and what earlier layers add to the residual stream",
-    "largest_logit": "query and key weights; a norm of queries and keys, or a cap, holds logits",
-    "entropy": "this layer's `largest_logit`: its heads come to read single tokens",
+    "largest_logit": "query and key weights; query and key norms, or a cap, limit logits",
+    "entropy": "this layer's `largest_logit`: its heads start to attend to single tokens",
     "weight_norm": "the learning rate and weight decay",
     "update_norm": "the learning rate and the clipping of gradients",
     LOSS: "the batch of this step, and the learning rate",
@@ -153,82 +153,81 @@ _LOOK = {
 
 @dataclass(frozen=True)
 class Alert:
-    """A signal that is far from what it was, or a layer that cannot be measured."""
+    """A signal far outside its usual range, or a layer that cannot be measured."""
 
     step: int  # step of training
-    layer: int | None  # index of the layer where it is furthest; None for the loss
+    layer: int | None  # index of the layer with the largest excess; None for the loss
     module: str  # path of the layer's module; "" for the loss
-    # name of the signal; ``measured`` for a layer that float32, or nothing, can measure
+    # name of the signal; ``measured`` for a layer that cannot be measured, in float32 or at all
     signal: str
-    value: float | None = None  # what it is
-    low: float | None = None  # the smallest of its last readings, or losses
-    high: float | None = None  # the largest
-    # how many times above ``high`` (the entropy: below ``low``) it is; for the loss, in standard
-    # deviations above its mean
+    value: float | None = None  # current value
+    low: float | None = None  # smallest recent reading, or loss
+    high: float | None = None  # largest recent reading, or loss
+    # ratio to ``high`` (entropy: of ``low`` to it); for the loss, in standard deviations above its
+    # mean
     excess: float = math.inf
-    how: str = ""  # the same, or what could not be measured, in words
-    also: tuple[int, ...] = ()  # other layers where it is unusual at this step
+    how: str = ""  # the excess, or what could not be measured, in words
+    also: tuple[int, ...] = ()  # other layers with an unusual value at this step
 
     def __str__(self) -> str:
-        """One line: layer and signal, the value, its usual range, what to look at."""
+        """One line: layer and signal, value, usual range, advice."""
         where = f"layer {self.layer} ({self.module})"
         if self.also:
             where += f" (and of {', '.join(map(str, self.also))})"
         what = "the loss" if self.layer is None else f"`{self.signal}` of {where}"
-        said = f"{where} {self.how}"
+        text = f"{where} {self.how}"
         if self.value is not None:
-            said = (
+            text = (
                 f"{what} is {self.value:.4g}, {self.how}; usually {self.low:.4g} to {self.high:.4g}"
             )
-        return f"Step {self.step}: {said}. Look at {_LOOK[self.signal]}."
+        return f"Step {self.step}: {text}. Look at {_LOOK[self.signal]}."
 
 
 class Alarm:
-    """What was usual for every layer and signal, and for the loss.
+    """Detect unusual signals of layers, and unusual losses.
 
-    A signal is unusual where it is ``times`` above the largest of its last 15 readings (the
-    entropy: below the smallest). For sigma that is what is said; other signals move more by
-    themselves, and are told at the fifth power of it, norms of updates at the tenth. Before
-    there are ten readings, ten times is what counts.
+    A signal is unusual if it exceeds the largest of its last 15 readings by the factor ``times``
+    (the entropy: if it falls below the smallest by it). This is the rule for sigma; noisier
+    signals use its fifth power, update norms its tenth. Before ten readings, the factor is ten.
 
-    Told is the layer where it is most, once until 30 readings of all layers were within the
-    limits; another layer before that only where it goes twice as far. A run has five alerts at
-    most, and `summary` counts the others.
+    Reported is the layer with the largest excess, and again only after 30 readings of all layers
+    within the limits; another layer before that only at twice the excess. A run has at most five
+    alerts; `summary` counts the others.
     """
 
     def __init__(self, times: float = 1.15, deviations: float = 4.0) -> None:
         self.times, self.deviations = times, deviations
-        self.told: list[Alert] = []
+        self.alerts: list[Alert] = []
         self._more: Counter[str] = Counter()
         self._past: dict[tuple[int, str], deque[float]] = defaultdict(lambda: deque(maxlen=PAST))
         self._losses: deque[float] = deque(maxlen=LOSSES)
         self._episodes: dict[str, list[Alert]] = {}
         self._calm: Counter[str] = Counter()
         self.z_score: float | None = None
-        """Of the last loss among the hundred before; None before there are ten."""
+        """Standard score of the last loss among the hundred before; None before there are ten."""
 
     def threshold(self, signal: str) -> float:
-        """How many times the largest of its last readings a signal must be."""
+        """The factor over the largest recent reading from which a signal is unusual."""
         return self.times ** _POWERS.get(signal, _OTHERS)
 
     def loss(self, step: int, value: float) -> list[Alert]:
-        """Take the loss of a step in, and say whether it is unusual."""
+        """Record the loss of a step; return an alert if it is unusual."""
         past, far = self._losses, []
         if past:
             mean, spread, high = fmean(past), pstdev(past), max(past)
-            said = Alert(step, None, "", LOSS, value, min(past), high)
+            alert = Alert(step, None, "", LOSS, value, min(past), high)
             if len(past) >= FEWEST_LOSSES and spread > 0:
                 self.z_score = z = (value - mean) / spread
                 how = f"{z:.4g} standard deviations above the mean of the last {len(past)}"
-                far = [replace(said, excess=z, how=how)] if z >= self.deviations else []
+                far = [replace(alert, excess=z, how=how)] if z >= self.deviations else []
             elif value > EARLY * high > 0 and math.isfinite(self.times):
                 how = f"{value / high:.4g} times the largest before"
-                far = [replace(said, excess=value / high, how=how)]
+                far = [replace(alert, excess=value / high, how=how)]
         past.append(value)
         return self._new(LOSS, far)
 
     def signals(self, readings: Sequence[Reading]) -> list[Alert]:
-        """Take the readings of a step in, and say what of them is unusual and not told yet."""
+        """Record the readings of a step; return new alerts."""
         off = [
             Alert(one.step, one.layer, one.module, MEASURED, how=one.problem)
             for one in readings
@@ -241,17 +240,17 @@ class Alarm:
         return found
 
     def summary(self) -> str:
-        """The alerts of a run, counted by signal, in words."""
-        if not self.told:
+        """A summary of a run's alerts, counted by signal."""
+        if not self.alerts:
             return "no alerts"
-        counts = Counter(f"`{one.signal}`" for one in self.told)
-        first = self.told[0]
+        counts = Counter(f"`{one.signal}`" for one in self.alerts)
+        first = self.alerts[0]
         where = "" if first.layer is None else f" of layer {first.layer}"
-        said = ", ".join(f"{name} {count}" for name, count in counts.items())
-        words = f"{len(self.told)} alerts ({said})" if len(self.told) > 1 else "1 alert"
+        listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+        words = f"{len(self.alerts)} alerts ({listed})" if len(self.alerts) > 1 else "1 alert"
         words += f", the first at step {first.step}: `{first.signal}`{where}"
         more = ", ".join(f"`{name}` {count}" for name, count in self._more.items())
-        return words + (f"; {sum(self._more.values())} more were not told ({more})" if more else "")
+        return words + (f"; {sum(self._more.values())} more suppressed ({more})" if more else "")
 
     def _unusual(self, name: str, one: Reading) -> Alert | None:
         value = getattr(one, name)
@@ -271,7 +270,7 @@ class Alarm:
         return found
 
     def _new(self, signal: str, far: Sequence[Alert]) -> list[Alert]:
-        """What is told of the layers where a signal is unusual now; nothing until it was calm."""
+        """Alerts for the layers with an unusual signal, unless reported since it was calm."""
         before = self._episodes.get(signal, [])
         if not far:
             self._calm[signal] += 1
@@ -286,18 +285,18 @@ class Alarm:
         also = tuple(one.layer for one in far if one is not worst and one.layer is not None)
         alert = replace(worst, also=also)
         self._episodes[signal] = [*before, alert]
-        if len(self.told) >= MOST:
+        if len(self.alerts) >= MOST:
             self._more[signal] += 1
             return []
-        self.told.append(alert)
+        self.alerts.append(alert)
         return [alert]
 
 
 def excess_of(name: str, value: float, past: Sequence[float]) -> float | None:
-    """How many times above the largest of its last readings a signal is.
+    """The ratio of a signal to the largest of its last readings.
 
-    For one that falls, how many times below the smallest. None before there are three readings,
-    and where there is no ratio.
+    For a falling signal, the ratio of the smallest one to it. None before three readings, and if
+    the ratio is undefined.
 
     >>> excess_of("sigma", 6.0, [1.0, 2.0, 3.0]), excess_of("sigma", 6.0, [1.0])
     (2.0, None)

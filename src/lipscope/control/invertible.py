@@ -1,4 +1,4 @@
-"""Invertible residual blocks: contractions, inverses, log-determinants, densities of sets."""
+"""Invertible residual blocks: contractions, inverses, log-determinants, normalising flows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lipscope.attention import Attention, spectral_norm, transformed
 from lipscope.display import Shown
 from lipscope.errors import InputError, check_count, check_positive, shown
 
-_ROUNDING = 128  # units: of singular values, and of products of some of them
+_ROUNDING = 128  # rounding units: of singular values and their products
 
 
 class Contraction(nn.Module, ABC):
-    """``g`` with ``‖g(X) - g(Y)‖_F ≤ c ‖X - Y‖_F``, ``c < 1``, for all X, Y of one length."""
+    """``g`` with ``‖g(X) - g(Y)‖_F ≤ c ‖X - Y‖_F``, ``c < 1``, for all X, Y of the same length."""
 
     def __init__(self, c: float) -> None:
         super().__init__()
@@ -36,10 +36,10 @@ class Contraction(nn.Module, ABC):
     @property
     @abstractmethod
     def first(self) -> Tensor:
-        """The weights that a token meets first, ``(_, d)``."""
+        """The weights applied first to a token, ``(_, d)``."""
 
     def check(self, name: str, x: object) -> None:
-        """Refuse what is no tokens of the width and the dtype of the weights."""
+        """Require tokens with the width and dtype of the weights."""
         d, dtype = self.first.shape[1], self.first.dtype
         if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-1] != d or x.dtype != dtype:
             found = type(x).__name__
@@ -52,18 +52,18 @@ class Contraction(nn.Module, ABC):
 
 
 class ContractiveAttention(Contraction):
-    """``c F(X) / L``, ``L = layer.constant(n)``: attention that contracts at all inputs.
+    """``c F(X) / L``, ``L = layer.constant(n)``: attention that contracts on all inputs.
 
-    ``L`` is derived from the weights and the number of tokens in every pass, so that the layer
-    is a contraction whatever training does to it, and gradients go through ``L``.
+    ``L`` is computed from the weights and the number of tokens in every pass, so that the layer
+    stays a contraction in training; gradients go through ``L``.
 
     Holds for variants with a bound at all inputs: `L2Attention`, `ScaledCosineAttention`,
     `LipschitzNormAttention`, `ClippedAttention`; not for dot products, Sinkhorn, sigmoid
     or divided attention, whose bounds are on a ball.
 
     Raises:
-        InputError: For another ``c``, a layer of which no constant is known, or another width;
-            in a pass, for a constant that is no bound (NaN, negative).
+        InputError: If ``c`` is out of range, the layer has no known constant, or widths differ; in
+            a pass, if the constant is invalid (NaN, negative).
 
     Source: Contractive-L2-MHA of [kim2021], for every variant with a constant.
 
@@ -89,7 +89,7 @@ class ContractiveAttention(Contraction):
 
     @property
     def first(self) -> Tensor:
-        """The weights of the queries."""
+        """The query weights."""
         return self.layer.query
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
@@ -97,7 +97,7 @@ class ContractiveAttention(Contraction):
         return self.layer(x) * self._share(x.shape[-2])
 
     def as_layer(self, num_tokens: int) -> Attention:
-        """The same function of so many tokens as one attention layer, which can be measured."""
+        """The same function for ``num_tokens`` tokens, as a single measurable attention layer."""
         layer, share = self.layer, self._share(num_tokens)
         last = torch.eye(layer.query.shape[1]).to(share) if layer.output is None else layer.output
         bias = {} if layer.output_bias is None else {"output_bias": share * layer.output_bias}
@@ -109,7 +109,7 @@ class ContractiveAttention(Contraction):
 
 
 class ContractiveMLP(Contraction):
-    """``c f(x) / Π_l ‖W_l‖`` for every token, ``f`` linear maps with ``tanh`` between them.
+    """``c f(x) / Π_l ‖W_l‖`` for every token, ``f`` linear maps with ``tanh`` in between.
 
     >>> g = ContractiveMLP([2, 8, 2], c=0.5)
     >>> g(torch.zeros(5, 1, 2)).shape
@@ -149,21 +149,21 @@ class ContractiveMLP(Contraction):
 
 
 def _scale_to(c: float, constant: Tensor, dtype: torch.dtype) -> Tensor:
-    """``c / L`` in a dtype, rounded down; where ``L`` is 0, so is every change of the output."""
+    """``c / L`` in a dtype, rounded down; 0 if ``L`` is 0, since the output is then constant."""
     if not transformed() and not bool(constant >= 0):
         raise InputError(
             "The constant of a contraction should be 0 or larger, to be divided by. Found "
             f"{constant.item():g}: a weight is no number, or `constant` no bound of its layer."
         )
     bound = constant * (1 + _ROUNDING * torch.finfo(dtype).eps)
-    none = torch.full_like(bound, torch.nan)  # where torch follows what is computed: no exception
+    none = torch.full_like(bound, torch.nan)  # under torch transforms: no exception
     return (c / torch.where(bound > 0, bound, torch.where(bound == 0, 1.0, none))).to(dtype)
 
 
-_DENSE = 64  # entries of a sample up to which its Jacobian is formed
-_TRACED = 1024  # up to which traces are exact: they take as many products a term
-_CERTAIN = 4  # terms of the roulette that are never left out
-_GOES_ON = 0.5  # its chance of one more term, at least
+_DENSE = 64  # maximum number of entries of a sample for a dense Jacobian
+_TRACED = 1024  # maximum number of entries for exact traces: one product each per term
+_CERTAIN = 4  # terms that the roulette always includes
+_GOES_ON = 0.5  # its minimum probability of one more term
 
 
 _Method = Literal["exact", "series", "roulette"]
@@ -173,11 +173,11 @@ _Method = Literal["exact", "series", "roulette"]
 class LogDeterminant(Shown):
     """``log det(I + J_g(X))`` of every sample."""
 
-    value: Float[Tensor, "*b"]  # the number or its estimate, differentiable
-    error: float  # A bound of what a truncated series leaves out; 0 where nothing is
-    terms: int  # of the series; 0 where the Jacobian was formed
-    # random vectors of each sample; 0 where traces are exact. Then ``value`` is random, right on
-    # average up to ``error``
+    value: Float[Tensor, "*b"]  # the value or its estimate, differentiable
+    error: float  # bound of the truncation error of the series; 0 if not truncated
+    terms: int  # of the series; 0 for a dense Jacobian
+    # random vectors per sample; 0 for exact traces. Otherwise ``value`` is random, unbiased up
+    # to ``error``
     probes: int
 
 
@@ -194,15 +194,15 @@ def log_determinant(
     """``log det(I + J_g(X))`` of every sample, ``Σ_{k≥1} (-1)^(k+1) tr(J^k) / k``.
 
     Args:
-        method: ``exact`` forms the Jacobian. ``series`` stops after ``terms``, which leaves out at
-            most ``n d c^(K+1) / ((K+1) (1-c))``. ``roulette`` stops at random and weighs every
-            term by its chance: no bias. The first for up to 64 entries, else the second, if
-            None.
-        terms: ``K`` of the series; as many as ``tol`` asks for if None.
-        probes: Random signs ``v`` of each sample, ``E v^T J^k v = tr(J^k)``; exact traces, ``n d``
-            products a term, if None, for up to 1,024 entries.
-        tol: Of ``error`` where ``terms`` is None.
-        generator: Of signs and of the roulette.
+        method: ``exact`` forms the Jacobian. ``series`` truncates after ``terms``, with error at
+            most ``n d c^(K+1) / ((K+1) (1-c))``. ``roulette`` stops at random and weights terms by
+            their inverse probability: unbiased. None: ``exact`` for up to 64 entries, else
+            ``series``.
+        terms: ``K`` of the series; None: chosen by ``tol``.
+        probes: Random sign vectors ``v`` per sample, ``E v^T J^k v = tr(J^k)``; None: exact traces,
+            ``n d`` products per term, for up to 1,024 entries.
+        tol: Limit of ``error`` if ``terms`` is None.
+        generator: Source of signs and of the roulette.
 
     Source: the series of [behrmann2019], the roulette of [chen2019].
     """
@@ -224,7 +224,7 @@ def log_determinant(
     if size > _TRACED and probes is None and method != "exact":
         raise InputError(
             f"`probes` should be given for samples of more than {_TRACED} entries. Found {size}, "
-            "which exact traces would take as many products for."
+            "each of which costs one product per term for exact traces."
         )
     if method == "exact":
         return LogDeterminant(_log_determinant(g, x), 0.0, 0, 0)
@@ -235,7 +235,7 @@ def log_determinant(
     else:
         if terms is not None:
             raise InputError("`terms` should be left out of the method `roulette`. Found it.")
-        goes_on = max(_GOES_ON, g.c)  # a smaller chance than c would let the weights outgrow J^k
+        goes_on = max(_GOES_ON, g.c)  # with a probability below c, the weights would outgrow J^k
         weights, chance = [], 1.0
         while len(weights) < _CERTAIN or float(torch.rand((), generator=generator)) < goes_on:
             chance *= goes_on if len(weights) >= _CERTAIN else 1.0
@@ -254,7 +254,7 @@ def _log_determinant(g: Contraction, x: Tensor) -> Tensor:
         return found.reshape(size, size)
 
     every = torch.func.vmap(jacobian)(x.reshape(-1, *x.shape[-2:]))
-    wide = torch.promote_types(x.dtype, torch.float32)  # there is none in half precision
+    wide = torch.promote_types(x.dtype, torch.float32)  # unavailable in half precision
     eye = torch.eye(size, dtype=wide, device=x.device)
     return torch.linalg.slogdet(every + eye).logabsdet.to(x.dtype).reshape(x.shape[:-2])
 
@@ -276,7 +276,7 @@ def _trace_series(
         v = torch.randint(0, 2, shape, generator=generator).to(x) * 2 - 1
     with torch.enable_grad():
         at = x if x.requires_grad else x.detach().requires_grad_()
-        there = at.expand(shape) * 1.0  # a copy for every probe: products do not mix
+        there = at.expand(shape) * 1.0  # one copy per probe keeps products separate
         y, w, total = g(there), v, x.new_zeros(x.shape[:-2])
         for k, weight in enumerate(weights, 1):
             (w,) = torch.autograd.grad(y, there, w, create_graph=learns, retain_graph=True)
@@ -292,14 +292,14 @@ def _series_remainder(size: int, c: float, terms: int) -> float:
 
 def _terms(size: int, c: float, tol: float) -> int:
     first = max(1, math.ceil(math.log(tol * (1 - c) / size) / math.log(c)) - 1)
-    # That many are enough without the factor 1 / (K+1): some of them are not needed.
+    # Sufficient without the factor 1 / (K+1); possibly more than necessary.
     return next(
         k for k in range(1, first + 1) if _series_remainder(size, c, k) <= tol or k == first
     )
 
 
-_KEPT = 5  # differences that Anderson's step is made of
-_UNITS = 8  # of rounding in a residual, relative to its tokens
+_KEPT = 5  # differences used by Anderson mixing
+_UNITS = 8  # rounding units of a residual, relative to its tokens
 _BACKWARD = (
     "`inverse` should be differentiated once, by `backward` or `torch.autograd.grad`. Found {}."
 )
@@ -307,16 +307,16 @@ _BACKWARD = (
 
 @dataclass(frozen=True, repr=False)
 class Inverse(Shown):
-    """A solution ``X`` of ``X + g(X) = Y``, and how good it is."""
+    """A solution ``X`` of ``X + g(X) = Y``, with an error bound."""
 
     x: Float[Tensor, "*b n d"]  # ``X``
-    steps: int  # how often ``g`` was evaluated
-    # A bound of ``‖X - X*‖_F`` of every sample, ``X*`` the exact solution
+    steps: int  # number of evaluations of ``g``
+    # bound of ``‖X - X*‖_F`` for every sample, ``X*`` the exact solution
     error: Float[Tensor, "*b"]
 
 
 class InvertibleResidual(nn.Module):
-    """``X ↦ X + g(X)`` for a contraction ``g``: one-to-one, with an inverse and a determinant.
+    """``X ↦ X + g(X)`` for a contraction ``g``: a bijection with inverse and determinant.
 
     Source: residual blocks of [behrmann2019], attention of [kim2021].
 
@@ -345,21 +345,20 @@ class InvertibleResidual(nn.Module):
     ) -> Inverse:
         """The ``X`` with ``X + g(X) = Y``, differentiable once, in ``Y`` and in the weights.
 
-        ``‖X - X*‖_F ≤ c ‖Z + g(Z) - Y‖_F / (1 - c)`` for ``X = Y - g(Z)``, the last step, is the
-        error that is returned, but never less than what rounding allows,
-        ``8 ε max(‖Y‖_F, ‖Z‖_F) / (1 - c)``. Gradients are those of the inverse function: one
-        more equation of this kind, no steps are recorded. All is in the dtype of ``Y``, under
-        autocast too.
+        The returned error bound is ``‖X - X*‖_F ≤ c ‖Z + g(Z) - Y‖_F / (1 - c)`` for the last step
+        ``X = Y - g(Z)``, at least the rounding error ``8 ε max(‖Y‖_F, ‖Z‖_F) / (1 - c)``. Gradients
+        are those of the inverse function: one more equation of this kind, without recorded
+        steps. Everything is in the dtype of ``Y``, even under autocast.
 
         Args:
             y: Samples, solved together.
-            tol: Of the error of a sample, relative to ``max(‖Y‖_F, ‖Z‖_F)``; what rounding
-                allows if None.
-            max_steps: Evaluations of ``g`` at most.
+            tol: Error tolerance per sample, relative to ``max(‖Y‖_F, ‖Z‖_F)``; None: the rounding
+                limit.
+            max_steps: Maximum number of evaluations of ``g``.
 
         Raises:
-            InputError: If the tolerance is not reached, or a second derivative or one in
-                forward mode is asked for.
+            InputError: If the tolerance is not reached, or a second or forward-mode derivative
+                is requested.
         """
         self.g.check("y", y)
         check_count("max_steps", max_steps)
@@ -384,8 +383,8 @@ class InvertibleResidual(nn.Module):
                 )
             return Inverse(found.x, found.steps + 1, error)
 
-        # The last step has the derivative of the equation's own right side where it is recorded;
-        # what is sent back is multiplied by (1 + J)^-T first.
+        # The last step carries the derivative of the right side; the hook then multiplies gradients
+        # by (1 + J)^-T.
         with torch.autocast(y.device.type, enabled=False):
             with torch.no_grad():
                 found = answer(self.g, y.detach())
@@ -399,7 +398,7 @@ class InvertibleResidual(nn.Module):
                     return torch.autograd.grad(there, at, w, retain_graph=True)[0]
 
                 def back(grad: Tensor) -> Tensor:
-                    if torch.is_grad_enabled():  # what is solved here would be held fixed
+                    if torch.is_grad_enabled():  # the solution would be treated as constant
                         raise InputError(_BACKWARD.format("`create_graph`"))
                     return answer(pull, grad).x
 
@@ -422,10 +421,10 @@ def solve(
 ) -> Inverse:
     """``X + g(X) = Y`` by ``X ← Y - g(X)``, accelerated by Anderson's mixing.
 
-    Mixed iterates are taken where they bring the residual down by more than ``c``, and a plain step
-    is taken otherwise: a contraction's residual falls by at least ``c`` in two evaluations.
+    Mixed iterates are accepted if they reduce the residual by more than ``c``; otherwise a plain
+    step is taken, so the residual falls by at least ``c`` in two evaluations.
 
-    Holds for contractions. For another ``g`` it may diverge, which its ``error`` says.
+    Holds for contractions. For another ``g`` it may diverge, as its ``error`` then shows.
 
     Source: [walker2011] for the mixing.
     """
@@ -439,7 +438,7 @@ def solve(
         steps += 1
         to = flat - g(x.view(shape)).flatten(-2)
         gap = (to - x).norm(dim=-1)
-        # A mixed iterate must do what a plain one is sure to do; a plain one is always taken.
+        # A mixed iterate must achieve the guaranteed reduction; a plain one is always accepted.
         taken = plain | (gap <= c * best_gap)
         nearer = gap < best_gap
         move = torch.where(nearer[..., None], to - x, move)
@@ -462,7 +461,7 @@ def _larger_norm(y: Tensor, x: Tensor) -> Tensor:
 
 
 def _mixed(points: list[Tensor], moves: list[Tensor]) -> Tensor:
-    """The plain step from the combination of the points whose move is the smallest."""
+    """The plain step from the combination of points with the smallest move."""
     last, move = points[-1], moves[-1]
     across = torch.stack([move - m for m in moves[:-1]], -1)
     along = torch.stack([last - p for p in points[:-1]], -1)
@@ -470,7 +469,7 @@ def _mixed(points: list[Tensor], moves: list[Tensor]) -> Tensor:
     across, along = (t / torch.where(size > 0, size, 1.0) for t in (across, along))
     gram = across.mT @ across
     ridge = 10 * torch.finfo(gram.dtype).eps * torch.eye(gram.shape[-1]).to(gram)
-    wide = torch.promote_types(gram.dtype, torch.float32)  # none is solved in half precision
+    wide = torch.promote_types(gram.dtype, torch.float32)  # no solver in half precision
     right = across.mT @ move[..., None]
     weights = torch.linalg.solve((gram + ridge).to(wide), right.to(wide)).to(gram.dtype)
     mixed = last + move - ((along + across) @ weights)[..., 0]
@@ -478,13 +477,12 @@ def _mixed(points: list[Tensor], moves: list[Tensor]) -> Tensor:
 
 
 class Flow(nn.Module):
-    """``log p(X) = log N(Z; 0, 1) + Σ log det``, ``Z`` what the blocks make of ``X``.
+    """``log p(X) = log N(Z; 0, 1) + Σ log det``, where the blocks map ``X`` to ``Z``.
 
-    A sample is a set of ``n`` points in ``d`` dimensions, ``(n, d)``; a point alone has n = 1.
-    Blocks of attention let points know of each other, and the density does not depend on their
-    order.
+    A sample is a set of ``n`` points in ``d`` dimensions, ``(n, d)``; a single point has n = 1.
+    Attention blocks couple the points, and the density is invariant under permutations of them.
 
-    Source: flows of residual blocks [behrmann2019].
+    Source: residual flows [behrmann2019].
 
     >>> from lipscope.control import ContractiveMLP
     >>> flow = Flow([InvertibleResidual(ContractiveMLP([2, 8, 2], c=0.5))])
@@ -512,10 +510,10 @@ class Flow(nn.Module):
         return total - (x.square().sum((-2, -1)) + size * math.log(2 * math.pi)) / 2
 
     def inverse(self, z: Float[Tensor, "*b n d"], **options: float) -> Inverse:
-        """The ``X`` that becomes ``Z``; options as in `InvertibleResidual.inverse`.
+        """The ``X`` that maps to ``Z``; options as in `InvertibleResidual.inverse`.
 
-        The error of a block grows by ``1 / (1 - c)`` in the next one; the bound that is returned
-        is that of all together.
+        The error of a block grows by ``1 / (1 - c)`` in the next one; the returned bound covers all
+        blocks.
         """
         steps, error = 0, z.new_zeros(z.shape[:-2])
         for block in reversed(list(self._each())):

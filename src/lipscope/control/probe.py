@@ -1,4 +1,4 @@
-"""The attention layers of a model in training at some inputs, numbered as `measure` does."""
+"""The attention layers of a model in training on given inputs, numbered as in `measure`."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ Layers = Sequence[int] | int | Literal["all"]
 
 @dataclass(frozen=True)
 class ProbedLayer:
-    """A layer at one entry of a batch."""
+    """An attention layer at one entry of a batch."""
 
     index: int  # of the layer, from 0
     entry: int  # index of the entry
-    attention: Attention  # the layer, made of the model's own weights: gradients reach them
-    x: Tensor  # its input, ``(n, d)``, held fixed
+    attention: Attention  # built from the model's own weights: gradients reach them
+    x: Tensor  # its input, ``(n, d)``, without gradient
 
 
 class Probe:
-    """A model in training and a batch at which its layers are looked at, entry by entry.
+    """A model in training and a batch on which its layers are evaluated, entry by entry.
 
-    Each look costs one forward pass for each entry, in evaluation mode and without gradients; the
-    model is put back as it was. Weights keep their gradients, the inputs of the layers have none.
+    Each evaluation costs one forward pass per entry, in evaluation mode and without gradients;
+    the model's mode is restored. Weights keep their gradients; layer inputs have none.
 
-    ``indices`` are the layers that were chosen; ``names`` the paths of their modules, by index:
-    "layer" for a layer by itself. Arguments are those of `restrain`.
+    ``indices`` are the selected layers; ``names`` the paths of their modules, by index: "layer"
+    for a standalone layer. Arguments as for `restrain`.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Probe:
             raise InputError(f"`model` should be a torch module. Found `{type(model).__name__}`.")
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         if isinstance(self.model, nn.MultiheadAttention):
-            own = isinstance(self.model, MultiheadAttention)
+            standalone = isinstance(self.model, MultiheadAttention)
             raise InputError(
                 "`model` should hold attention, or be a layer by itself. Found a "
                 "`MultiheadAttention`; give "
-                f"{'`module.attention`' if own else 'the model that it is part of'}."
+                f"{'`module.attention`' if standalone else 'the model that it is part of'}."
             )
         if modules is not None and not isinstance(modules, str):
             raise InputError(f"`modules` should be an expression. Found `{shown(modules)}`.")
@@ -84,7 +84,7 @@ class Probe:
         self.names = {i: self._calls[i].name if self._calls else "layer" for i in self.indices}
 
     def seen(self, data: Tensor | Mapping[str, Any] | None = None) -> Iterator[ProbedLayer]:
-        """Every layer that was chosen at every entry, entry by entry."""
+        """Yield every selected layer at every entry, entry by entry."""
         for e, item in enumerate(self._entries if data is None else self._cut(data)):
             if isinstance(self.model, Attention):
                 assert isinstance(item.arguments, tuple)
@@ -97,9 +97,9 @@ class Probe:
                 yield ProbedLayer(i, e, _layer_of(calls[i]), _finite_input(calls[i].x.detach(), i))
 
     def weights(self, index: int) -> list[tuple[nn.Module, str]]:
-        """The weight matrices of a layer, output projection included: who holds them, its name.
+        """The weight matrices of a layer, output projection included, as (module, name) pairs.
 
-        What is stacked in the model, such as queries, keys and values of GPT-2, is one matrix.
+        Stacked weights, such as queries, keys and values of GPT-2, count as one matrix.
         """
         if not self._calls:
             holders = [self.model]
@@ -123,7 +123,7 @@ class Probe:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return next(t.device for t in [*self.model.parameters(), *self.model.buffers()])
 
     def module(self, index: int) -> nn.Module:
@@ -131,19 +131,19 @@ class Probe:
         return self._calls[index].module if self._calls else self.model
 
     def alike(self) -> list[list[int]]:
-        """The layers, those that are calls of one module together."""
+        """The layers grouped by module, for modules that are called several times."""
         found: dict[int, list[int]] = {}
         for i in self.indices:
             found.setdefault(id(self.module(i)), []).append(i)
         return list(found.values())
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the memory of the model's parameters."""
-        own = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
-        return tensor.untyped_storage().data_ptr() in own
+        """Whether a tensor shares memory with the model's parameters."""
+        owned = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
+        return tensor.untyped_storage().data_ptr() in owned
 
     def _cut(self, data: Any) -> list[Sample]:
-        """The entries of a batch."""
+        """Split a batch into entries."""
         if not isinstance(data, Tensor | Mapping):
             raise InputError(
                 "`data` should be a batch: a tensor or a mapping of tensors. Found "
@@ -184,7 +184,7 @@ class Probe:
             ) as (model, _),
         ):
             arguments = to_device(item.arguments, first.device, first.dtype)
-            # Compiled modules are out now.
+            # Compiled modules are excluded by now.
             sites = {name.replace("_orig_mod.", ""): site for name, site in sites.items()}
             return trace(model, arguments, sites, dtype=first.dtype, asked=self.modules)
 
@@ -218,7 +218,7 @@ def _chosen_layers(layers: Any, count: int) -> list[int]:
 
 
 def _layer_of(call: AttentionCall) -> Attention:
-    """The layer of a call, of the weights as they are now."""
+    """The attention layer of a call, with its current weights."""
     if call.end.refusal:
         raise InputError(call.end.refusal)
     layer = closed_form(call)

@@ -1,4 +1,4 @@
-"""Restraints that keep layers smooth in training: constraints and penalties, each by its name."""
+"""Penalties and constraints that keep attention layers smooth in training."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from lipscope.linalg import draws_from, sigma, start_named, top_singular, unit_v
 from lipscope.theorems import AskedLayer, JacobianRows, NotApplicableError, weighted_rows
 
 Batch = Tensor | Mapping[str, Any] | None
-_LARGEST = 1e30  # cap that anybody means
+_LARGEST = 1e30  # largest accepted cap
 
 
 _REGISTER: dict[str, type[Restraint]] = {}
 
 
 class Restraint:
-    """A penalty or a constraint on chosen layers of a model in training.
+    """A penalty or a constraint on selected layers of a model in training.
 
-    One loop serves every kind: what is no penalty has the penalty 0, and what is nothing to be
-    done after a step does nothing there.
+    A single training loop serves every kind: constraints have penalty 0, and penalties do nothing
+    after a step.
     """
 
-    name: ClassVar[str]  # what it is called in `restrain`
-    # Of a penalty only what is above a cap counts; a constraint keeps to it.
+    name: ClassVar[str]  # its name in `restrain`
+    # A penalty counts only values above the cap; a constraint enforces it.
     cap_is: ClassVar[Literal["needed", "possible", "none"]] = "possible"
 
     def __init_subclass__(cls, name: str = "") -> None:
-        """Enter a kind of restraint under its name; those without one are the bases of others."""
+        """Register a kind of restraint by its name; classes without one are base classes."""
         if name:
             cls.name = name
             _REGISTER[name] = cls
@@ -55,18 +55,18 @@ class Restraint:
         self.probe, self.cap, self.seed = probe, _checked_cap(type(self), cap), seed
 
     def penalty(self, data: Batch = None) -> Tensor:
-        """The term to add to the loss, times a weight of your own; 0 for a constraint.
+        """The term to add to the loss, with your own weight; 0 for a constraint.
 
-        It is taken at the layers' inputs on ``data``, or on the batch of `restrain` if None.
+        Evaluated at the layers' inputs on ``data``; None: on the batch given to `restrain`.
         """
         return torch.zeros((), device=self.probe.device)
 
     def step(self, data: Batch = None) -> dict[int, float]:
-        """The action after a step of the optimiser; by layer, the least factor of any change."""
+        """The action after an optimiser step; returns the smallest factor applied, by layer."""
         return {}
 
     def remove(self) -> None:
-        """Leave the weights as they are now, and take the parametrisations off, if any."""
+        """Remove parametrisations, if any, keeping the current weights."""
 
 
 def _checked_cap(kind: type[Restraint], cap: float | None) -> float | None:
@@ -86,13 +86,13 @@ def restraints() -> dict[str, type[Restraint]]:
     return dict(sorted(_REGISTER.items()))
 
 
-# --- constraints that act at once, on weights and queries computed in every pass
+# --- constraints that act at once, by weights and queries computed in every pass
 
 _EPS = 1e-6
 
 
 class Gain(nn.Module):
-    """A matrix times a factor, learnt or not."""
+    """A matrix times a factor, optionally learnt."""
 
     def __init__(self, value: Tensor, *, learnt: bool) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class _Parametrised(Restraint):
     def __init__(self, probe: Probe, *, cap: float | None = None, seed: int = 0) -> None:
         super().__init__(probe, cap=cap, seed=seed)
         held = (one for i in probe.indices for one in probe.weights(i))
-        self._held = list(dict.fromkeys(held))  # a module that is called twice has them once
+        self._held = list(dict.fromkeys(held))  # modules that are called twice appear once
         for holder, name in self._held:
             if parametrize.is_parametrized(holder, name):
                 raise InputError(
@@ -127,7 +127,7 @@ class _Parametrised(Restraint):
                 )
         every = {getattr(*one).device for one in self._held}
         devices = sorted(one.index for one in every if one.type == "cuda")
-        with draws_from(seed, devices):  # torch draws its start itself
+        with draws_from(seed, devices):  # torch draws a random start
             for holder, name in self._held:
                 weight: Tensor = getattr(holder, name)
                 with torch.no_grad():
@@ -141,16 +141,16 @@ class _Parametrised(Restraint):
                 parametrize.register_parametrization(holder, name, gain)
 
     def remove(self) -> None:
-        """Leave the weights as they are now, parameters again."""
+        """Remove the parametrisations; the current weights become parameters again."""
         for holder, name in self._held:
             parametrize.remove_parametrizations(holder, name)
         self._held = []
 
 
 class SpectralNorm(_Parametrised, name="spectral-norm"):
-    """``W cap / ‖W‖`` instead of every weight matrix, the norm by one power step a training pass.
+    """``W cap / ‖W‖`` for every weight matrix; one power step per training pass estimates the norm.
 
-    It begins as the norm, and is followed from below: weights that move are a little too large.
+    The estimate starts exact and then lags from below: moving weights are slightly too large.
 
     Source: ``torch.nn.utils.parametrizations.spectral_norm``.
     """
@@ -159,9 +159,9 @@ class SpectralNorm(_Parametrised, name="spectral-norm"):
 
 
 class SpectralGain(_Parametrised, name="spectral-gain"):
-    """``g W / ‖W‖`` with a learnt ``g`` for each matrix, at first its norm: nothing changes then.
+    """``g W / ‖W‖`` with a learnt ``g`` per matrix, initially its norm, which changes nothing.
 
-    Make the optimiser afterwards, so that it knows ``g``.
+    Create the optimiser afterwards, so that it includes ``g``.
     """
 
     learnt = True
@@ -171,12 +171,11 @@ class SpectralGain(_Parametrised, name="spectral-gain"):
 class QueryKeyNorm(Restraint, name="query-key-norm"):
     """RMSNorm on the queries and keys of every head, with learnt gains.
 
-    A gain begins as the root mean square of what it replaces, so that logits keep their usual
-    size. Logits are then at most ``k max|g_Q| max|g_K|`` times the scale, whatever the gains'
-    signs.
-    The layers stay known in closed form. `remove` leaves the norms where they are.
+    A gain starts as the root mean square of the vectors it normalises, so that logits keep their
+    usual size. Logits are then at most ``k max|g_Q| max|g_K|`` times the scale, for any signs of
+    the gains. The closed form remains available. `remove` keeps the norms.
 
-    Holds for families with linear maps of their own for queries and keys.
+    Holds for families with separate linear maps for queries and keys.
     """
 
     cap_is = "none"
@@ -210,7 +209,7 @@ class QueryKeyNorm(Restraint, name="query-key-norm"):
                 setattr(holder, name, nn.Sequential(old, TokenNorm(weight, _EPS)))
 
     def _place(self, index: int, weight: Tensor) -> tuple[nn.Module, str]:
-        """Who holds the linear map with this weight, and under which name."""
+        """The module with the linear map of this weight, and its attribute name."""
         for holder in self.probe.module(index).modules():
             for name, child in holder.named_children():
                 if isinstance(child, nn.Linear) and child.weight is weight:
@@ -221,31 +220,31 @@ class QueryKeyNorm(Restraint, name="query-key-norm"):
         )
 
 
-# --- constraints that act after a step of the optimiser
+# --- constraints that act after an optimiser step
 
 _CAP_TOL = 1e-2  # how far below its cap a sigma may end
 _ROUNDING = 1e-4
-_PASSES = 9  # more than there are layers: those of one module settle together
+_PASSES = 9  # beyond the number of layers: those of one module settle together
 
 
 class SpectralCap(Restraint, name="spectral-cap"):
-    """Singular values of weight matrices above the cap become the cap; the others stay.
+    """Reduce singular values of weight matrices above the cap to the cap.
 
-    Exact, from the eigenvalues of the smaller Gram matrix in float64: no iteration that
-    overshoots. The price is that of an eigenvalue problem for each matrix.
+    Exact, from the eigenvalues of the smaller Gram matrix in float64, at the cost of an
+    eigenvalue problem per matrix.
     """
 
     cap_is = "needed"
 
     @torch.no_grad()
     def step(self, data: Batch = None) -> dict[int, float]:
-        """As `Restraint.step`."""
+        """See `Restraint.step`."""
         assert self.cap is not None
         found = {}
         for i in self.probe.indices:
             for holder, name in self.probe.weights(i):
                 if parametrize.is_parametrized(holder, name):
-                    raise _not_own(self.name, i)
+                    raise _frozen_weights(self.name, i)
                 factor = cap_singular_values(
                     getattr(holder, name), self.cap, f"{name} of layer {i}"
                 )
@@ -254,9 +253,9 @@ class SpectralCap(Restraint, name="spectral-cap"):
 
 
 def cap_singular_values(weight: Tensor, cap: float, name: str = "weights") -> float:
-    """Bring singular values above ``cap`` down to it, in place: ``W - W V (1 - cap / S) V^T``.
+    """Reduce singular values above ``cap`` to it, in place: ``W - W V (1 - cap / S) V^T``.
 
-    Returns the factor of the largest singular value, 1 if none is above.
+    Returns the factor of the largest singular value; 1 if none exceeds the cap.
     """
     w = weight.detach().double()
     check_finite_numbers(name, w)
@@ -272,22 +271,22 @@ def cap_singular_values(weight: Tensor, cap: float, name: str = "weights") -> fl
 
 
 class _Scaling(Restraint, ABC):
-    """Weights of layers above a cap are multiplied, and the layers are looked at again.
+    """Scale the weights of layers above a cap, then evaluate the layers again.
 
-    Earlier layers move the inputs of later ones: each pass settles one layer more. Layers that are
-    calls of one module are multiplied together, by the least of their factors.
+    Earlier layers change the inputs of later ones: each pass settles one more layer. Layers that
+    are calls of one module are scaled together, by the smallest of their factors.
     """
 
     cap_is = "needed"
-    what: ClassVar[str]  # is capped, and whatever is multiplied, in words
+    what: ClassVar[str]  # phrase for errors: the quantity that exceeds its cap despite scaling
 
     @torch.no_grad()
     def step(self, data: Batch = None) -> dict[int, float]:
-        """As `Restraint.step`; afterwards every layer is below the cap, at this batch.
+        """See `Restraint.step`; afterwards every layer is below the cap on this batch.
 
         Raises:
-            InputError: If what is capped is not finite, the weights are not the model's own, or
-                the cap is out of reach; the weights are then as they were.
+            InputError: If the capped quantity is not finite, the weights are not the model's own,
+                or the cap cannot be reached; the weights are then restored.
         """
         done: dict[int, Tensor] = {}
         before: list[tuple[Tensor, Tensor]] = []
@@ -304,7 +303,7 @@ class _Scaling(Restraint, ABC):
                     done |= {i: done.get(i, 1.0) * factor for i in alike}
                     for tensor, by in self._scaled(alike[0], mine[0][0], factor):
                         if not self.probe.owns(tensor):
-                            raise _not_own(self.name, alike[0])
+                            raise _frozen_weights(self.name, alike[0])
                         before.append((tensor.detach(), tensor.detach().clone()))
                         tensor.detach().mul_(by)
             if over := self._above(data):
@@ -321,22 +320,22 @@ class _Scaling(Restraint, ABC):
 
     @abstractmethod
     def _above(self, data: Batch) -> dict[int, tuple[Attention, Tensor, float]]:
-        """Layers above the cap: what would bring each there, and what was found."""
+        """Layers above the cap: layer, required factor and current value."""
 
     @abstractmethod
     def _scaled(self, index: int, layer: Attention, factor: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The weights that are multiplied, each with what it is multiplied by."""
+        """The weights to scale, with their factors."""
 
 
 class QueryKeyClip(_Scaling, name="query-key-clip"):
-    """Queries and keys of every head whose largest logit at the batch is above the cap.
+    """Scale the queries and keys of heads whose largest logit on the batch exceeds the cap.
 
-    Both are multiplied by ``√(cap / largest)``; where heads share keys, the queries alone by
-    ``cap / largest``; of scaled cosine attention, its one temperature, if trained, by the least of
-    these. The largest logit at the batch is then the cap.
+    Both are multiplied by ``√(cap / largest)``; if heads share keys, only the queries by
+    ``cap / largest``; for scaled cosine attention the single temperature, if trained, by the
+    smallest of these. The largest logit on the batch is then the cap.
 
-    Holds for scores that are products of queries and keys: no other norms of them, no soft cap,
-    no divisor and no shared memory.
+    Holds for scores that are products of queries and keys: without norms of these, soft caps,
+    divisors or shared memory.
     """
 
     what = "a largest logit of {:.4g} whatever its queries and keys are scaled by"
@@ -370,18 +369,18 @@ class QueryKeyClip(_Scaling, name="query-key-clip"):
             )
         shared = layer.num_groups != layer.num_heads
         if layer.key is layer.query:
-            raise _not_own(self.name, index)
+            raise _frozen_weights(self.name, index)
         rows = (factor if shared else factor.sqrt()).repeat_interleave(layer.head_width)
         sides = [layer.query, layer.query_bias] + [layer.key, layer.key_bias] * (not shared)
         return [(t, rows.view(-1, *[1] * (t.ndim - 1)).to(t)) for t in sides if t is not None]
 
 
 class SigmaCap(_Scaling, name="sigma-cap"):
-    """Output projections (values where there is none) of layers whose sigma is above the cap.
+    """Scale the output projections (values if there is none) of layers with sigma above the cap.
 
-    Each is multiplied by ``cap / upper``, ``upper`` the upper end of the interval of its largest
-    sigma over the batch (tolerance 1 %, failure probability 1 %): sigma is at most the cap, at
-    this batch. Of scaled cosine attention without an output projection, its gain is.
+    The factor is ``cap / upper``, with ``upper`` the upper end of the interval of the largest sigma
+    over the batch (tolerance 1 %, failure probability 1 %): sigma is at most the cap on this batch.
+    For scaled cosine attention without an output projection, the gain is scaled.
     """
 
     what = "sigma up to {:.4g} whatever its values are scaled by (they are normalised)"
@@ -410,7 +409,7 @@ class SigmaCap(_Scaling, name="sigma-cap"):
         return [(t, factor) for t in (layer.value, layer.value_bias) if t is not None]
 
 
-def _not_own(name: str, index: int) -> InputError:
+def _frozen_weights(name: str, index: int) -> InputError:
     return InputError(
         f"`{name}` should change the model's own weights. Found that those of layer {index} are "
         "computed from others (a parametrisation, tied or interleaved weights), or not trained."
@@ -419,46 +418,46 @@ def _not_own(name: str, index: int) -> InputError:
 
 # --- penalties
 
-_PENALTY_TOL = 1e-3  # of the solver, for a gradient that is as good as the step it is taken in
-_CHUNK = 2**28  # bytes of scores of rows that are pulled back at a time, roughly
-_FOLLOWED = 20  # subspace iterations for the directions of the certificate, three each
-_SMALLEST = 1e-30  # a spread below it is none
+_PENALTY_TOL = 1e-3  # solver tolerance, sufficient for an optimiser step
+_CHUNK = 2**28  # approximate bytes of scores of the rows pulled back at a time
+_ROUNDS = 20  # rounds of three subspace iterations for the certificate's directions
+_SMALLEST = 1e-30  # smaller spreads count as zero
 
 
 class Penalty(Restraint, ABC):
-    """The mean of a quantity over layers and entries; above a cap, if there is one."""
+    """The mean of a quantity over layers and entries, or of its excess over a cap."""
 
     @abstractmethod
     def of(self, seen: ProbedLayer) -> Tensor:
         """The quantity of one layer."""
 
     def penalty(self, data: Batch = None) -> Tensor:
-        """As `Restraint.penalty`."""
+        """See `Restraint.penalty`."""
         with uncast(self.probe.device):
             values = torch.stack([self.of(seen) for seen in self.probe.seen(data)])
         return _above(values, self.cap)
 
 
 def _above(values: Tensor, cap: float | None) -> Tensor:
-    """The mean of what values have above a cap; their mean where there is none."""
+    """The mean excess of values over the cap; their mean without a cap."""
     return (values if cap is None else (values - cap).clamp_min(0)).mean()
 
 
 class Sigma(Penalty, name="sigma"):
-    """Sigma of the layer, to a relative tolerance of 1e-3, solved anew each time."""
+    """Sigma of the layer, to a relative tolerance of 1e-3, solved from scratch each time."""
 
     def of(self, seen: ProbedLayer) -> Tensor:
-        """As `lipscope.sigma`."""
+        """See `lipscope.sigma`."""
         start = start_named(f"{self.seed}|{seen.index}|{seen.entry}")
         return sigma(seen.attention, seen.x, tol=_PENALTY_TOL, generator=start)
 
 
 class SigmaEstimate(Penalty, name="sigma-estimate"):
-    """``‖J^T u‖`` with ``u = J v / ‖J v‖``: two products, from the ``v`` of the call before.
+    """``‖J^T u‖`` with ``u = J v / ‖J v‖``: two products, starting from the previous call's ``v``.
 
-    Never above sigma, and nearer to it with each call at the same inputs while the weights move
-    slowly. Another batch starts from the ``v`` of the same place where its length is the same.
-    How far below it stays: ``docs/benchmarks-tables.md``.
+    Never above sigma, and closer with each call on the same inputs while the weights move slowly.
+    Another batch starts from the ``v`` at the same position if the lengths agree. For the typical
+    gap see ``docs/benchmarks-tables.md``.
     """
 
     def __init__(self, *args: object, **options: object) -> None:
@@ -466,7 +465,7 @@ class SigmaEstimate(Penalty, name="sigma-estimate"):
         self._held: dict[tuple[int, int], Tensor] = {}
 
     def of(self, seen: ProbedLayer) -> Tensor:
-        """``<u, J v>``, whose gradient is that of sigma where ``u`` and ``v`` are its own."""
+        """``<u, J v>``, whose gradient is that of sigma if ``u`` and ``v`` are singular vectors."""
         place = seen.index, seen.entry
         v = self._held.get(place)
         if v is None or v.shape != seen.x.shape or v.dtype != seen.x.dtype:
@@ -475,7 +474,7 @@ class SigmaEstimate(Penalty, name="sigma-estimate"):
         op = seen.attention.linearise(seen.x)
         u = unit_vector(op.matvec(v))
         v = unit_vector(op.rmatvec(u))
-        if bool(v.any()) and bool(v.isfinite().all()):  # else a new start is as good
+        if bool(v.any()) and bool(v.isfinite().all()):  # otherwise start from scratch
             self._held[place] = v
         return seen.attention.stretch(seen.x, u, v)
 
@@ -483,13 +482,13 @@ class SigmaEstimate(Penalty, name="sigma-estimate"):
 class RowGram(Penalty, name="row-gram"):
     """The row-Gram certificate by rows, an upper bound of sigma at every step.
 
-    ``sqrt(max_j sum_i p_ij ω_i)``, ``ω_i = sum_j |J_ij^T z_i|^2 / p_ij`` with ``z_i`` the direction
-    that makes it largest. The value is that of float64. At the best ``p`` all columns ``j`` are
-    equal, and its gradient is the mean of theirs by the weights ``y_j²``, ``y`` the Perron vector
-    of ``B^T B``, ``B_ij = |J_ij^T z_i|``: with ``z`` held the least over ``p`` is ``‖B‖``. Exact
-    where ``z`` is single and ``p`` the best one.
+    ``sqrt(max_j sum_i p_ij ω_i)``, ``ω_i = sum_j |J_ij^T z_i|^2 / p_ij`` with the maximising
+    direction ``z_i``. Computed in float64. At the optimal ``p`` all columns ``j`` are equal, and
+    the gradient is their mean with weights ``y_j²``, ``y`` the Perron vector of ``B^T B``,
+    ``B_ij = |J_ij^T z_i|``: for fixed ``z`` the minimum over ``p`` is ``‖B‖``. Exact if ``z`` is
+    unique and ``p`` optimal.
 
-    Holds for dot-product attention. Takes seconds for some hundred tokens.
+    Holds for dot-product attention. Takes seconds for a few hundred tokens.
 
     Source: `lipscope.theorems.derived.row_gram`.
     """
@@ -512,7 +511,7 @@ class RowGram(Penalty, name="row-gram"):
         if not 0 < found.value < float("inf"):
             return x.new_tensor(found.value)
         probes = torch.eye(rows.width, dtype=torch.float64)[:, -8:].expand(len(x), -1, -1)
-        for _ in range(_FOLLOWED):
+        for _ in range(_ROUNDS):
             _, probes, _ = rows.probe(found.weights, probes)
         z, size = probes[..., -1], rows.seen(probes[..., -1:]).sqrt()
         columns = torch.linalg.eigh(size.T @ size).eigenvectors[:, -1].square()
@@ -545,9 +544,9 @@ class SoftmaxSpread(Penalty, name="softmax-spread"):
     """``log max_i g_1(P_i)``, ``g_1(p) = p_(1) (1 - p_(1) + p_(2))``: mean over heads.
 
     ``g_1`` bounds the norm of the softmax's Jacobian. Refused for sigmoid and Sinkhorn weights,
-    whose derivatives are others, whether or not rows are divided by their sums.
+    which have other derivatives, even after normalising rows.
 
-    Source: the penalty of [yudin2025], as quoted by others.
+    Source: the penalty of [yudin2025], as quoted elsewhere.
     """
 
     cap_is = "none"
@@ -567,7 +566,7 @@ class SoftmaxSpread(Penalty, name="softmax-spread"):
         top = torch.nn.functional.pad(top, (0, most - top.shape[-1]))
         value = _row_spread(top, 1).clamp_min(_SMALLEST).log()
         if self.over is not None:
-            # Rows that spread over fewer tokens have no ratio.
+            # Rows over fewer tokens have no ratio.
             under = _row_spread(top, self.over)
             value = torch.where(under > _SMALLEST, value - under.clamp_min(_SMALLEST).log(), 0.0)
         return value.amax(-1).mean()
@@ -576,8 +575,8 @@ class SoftmaxSpread(Penalty, name="softmax-spread"):
 class SoftmaxSpreadRatio(SoftmaxSpread, name="softmax-spread-ratio"):
     """``log max_i g_1(P_i) / g_2(P_i)``, ``g_k(p) = p_(k) (1 - p_(k) + p_(k+1))``: mean over heads.
 
-    The baseline beside ``softmax-spread``; ``k = 2`` is ours. Rows that see one token count 0;
-    those that see two have the ratio 2 whatever their weights.
+    The baseline for ``softmax-spread``; ``k = 2`` is ours. Rows with a single visible token count
+    as 0; those with two have the ratio 2 for any weights.
     """
 
     over = 2
@@ -589,10 +588,10 @@ def _row_spread(top: Tensor, k: int) -> Tensor:
 
 
 class WeightNorms(Restraint, name="weight-norms"):
-    """The mean spectral norm of the weight matrices of a layer, whatever the input."""
+    """The mean spectral norm of a layer's weight matrices, independent of the input."""
 
     def penalty(self, data: Batch = None) -> Tensor:
-        """As `Restraint.penalty`; the same for every batch."""
+        """See `Restraint.penalty`; independent of the batch."""
         weights = [[getattr(*one) for one in self.probe.weights(i)] for i in self.probe.indices]
         for i, held in zip(self.probe.indices, weights, strict=True):
             for one in held:
@@ -612,12 +611,12 @@ def restrain(
     modules: str | None = None,
     seed: int = 0,
 ) -> Restraint:
-    """Keep attention layers smooth in training: one penalty or constraint, by its name.
+    """Keep attention layers smooth in training by a penalty or constraint, selected by name.
 
     Penalties, each the mean over layers and entries of the batch of:
 
-    - ``sigma``: sigma, solved anew each time
-    - ``sigma-estimate``: a lower estimate of sigma, two products a call, warm start
+    - ``sigma``: sigma, solved from scratch each time
+    - ``sigma-estimate``: a lower estimate of sigma, two products per call, warm start
     - ``row-gram``: the row-Gram certificate, never below sigma
     - ``softmax-spread``: the log of the largest ``g_1`` of a row [yudin2025]
     - ``softmax-spread-ratio``: the log of the largest ``g_1 / g_2``, its baseline form
@@ -626,33 +625,33 @@ def restrain(
     Constraints:
 
     - ``spectral-norm``, at once: weight matrices ``W cap / ‖W‖``, cap 1 if None
-    - ``spectral-gain``, at once: ``g W / ‖W‖`` with a learnt ``g``, at first ``‖W‖``
+    - ``spectral-gain``, at once: ``g W / ‖W‖`` with a learnt ``g``, initially ``‖W‖``
     - ``query-key-norm``, at once: RMSNorm with a learnt gain on queries and keys
     - ``spectral-cap``, after a step: singular values of weights above the cap
     - ``query-key-clip``, after a step: queries and keys of heads with a larger logit
     - ``sigma-cap``, after a step: output projections of layers with a larger sigma
 
-    All are of the map ``attention`` at the layer's own input, which is held fixed: a penalty has
-    gradients for the weights of its own layer alone.
+    All act on the map ``attention`` at the layer's own input, which is held fixed: a penalty has
+    gradients only for the weights of its own layer.
 
-    Holds for layers whose weights are read in closed form; constraints on weight matrices and
-    ``weight-norms`` for all.
+    Holds for layers whose weights are available in closed form; constraints on weight matrices
+    and ``weight-norms`` for all.
 
     Args:
         model: The model in training, or an `Attention` layer.
         data: A few sequences without padding: input ids, embeddings, pixels or a mapping of
-            arguments. Layers are looked at there.
+            arguments, on which layers are evaluated.
         layers: Indices from 0 as in the rows of `measure`, or "all".
-        cap: Of a penalty: only what is above counts, all if None. Of a constraint: see above.
+        cap: For a penalty: count only the excess over it, if not None. For a constraint: see above.
         modules: Regular expression for the attention modules, as for `measure`.
-        seed: Of random starts; torch's own generators are left alone.
+        seed: Seed of random starts; torch's generators are not used.
 
     Returns:
-        What has `penalty`, to be added to the loss, and `step`, to be called after a step of the
-        optimiser.
+        An object with `penalty`, to be added to the loss, and `step`, to be called after an
+        optimiser step.
 
     Raises:
-        InputError: If there is no such restraint or layer, or it cannot act on this layer.
+        InputError: If the restraint or layer does not exist, or they are incompatible.
 
     >>> import torch
     >>> from lipscope.attention import DotProduct

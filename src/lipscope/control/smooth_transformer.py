@@ -1,4 +1,4 @@
-"""A Transformer whose matrices are capped, so that its bound at all inputs is known and small."""
+"""A Transformer with norm-capped weights and a global Lipschitz bound."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from lipscope.records import refuse_record
 from lipscope.theorems import lipschitz_bound
 
 Capping = Literal["parametrised", "after-step"]
-_SLOPE = 1.1289  # of GELU, at the most
-_PATHS = 3  # queries, keys and values: by as many ways a token moves an output
+_SLOPE = 1.1289  # upper bound of the slope of GELU
+_PATHS = 3  # paths from a token to an output: queries, keys and values
 _SQUARINGS = 5  # of the Gram matrix
 _WEIGHTS = ("query", "key", "value", "output")
 _METADATA = "smooth_transformer"  # the key of the sizes in a file
@@ -31,9 +31,9 @@ _METADATA = "smooth_transformer"  # the key of the sizes in a file
 class NormCap(nn.Module):
     """``W min(1, cap / N(W))`` as a parametrisation, ``‖W‖ ≤ N(W) ≤ rank^(1/128) ‖W‖``.
 
-    ``N(W) = tr((W^T W)^64)^(1/128)``, the Schatten norm of order 128 by five squarings. It comes
-    from above; a power iteration comes from below, and slowly where many singular values are alike,
-    as `torch.optim.Muon` makes them. The cap holds at every step, however far the weights moved.
+    ``N(W) = tr((W^T W)^64)^(1/128)``, the Schatten norm of order 128 by five squarings: an upper
+    bound. A power iteration would give a lower bound, with slow convergence for clustered singular
+    values, as from `torch.optim.Muon`. The cap holds at every step, however far the weights moved.
 
     >>> capped = NormCap(0.5)(torch.diag(torch.tensor([3.0, 0.1])))
     >>> round(torch.linalg.matrix_norm(capped, 2).item(), 6)
@@ -50,12 +50,12 @@ class NormCap(nn.Module):
         return f"cap={self.cap:g}"
 
     def forward(self, weight: Float[Tensor, "r c"]) -> Float[Tensor, "r c"]:
-        """The matrix within its cap."""
+        """Apply the cap to the matrix."""
         if weight.ndim != 2:
             raise InputError(f"A cap is of a matrix. Found the shape {tuple(weight.shape)}.")
         rows, columns = weight.shape
         tiny = torch.finfo(weight.dtype).tiny
-        scale = weight.detach().abs().amax().clamp_min(tiny)  # so that no square leaves the range
+        scale = weight.detach().abs().amax().clamp_min(tiny)  # avoids overflow in squares
         scaled = weight / scale
         gram = scaled @ scaled.mT if rows < columns else scaled.mT @ scaled
         part = torch.linalg.matrix_norm(gram).clamp_min(tiny)
@@ -69,16 +69,16 @@ class NormCap(nn.Module):
 
 
 class ResidualSum(nn.Module):
-    """``(1 - α) x + α part(x)``: a mean, so that tokens grow only where those of the part do."""
+    """``(1 - α) x + α part(x)``: a mean, so that tokens grow only if those of the part do."""
 
-    part: Any  # attention, or a network of two linear maps
+    part: Any  # attention, or two linear maps
 
     def __init__(self, part: MultiheadAttention | nn.Sequential, alpha: float) -> None:
         super().__init__()
         self.part, self.alpha = part, alpha
 
     def extra_repr(self) -> str:
-        """The weight of the part."""
+        """The weight ``α``."""
         return f"alpha={self.alpha:g}"
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
@@ -94,12 +94,12 @@ class MeanPool(nn.Module):
     """The mean of all tokens."""
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b d"]:
-        """One vector a sequence."""
+        """One vector per sequence."""
         return x.mean(-2)
 
 
 class SmoothTransformer(nn.Module):
-    """An encoder or decoder with a bound at all inputs, which training can read and limit.
+    """An encoder or decoder with a global Lipschitz bound that training can monitor and limit.
 
     ``W_out pool(B_L(… B_1(clip(E + P))))``: token vectors and positions in the ball of radius
     ``√width``, blocks of attention and a GELU network, each ``(1 - α) x + α part(x)`` with
@@ -107,42 +107,42 @@ class SmoothTransformer(nn.Module):
 
     ``‖W‖ ≤ cap √(rows / columns)``,
 
-    so ``cap`` is the largest growth of the root mean square of a vector; of the output projection
-    of attention a third of it, of the second map of a network what the slope of GELU, 1.1289,
-    leaves.
+    so ``cap`` limits the growth of the root mean square of a vector; the output projection of
+    attention gets a third of it, the second map of a network divides it by 1.1289, the slope of
+    GELU.
 
-    ``bound`` is `lipscope.lipschitz_bound` in the norm ``max-token``, of the tokens before the
-    clip, at most ``length`` of them (of vectors times the norm of the map that embeds them): read
-    from the weights as they are, whatever capped them.
+    ``bound`` is `lipscope.lipschitz_bound` in the norm ``max-token``, for the tokens before the
+    clip, at most ``length`` of them (for vector inputs times the norm of their embedding): computed
+    from the current weights, however they were capped.
 
-    Caps act at once, by a parametrisation of every matrix (`NormCap`), or after a step of the
-    optimiser, in `cap_weights`. Weights that `torch.optim.Muon` takes are `matrices`; all others
-    are `others`.
+    Caps act at once, by a parametrisation of every matrix (`NormCap`), or after an optimiser step,
+    in `cap_weights`. `matrices` are the weights for `torch.optim.Muon`, `others` all other
+    parameters.
 
-    Holds for token ids ``(b, n)`` with ``vocabulary``, for vectors ``(b, n, features)`` else.
+    Holds for token ids ``(b, n)`` with ``vocabulary``, otherwise for vectors ``(b, n, features)``.
 
     Args:
-        width: Of tokens.
-        heads: Of every attention layer.
-        depth: Blocks.
-        outputs: Scores, of every token or of the pooled one.
-        length: The most tokens.
-        vocabulary: Number of token ids, where the input is such.
-        features: Width of the input, where it is vectors.
+        width: Token width.
+        heads: Number of heads per attention layer.
+        depth: Number of blocks.
+        outputs: Number of scores, per token or for the pooled token.
+        length: Maximum number of tokens.
+        vocabulary: Number of token ids, for token inputs.
+        features: Input width, for vector inputs.
         variant: Kind of attention, as for `MultiheadAttention`.
-        causal: A decoder: a token reads none after it.
-        pool: ``mean`` for one row of scores a sequence, None for one a token.
-        cap: As above; None for no caps.
-        capped: When: ``parametrised`` or ``after-step``.
-        hidden: Width of the networks in blocks; four times that of tokens if None.
-        activation: Of these networks.
-        **options: Of the variant, such as ``temperature``. Of dot products ``scale`` is one over
-            the width of a head unless given.
+        causal: Decoder: tokens attend only to earlier ones and themselves.
+        pool: ``mean`` for one row of scores per sequence, None for one per token.
+        cap: As above; None: no caps.
+        capped: ``parametrised`` or ``after-step``.
+        hidden: Hidden width of the networks in blocks; None: four times the token width.
+        activation: Activation of these networks.
+        **options: Options of the variant, such as ``temperature``. For dot products ``scale``
+            defaults to one over the head width.
 
     Raises:
         InputError: If sizes do not fit, or neither or both of ``vocabulary`` and ``features``.
 
-    Source: the architecture of [newhouse2025]; positions are learnt, from sines and cosines on.
+    Source: the architecture of [newhouse2025]; positions are learnt, initialised by sinusoids.
 
     >>> model = SmoothTransformer(8, 2, 1, outputs=3, length=4, vocabulary=5)
     >>> model(torch.tensor([[0, 4, 1]])).shape
@@ -188,7 +188,7 @@ class SmoothTransformer(nn.Module):
         }
         _check(self.sizes)
         hidden = hidden or 4 * width
-        if cap is not None:  # a number of NumPy or torch would count in its own precision
+        if cap is not None:  # NumPy or torch scalars would use their own precision
             self.sizes["cap"] = cap = float(cap)
         if variant == "dot-product":
             options = {"scale": heads / width} | options
@@ -224,7 +224,7 @@ class SmoothTransformer(nn.Module):
                 parametrize.register_parametrization(holder, name, NormCap(cap * factor))
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Scores, of every token or of the pooled one.
+        """Scores, per token or for the pooled token.
 
         Args:
             input_ids: Token ids ``(b, n)``, or vectors ``(b, n, features)``.
@@ -232,7 +232,7 @@ class SmoothTransformer(nn.Module):
         return self.scores(self.tokens(input_ids))
 
     def tokens(self, input_ids: Tensor) -> Float[Tensor, "b n d"]:
-        """What the bound is a bound of moves of: token vectors with their positions."""
+        """Token vectors with positions, the inputs to which the bound refers."""
         x = self._embedded(input_ids)
         if x.shape[-2] > len(self.positions):
             raise InputError(
@@ -240,29 +240,29 @@ class SmoothTransformer(nn.Module):
             )
         return x + self.positions[: x.shape[-2]]
 
-    def _embedded(self, given: Any) -> Tensor:
+    def _embedded(self, inputs: Any) -> Tensor:
         rows, columns = self.embedding.weight.shape
         of_ids = isinstance(self.embedding, nn.Embedding)
         wanted = f"vectors (b, n, {columns}), {str(self.embedding.weight.dtype)[6:]}"
         if of_ids:
             wanted = f"ids from 0 to {rows - 1}, (b, n), int64"
-        found, fits = type(given).__name__, False
-        if isinstance(given, Tensor):
-            found = f"{given.dtype} of shape {tuple(given.shape)}"
+        found, fits = type(inputs).__name__, False
+        if isinstance(inputs, Tensor):
+            found = f"{inputs.dtype} of shape {tuple(inputs.shape)}"
             kinds = {torch.int32, torch.int64} if of_ids else {self.embedding.weight.dtype}
             axes = (1, 2) if of_ids else (2, 3)
-            if not of_ids and torch.is_autocast_enabled(given.device.type):
+            if not of_ids and torch.is_autocast_enabled(inputs.device.type):
                 kinds |= {torch.float32, torch.bfloat16, torch.float16}
-            fits = given.ndim in axes and given.dtype in kinds
-        if fits and (of_ids or given.shape[-1] == columns):
+            fits = inputs.ndim in axes and inputs.dtype in kinds
+        if fits and (of_ids or inputs.shape[-1] == columns):
             try:
-                return self.embedding(given)
-            except IndexError:  # what they are is asked only then: it may wait for a GPU
-                found = f"ids from {int(given.min())} to {int(given.max())}"
+                return self.embedding(inputs)
+            except IndexError:  # inspect the ids only now: it may synchronise with a GPU
+                found = f"ids from {int(inputs.min())} to {int(inputs.max())}"
         raise InputError(f"`input_ids` should be {wanted}. Found {found}.")
 
     def scores(self, tokens: Float[Tensor, "b n d"]) -> Tensor:
-        """The model from there on, clip and all."""
+        """The scores from these tokens, starting with the clip."""
         with parametrize.cached():
             x = self.clip(tokens)
             for block in self.blocks:
@@ -271,13 +271,13 @@ class SmoothTransformer(nn.Module):
 
     @property
     def sums(self) -> list[ResidualSum]:
-        """Attention and networks of all blocks, in turn."""
+        """Attention and networks of all blocks, in order."""
         return [one for one in self.blocks.modules() if isinstance(one, ResidualSum)]
 
     def as_network(self) -> Network | Chain:
-        """The parts, from the tokens before the clip on: scores of all, or of the mean of all.
+        """The parts from the clip on: scores of all tokens, or of their mean.
 
-        Weights are the model's own, so that what is made of them has gradients.
+        Weights are the model's own, so that bounds computed from them have gradients.
         """
         branches = [Branch(norm=self.clip, skip=False)]
         for one in self.sums:
@@ -288,12 +288,12 @@ class SmoothTransformer(nn.Module):
             n = len(self.positions)
             share = head.new_full((n,), 1 / n)
             return Network(tuple(branches), share, head, none, of_any_number=True)
-        eye = torch.eye(head.shape[1]).to(head)  # of a vocabulary squared it were too much
+        eye = torch.eye(head.shape[1]).to(head)  # over the vocabulary it would be too large
         last = Branch(Feed(eye, head.new_zeros(len(eye)), head, none, "identity"), skip=False)
         return Chain((*branches, last), len(self.positions))
 
     def _capped_weights(self) -> Iterator[tuple[Any, str, float]]:
-        """Every matrix but the table of token vectors: who holds it, its name, cap over ``cap``."""
+        """Every matrix except the token embedding: module, name, and cap relative to ``cap``."""
         found: list[tuple[Any, str, float]] = []
         for part in (one.part for one in self.sums):
             if isinstance(part, MultiheadAttention):
@@ -313,31 +313,33 @@ class SmoothTransformer(nn.Module):
 
     @property
     def bound(self) -> Float[Tensor, ""]:
-        """How far any row of scores moves when no token, or given vector, moves by more than 1."""
+        """Largest move of a row of scores if no token, or input vector, moves by more than 1."""
         bound = lipschitz_bound(self.as_network(), norm="max-token").value
         enters = isinstance(self.embedding, nn.Linear)
         return bound * spectral_norm(self.embedding.weight.double()) if enters else bound
 
     @property
     def matrices(self) -> list[nn.Parameter]:
-        """The parameters of capped matrices, as an optimiser takes them."""
+        """The parameters of capped matrices, for an optimiser."""
         found = []
         for holder, name, _ in self._capped_weights():
-            own = parametrize.is_parametrized(holder, name)
-            found.append(holder.parametrizations[name].original if own else getattr(holder, name))
+            capped = parametrize.is_parametrized(holder, name)
+            found.append(
+                holder.parametrizations[name].original if capped else getattr(holder, name)
+            )
         return found
 
     @property
     def others(self) -> list[nn.Parameter]:
-        """All other parameters: token vectors, positions, what the variant trains besides."""
-        own = {id(one) for one in self.matrices}
-        return [one for one in self.parameters() if id(one) not in own]
+        """All other parameters: token vectors, positions, further parameters of the variant."""
+        capped = {id(one) for one in self.matrices}
+        return [one for one in self.parameters() if id(one) not in capped]
 
     @torch.no_grad()
     def cap_weights(self) -> None:
-        """Bring singular values above the caps down to them: after a step of the optimiser.
+        """Reduce singular values above the caps to them; call after an optimiser step.
 
-        Nothing is done where there are no caps, or parametrisations keep them.
+        Does nothing without caps, or if parametrisations enforce them.
         """
         if self.cap is None or self.capped != "after-step":
             return
@@ -354,7 +356,7 @@ class SmoothTransformer(nn.Module):
         weights = {name: one.contiguous() for name, one in self.state_dict().items()}
         try:
             sizes = json.dumps(self.sizes, default=lambda number: number.item())
-        except (AttributeError, RuntimeError) as problem:  # such as a mask
+        except (AttributeError, RuntimeError) as problem:  # e.g. for a mask
             raise InputError(
                 f"Options should be numbers or words to be in a file. Found another: {problem}; "
                 "keep `state_dict()` by `torch.save` instead."
@@ -370,23 +372,23 @@ class SmoothTransformer(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As of any module; weights that do not fit are refused before one is taken over.
+        """As for any module, but weights are checked before any is loaded.
 
         Raises:
-            InputError: If they are those of a model of other sizes.
+            InputError: If the weights belong to a model of other sizes.
         """
         if not isinstance(state_dict, Mapping):
             found = f"`{type(state_dict).__name__}`; give what `state_dict()` of a model gave"
             raise InputError(f"`state_dict` should be weights by their names. Found {found}.")
-        own = self.state_dict()
+        weights = self.state_dict()
         other = [
             f"`{name}` of shape {tuple(state_dict[name].shape)} instead of {tuple(one.shape)}"
-            for name, one in own.items()
+            for name, one in weights.items()
             if name in state_dict and state_dict[name].shape != one.shape
         ]
         if strict:
-            other += [f"no `{name}`" for name in own if name not in state_dict]
-            other += [f"`{name}`, which is not here" for name in state_dict if name not in own]
+            other += [f"no `{name}`" for name in weights if name not in state_dict]
+            other += [f"`{name}`, which is not here" for name in state_dict if name not in weights]
         if other:
             more = f" and {len(other) - 1} more that do not fit" if other[1:] else ""
             raise InputError(
@@ -397,10 +399,10 @@ class SmoothTransformer(nn.Module):
 
     @classmethod
     def load(cls, path: str | Path) -> SmoothTransformer:
-        """The model that `save` wrote, in eval mode.
+        """Load a model written by `save`, in eval mode.
 
         Raises:
-            InputError: If the file is none of them.
+            InputError: If the file was not written by `save`.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -418,14 +420,14 @@ class SmoothTransformer(nn.Module):
 
 
 def _waves(length: int, width: int) -> Float[Tensor, "n d"]:
-    """Where positions begin: sines and cosines, that one map takes to those of the token before."""
+    """Initial positions: sines and cosines, which a fixed map shifts by one token."""
     rates = 1e-3 ** (torch.arange((width + 1) // 2) * 2 / width)
     angles = torch.outer(torch.arange(length, dtype=rates.dtype), rates)
     return torch.cat([angles.sin(), angles.cos()], 1)[:, :width]
 
 
 def _as_part(part: Any) -> Attention | Feed:
-    """A part of a block, as a network is described."""
+    """The description of a part of a block for a network."""
     if isinstance(part, MultiheadAttention):
         return part.attention
     inner, act, outer = part
@@ -450,13 +452,13 @@ def _check(sizes: dict[str, Any]) -> None:
         raise InputError(
             f"`width` should be a multiple of `heads`. Found `{width = }` and `{heads = }`."
         )
-    given = [n for n in ("vocabulary", "features") if sizes[n] is not None]
-    if len(given) != 1:
+    kinds = [n for n in ("vocabulary", "features") if sizes[n] is not None]
+    if len(kinds) != 1:
         raise InputError(
             "The input should be token ids, `vocabulary`, or vectors, `features`. Found "
-            f"{' and '.join(f'`{n}`' for n in given) or 'neither'}."
+            f"{' and '.join(f'`{n}`' for n in kinds) or 'neither'}."
         )
-    check_count(given[0], sizes[given[0]])
+    check_count(kinds[0], sizes[kinds[0]])
     if sizes["hidden"] is not None:
         check_count("hidden", sizes["hidden"])
     if sizes["cap"] is not None:
@@ -467,5 +469,5 @@ def _check(sizes: dict[str, Any]) -> None:
         ("activation", ("gelu", "relu")),
     ):
         if sizes[name] not in known:
-            said = " or ".join(map(str, known))
-            raise InputError(f"`{name}` should be {said}. Found `{shown(sizes[name])}`.")
+            allowed = " or ".join(map(str, known))
+            raise InputError(f"`{name}` should be {allowed}. Found `{shown(sizes[name])}`.")

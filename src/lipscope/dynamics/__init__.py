@@ -1,4 +1,4 @@
-"""Tokens that flow through attention: particles, normal laws, clusters, and sigma along depth."""
+"""Dynamics of tokens under attention: particle flows, Gaussian closures, clusters, depth."""
 
 from lipscope.dynamics.depth import (
     Depth as Depth,

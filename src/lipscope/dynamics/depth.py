@@ -1,4 +1,4 @@
-"""Sigma along depth: of the flow map, beside what its layers allow one by one."""
+"""Sigma along depth, compared with the product of layer constants."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ from lipscope.dynamics.particles import Field, Function, residual
 from lipscope.errors import InputError
 from lipscope.measures import TokenMeasure
 
-_DENSE = 1024  # numbers of an input beyond which the Jacobian of a flow is not carried along
-_SMALL = 256  # numbers up to which Jacobians of layers are formed
+_DENSE = 1024  # maximum number of input entries for integrating the Jacobian of a flow
+_SMALL = 256  # maximum number of input entries for dense Jacobians of layers
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Depth(Shown):
-    """Local constants of the map from the start to several depths."""
+    """Local Lipschitz constants of the map from the start to several depths."""
 
     times: Float[Tensor, " t"]  # depths
-    # of the map from the start, ``(t,)``: a lower value where a solver was asked, for more than 256
-    # numbers
+    # of the map from the start, ``(t,)``: a lower bound if from the solver, beyond 256 entries
     sigma: Float[Tensor, " t"]
-    # an upper value, with the probability of the solver; ``sigma`` where it is exact
+    # an upper bound, with the solver's probability; ``sigma`` if exact
     upper: Float[Tensor, " t"]
-    product: Float[Tensor, " t"]  # of the layers' constants; ``exp ∫ μ`` in the limit of thin ones
-    # ``exp ∫ ‖J‖``, what ``‖I + h J‖ <= 1 + h ‖J‖`` leaves of the product; None for given operators
+    product: Float[Tensor, " t"]  # of the layer constants; ``exp ∫ μ`` in the limit of thin layers
+    # ``exp ∫ ‖J‖``, from ``‖I + h J‖ <= 1 + h ‖J‖``; None for given operators
     norms: Float[Tensor, " t"] | None
-    events: tuple[Happened, ...] = ()  # what ended it early
+    events: tuple[Happened, ...] = ()  # reasons for an early end
 
     @property
     def excess(self) -> Float[Tensor, " t"]:
-        """``product / sigma``: by how much the product overestimates, at most."""
+        """``product / sigma``: the factor by which the product overestimates, at most."""
         return self.product / self.sigma
 
 
@@ -50,15 +49,15 @@ def sigma_along(
     *,
     rtol: float = 1e-6,
 ) -> Depth:
-    """``‖DΦ_t(X)‖`` of the flow ``X' = f(X)``, and the product of infinitely thin layers.
+    """``‖DΦ_t(X)‖`` of the flow ``X' = f(X)``, and its product over infinitely thin layers.
 
-    ``M' = J(X) M`` is solved along with ``X``. ``‖I + h J‖ = 1 + h μ(J) + O(h²)`` with the
+    ``M' = J(X) M`` is integrated with ``X``. ``‖I + h J‖ = 1 + h μ(J) + O(h²)`` with the
     logarithmic norm ``μ(J) = λ_max(J + J^T) / 2``, so the product of the constants of layers of
     thickness h tends to ``exp ∫ μ``. Always ``‖DΦ_t‖ <= exp ∫ μ <= exp ∫ ‖J‖``.
 
     Source: derived here (``docs/theory/dynamics.md``).
 
-    A rotation keeps all lengths, and μ knows it:
+    A rotation preserves lengths, as does the bound from μ:
 
     >>> turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]]).double()
     >>> found = sigma_along(lambda x: x @ turn.T, torch.ones(1, 2), [0.0, 1.0])
@@ -93,8 +92,8 @@ def sigma_along(
 def _check_tokens(x: object) -> None:
     if isinstance(x, TokenMeasure):
         raise InputError(
-            "`x` should be tokens: norms are not weighted. Found a measure; of small moves of its "
-            "atoms `local_constant` speaks."
+            "`x` should be tokens: norms are not weighted. Found a measure; `local_constant` "
+            "covers small moves of its atoms."
         )
 
 
@@ -106,20 +105,20 @@ def sigma_through(
     layers: int | None = None,
     tol: float = 1e-3,
 ) -> Depth:
-    """Sigma of residual layers ``x <- x + step f(X)`` together, and the product of them one by one.
+    """Sigma of composed residual layers ``x <- x + step f(X)``, and the product of their sigmas.
 
-    By products with the closed form of every layer, given alone or one for each step: any number of
-    tokens and widths.
+    Uses products with the closed form of every layer (one shared layer or one per step), for any
+    number of tokens and any width.
     """
     _check_tokens(x)
-    given = list(f) if isinstance(f, Sequence | nn.ModuleList) else [f]
-    for layer in given:
+    parts = list(f) if isinstance(f, Sequence | nn.ModuleList) else [f]
+    for layer in parts:
         check_layer(layer)
     path = residual(f, x, step=step, layers=layers)
-    given = [layer.in_double() for layer in given]
+    parts = [layer.in_double() for layer in parts]
     jacobians = []
     for i, state in enumerate(path.states[:-1]):
-        jacobians.append(_residual_operator(step, given[i % len(given)].linearise(state)))
+        jacobians.append(_residual_operator(step, parts[i % len(parts)].linearise(state)))
     at = range(1, len(jacobians) + 1)
     found = _along_depth(jacobians, path.times, at, tol, "residual")
     return replace(found, events=path.events)
@@ -131,10 +130,10 @@ def sigma_of_blocks(
     depths: Sequence[int] | None = None,
     tol: float = 1e-3,
 ) -> Depth:
-    """Sigma from the entrance of the first block to the end of others, and the products.
+    """Sigma from the input of the first block to the output of several others, and the products.
 
-    Blocks are Jacobians, each at the output of the one before, such as those of the map ``block``
-    at all layers of a model on one input; ``depths`` are numbers of blocks, every one if None.
+    Blocks are Jacobians, each at the output of the previous one, such as those of the map ``block``
+    at all layers of a model on one input; ``depths`` are numbers of blocks; None: all.
     """
     several = isinstance(blocks, Sequence) and all(isinstance(b, linalg.Operator) for b in blocks)
     if not several or not blocks or any(a.out_shape != b.in_shape for a, b in pairwise(blocks)):
@@ -155,19 +154,19 @@ def sigma_of_blocks(
 def _along_depth(
     jacobians: Sequence[linalg.Operator], times: Tensor, at: Sequence[int], tol: float, name: str
 ) -> Depth:
-    """Every operator alone, and all together up to some of them."""
+    """Sigma of every operator, and of their compositions up to some depths."""
     sigma, upper, products, product = [1.0], [1.0], [1.0], 1.0
     dense = all(op.in_size <= _SMALL for op in jacobians)
     matrix: Tensor | None = None
     together: linalg.Operator | None = None
-    for i, own in enumerate(jacobians[: at[-1]], 1):
+    for i, op in enumerate(jacobians[: at[-1]], 1):
         if dense:
-            alone = linalg.to_dense(own).double()
+            alone = linalg.to_dense(op).double()
             matrix = alone if matrix is None else alone @ matrix
             product *= float(torch.linalg.matrix_norm(alone, 2))
         else:
-            together = own if together is None else linalg.compose(own, together)
-            product *= _solve_named(own, f"{name}|{i}|alone", tol).sigma
+            together = op if together is None else linalg.compose(op, together)
+            product *= _solve_named(op, f"{name}|{i}|alone", tol).sigma
         if i in at:
             if matrix is not None:
                 exact = float(torch.linalg.matrix_norm(matrix, 2))

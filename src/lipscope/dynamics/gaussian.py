@@ -1,4 +1,4 @@
-"""Normal laws under attention: a few equations instead of any number of tokens."""
+"""Gaussian token distributions under attention: closed equations for mean and covariance."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lipscope.errors import InputError, check_numbers
 
 Closure = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-_LIMIT = 1e50  # of the factor: closures take the fourth power of it
-_LEFT = 1e-9  # share of the elapsed time that is left until a blow-up when it is told
+_LIMIT = 1e50  # limit of the factor: closures use its fourth power
+_LEFT = 1e-9  # a blow-up is reported when this share of the elapsed time remains
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GaussianTrajectory(Solution):
-    """A normal law at several times.
+    """A normal distribution at several times.
 
     The fields of `Solution`; states are ``(t, d, 1 + d)``: the mean, and ``F`` with ``Σ = F F^T``.
     """
@@ -40,24 +40,24 @@ class GaussianTrajectory(Solution):
 
     @property
     def eigenvalues(self) -> Float[Tensor, "t d"]:
-        """Of the covariances, largest first; small ones are resolved to 1e-30 of the largest."""
+        """Eigenvalues of the covariances, descending, resolved to 1e-30 of the largest."""
         return torch.linalg.svdvals(self.states[..., 1:]).square()
 
     @property
     def blow_up(self) -> float | None:
-        """The time of the blow-up, if one was met."""
+        """The time of the blow-up, or None."""
         return next((one.time for one in self.events if one.name == "blow-up"), None)
 
     def ranks(self, tol: float = 1e-6) -> list[int]:
-        """Eigenvalues above ``tol`` times the largest, at every time.
+        """Numbers of eigenvalues above ``tol`` times the largest, at every time.
 
-        The rank itself never changes: see the theory. This is the numerical one.
+        This is the numerical rank; the exact rank never changes, see the theory.
         """
         return (self.eigenvalues > tol * self.eigenvalues[:, :1]).sum(-1).tolist()
 
 
 def closure(layer: Attention) -> Closure:
-    """What a layer does to tokens of a normal law: ``(m, Σ) -> (L, c)``, ``Γ(x) = L x + c``.
+    """The action of a layer on a normal distribution: ``(m, Σ) -> (L, c)``, ``Γ(x) = L x + c``.
 
     With ``M_h = W_h V_h``, ``A_h = scale K_h^T Q_h``, ``b_h = scale K_h^T b_Q``:
 
@@ -67,8 +67,8 @@ def closure(layer: Attention) -> Closure:
     - Sinkhorn: ``L = Σ_h M_h N_h``, ``c = Σ_h M_h (m - N_h m)`` with ``N_h = R k(B B^T) R A_h``,
       ``R = Σ^(1/2)``, ``B = R A_h R``, ``k(s) = 2 / (1 + √(1 + 4 s))``.
 
-    Exact: the map is affine, so a normal law stays one. Biases of values and outputs are added
-    to ``c``. Holds for these three without mask, rotary embedding, bias of scores, cap or norms.
+    Exact: the map is affine and preserves normality. Biases of values and outputs are added
+    to ``c``. Holds for these three without mask, rotary embedding, score bias, cap or norms.
 
     Source: [castin2025] for dot products; derived here for the others
     (``docs/theory/dynamics.md``).
@@ -81,11 +81,11 @@ def closure(layer: Attention) -> Closure:
     check_layer(layer)
     layer = layer.in_double()
     kind = next((k for k in _CLOSURES if type(layer) is k), None)
-    given = (layer.mask, layer.rotary, layer.score_bias, layer.softcap, layer.window)
-    given += (layer.query_norm, layer.key_norm, layer.value_norm)
-    if kind is None or layer.causal or any(one is not None for one in given):
+    options = (layer.mask, layer.rotary, layer.score_bias, layer.softcap, layer.window)
+    options += (layer.query_norm, layer.key_norm, layer.value_norm)
+    if kind is None or layer.causal or any(one is not None for one in options):
         raise InputError(
-            "not available: a normal law stays one under dot-product, L2 and Sinkhorn attention "
+            "not available: normality is preserved by dot-product, L2 and Sinkhorn attention "
             "without mask, positions, cap or norms. Found another layer."
         )
     maps = value_maps(layer)
@@ -116,13 +116,13 @@ def gaussian_flow(
     rtol: float = 1e-8,
     max_evaluations: int = 200_000,
 ) -> GaussianTrajectory:
-    """Mean and covariance of tokens of a normal law that follow ``x' = Γ(x)``.
+    """Mean and covariance of normally distributed tokens that follow ``x' = Γ(x)``.
 
-    ``m' = L m + c`` and ``Σ' = L Σ + Σ L^T`` with the layer's `closure`. What is solved is
-    ``F' = L F`` with ``Σ = F F^T``: the covariance stays positive semidefinite, and keeps its rank.
+    ``m' = L m + c`` and ``Σ' = L Σ + Σ L^T`` with the layer's `closure`. Integrated as ``F' = L F``
+    with ``Σ = F F^T``: the covariance stays positive semidefinite, with constant rank.
 
-    Under dot products it may become infinite in finite time: the event ``blow-up``, told when
-    what is left at the present rate is 1e-9 of the time that has passed.
+    Under dot products it may become infinite in finite time: the event ``blow-up``, reported when
+    the remaining time at the current rate is 1e-9 of the elapsed time.
 
     Source: [castin2025]; in one dimension ``σ² = σ_0² / (1 - 2 v a σ_0² t)``.
 
@@ -141,7 +141,7 @@ def gaussian_flow(
         return torch.cat([(slope @ m + shift)[:, None], slope @ f], 1)
 
     def left(t: float, state: Tensor) -> float:
-        size = state[:, 1:].abs().max().clamp_min(1e-300)  # squares stay in the float range
+        size = state[:, 1:].abs().max().clamp_min(1e-300)  # avoids overflow in squares
         f, moved = state[:, 1:] / size, velocity(t, state)[:, 1:] / size
         cov = f @ f.T
         rate = 2 * (cov * (moved @ f.T)).sum() / cov.square().sum().clamp_min(1e-300)
@@ -152,7 +152,7 @@ def gaussian_flow(
     return GaussianTrajectory(**vars(found))
 
 
-# --- what a head reads at x: slope x + shift, before its values
+# --- mean value under a head's attention at x: slope x + shift
 
 
 def _dot_product_closure(layer: Attention) -> Closure:

@@ -1,4 +1,4 @@
-"""Ordinary differential equations to a stated tolerance, to the end or until something happens."""
+"""Integration of ordinary differential equations with error control and events."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from lipscope.errors import InputError, check_count, check_positive, shown
 Velocity = Callable[[float, Tensor], Tensor]
 Status = Literal["done", "event", "stuck", "evaluations"]
 
-LIMIT = 1e100  # beyond it scores, which are squares, come near the end of the float range
-_TIME = 4 * np.finfo(float).eps  # the relative error of the time of an event
+LIMIT = 1e100  # beyond it scores, which are quadratic, approach the end of the float range
+_TIME = 4 * np.finfo(float).eps  # relative error of the time of an event
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happens when a margin falls to zero."""
+    """An event that occurs when a margin falls to zero."""
 
-    name: str  # what happens
-    # ``(t, X) -> number``: positive before; continuous, so that the time can be found
+    name: str  # of the event
+    # ``(t, X) -> number``: positive before it; continuous, so that its time can be found
     margin: Callable[[float, Tensor], float]
-    terminal: bool = True  # whether the flow ends there
+    terminal: bool = True  # whether the integration ends there
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,22 @@ class Happened:
     """An event and its time."""
 
     name: str  # of the event
-    time: float  # when its margin fell to zero; 0 if it was so from the start
+    time: float  # zero of its margin; 0 if not positive at the start
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Solution(Shown):
-    """States of a flow at the times that were asked for, and why it ended."""
+    """States of a flow at the requested times, and the reason for its end."""
 
-    # those asked for up to the end, ``(t,)``; the time of the end itself comes last where the flow
-    # ended early
+    # requested times up to the end, ``(t,)``; after an early end, the end time comes last
     times: Tensor
-    states: Tensor  # the states then, ``(t, ...)``
-    events: tuple[Happened, ...]  # what happened, in order
-    # ``done``; ``event``: a terminal event; ``stuck``: no step is small enough (the velocity ceases
-    # to be finite, or changes too fast); ``evaluations``: too many
+    states: Tensor  # states at these times, ``(t, ...)``
+    events: tuple[Happened, ...]  # in order
+    # ``done``; ``event``: a terminal event; ``stuck``: no step is small enough (the velocity is not
+    # finite, or changes too fast); ``evaluations``: too many
     status: Status
-    note: str | None  # why, where the flow ended early
-    steps: int  # steps that were accepted
+    note: str | None  # the reason for an early end
+    steps: int  # accepted steps
     evaluations: int  # of the velocity
 
 
@@ -70,14 +69,13 @@ def integrate(
     max_evaluations: int = 200_000,
     limit: float = LIMIT,
 ) -> Solution:
-    """Solve ``X' = velocity(t, X)`` from time 0, of order 8 with steps of its own choice.
+    """Solve ``X' = velocity(t, X)`` from time 0, with adaptive steps of order 8.
 
     The local error of a step is at most ``rtol |X| + atol`` in the root mean square, ``atol``
-    ``rtol`` times that of the start. What the velocity raises as `InputError`, or answers
-    with numbers that are not finite, makes a step smaller. Events are
-    looked for between steps: a margin that falls below zero and rises again within one is
-    missed. Once an entry of the state reaches the limit it ends with the event ``overflow``:
-    nothing here is ever infinite or NaN.
+    being ``rtol`` times the norm of the start. If the velocity raises `InputError` or is not
+    finite, the step is reduced. Events are located between steps: a margin that falls below zero
+    and rises again within a step is missed. If an entry of the state reaches the limit, the event
+    ``overflow`` ends the flow: results are never infinite or NaN.
 
     Source: DOP853 of scipy.
 
@@ -92,8 +90,8 @@ def integrate(
         raise InputError(f"`rtol` should be between 1e-13 and 1. Found `rtol = {rtol}`.")
     atol = rtol * max(float(start.square().mean().sqrt()), 1e-300)
     check_positive("atol", atol)
-    asked = _Asked(velocity, start.shape)
-    if not bool(velocity(0.0, start).isfinite().all()):  # what it refuses here is the caller's
+    flat = _FlatVelocity(velocity, start.shape)
+    if not bool(velocity(0.0, start).isfinite().all()):  # errors here are the caller's
         raise InputError("`x` should have a finite velocity. Found NaN or Inf; scale it down.")
     overflow = Event("overflow", lambda _, x: limit - float(x.abs().max()))
     watched, happened = [*map(_numeric, events_of(events)), overflow], list[Happened]()
@@ -102,8 +100,8 @@ def integrate(
     status: Status | None = None
     note: str | None = None
     steps, path = 0, lambda _: start.clone()
-    with np.errstate(all="ignore"):  # what is not finite is refused, not warned of
-        solver = DOP853(asked, 0.0, start.numpy().ravel(), at[-1] or 1.0, rtol=rtol, atol=atol)
+    with np.errstate(all="ignore"):  # non-finite values are rejected, without warnings
+        solver = DOP853(flat, 0.0, start.numpy().ravel(), at[-1] or 1.0, rtol=rtol, atol=atol)
         while True:
             end = solver.t
             for time, event in sorted(found, key=lambda one: one[0]):
@@ -117,25 +115,25 @@ def integrate(
             last = (end, path(end))
             if status is None and (solver.status == "finished" or at[-1] == 0):
                 status = "done"
-            elif status is None and asked.count >= max_evaluations:
+            elif status is None and flat.count >= max_evaluations:
                 status, note = "evaluations", f"more than {max_evaluations:,} evaluations"
             if status is not None:
                 break
             solver.step()
             if solver.status == "failed":
-                status, note = "stuck", asked.said or "no step is small enough"
+                status, note = "stuck", flat.error or "no step is small enough"
                 break
             steps, path = steps + 1, _within_step(solver, start.shape)
             found = list(_crossings(watched, path, end, solver.t))
-    if not kept or kept[-1][0] < last[0]:  # the end, where it was not asked for
+    if not kept or kept[-1][0] < last[0]:  # add the end time if it was not requested
         kept.append(last)
     reached = torch.tensor([t for t, _ in kept], dtype=torch.float64)
     states = torch.stack([state for _, state in kept])
-    return Solution(reached, states, tuple(happened), status, note, steps, asked.count)
+    return Solution(reached, states, tuple(happened), status, note, steps, flat.count)
 
 
 def times_of(times: Sequence[float] | Tensor) -> list[float]:
-    """Times as numbers: increasing, finite, from 0 on."""
+    """Validate times: increasing, finite, from 0 on."""
     try:
         at = [] if isinstance(times, str) else [float(t) for t in times]
     except (TypeError, ValueError):
@@ -148,32 +146,32 @@ def times_of(times: Sequence[float] | Tensor) -> list[float]:
 
 
 def events_of(events: Sequence[Event]) -> Sequence[Event]:
-    """Events, and nothing else."""
+    """Require a sequence of `Event`."""
     if not isinstance(events, Sequence) or not all(isinstance(one, Event) for one in events):
         raise InputError(f"`events` should be a list of `Event`. Found {shown(events)}.")
     return events
 
 
 def _numeric(event: Event) -> Event:
-    """The event, whose margin is a number or is refused."""
+    """The event with a check that its margin is a number."""
 
     def margin(t: float, state: Tensor) -> float:
         found = event.margin(t, state)
         try:
             return float(found)
         except (TypeError, ValueError, RuntimeError):
-            told = f"`{event.name}` should be one number. Found {shown(found)[:80]}"
-            raise InputError(f"The margin of the event {told}.") from None
+            message = f"`{event.name}` should be one number. Found {shown(found)[:80]}"
+            raise InputError(f"The margin of the event {message}.") from None
 
     return replace(event, margin=margin)
 
 
-class _Asked:
-    """The velocity as scipy asks for it: on flat arrays, NaN where it is refused."""
+class _FlatVelocity:
+    """The velocity for scipy: on flat arrays, NaN where it raises."""
 
     def __init__(self, velocity: Velocity, shape: torch.Size) -> None:
         self.velocity, self.shape = velocity, shape
-        self.count, self.said = 0, ""
+        self.count, self.error = 0, ""
 
     def __call__(self, t: float, y: np.ndarray) -> np.ndarray:
         self.count += 1
@@ -182,15 +180,15 @@ class _Asked:
         try:
             out = self.velocity(t, torch.from_numpy(y).reshape(self.shape)).numpy().ravel()
         except InputError as problem:
-            self.said = str(problem)
+            self.error = str(problem)
             return np.full_like(y, np.nan)
         if not np.isfinite(out).all():
-            self.said = "the velocity is not finite"
+            self.error = "the velocity is not finite"
         return out
 
 
 def _within_step(solver: Any, shape: torch.Size) -> Callable[[float], Tensor]:
-    """The state within the last step, interpolated when it is first asked for."""
+    """The state within the last step, interpolated lazily."""
     dense = functools.cache(solver.dense_output)
 
     def at(t: float) -> Tensor:
@@ -203,12 +201,12 @@ def _within_step(solver: Any, shape: torch.Size) -> Callable[[float], Tensor]:
 def _crossings(
     watched: Sequence[Event], path: Callable[[float], Tensor], old: float, new: float
 ) -> Iterator[tuple[float, Event]]:
-    """Events whose margin falls to zero within a step, with the time."""
+    """Events whose margin falls to zero within a step, with their times."""
     bracket: dict[str, Any] = {"bracket": (old, new), "xtol": 1e-300, "rtol": _TIME}
     for event in watched:
         if event.margin(new, path(new)) > 0:
             continue
-        if event.margin(old, path(old)) > 0:  # but for rounding, it is
+        if event.margin(old, path(old)) > 0:  # true up to rounding
             fall = root_scalar(lambda t, e=event: e.margin(t, path(t)), method="brentq", **bracket)
             yield float(fall.root), event
         else:

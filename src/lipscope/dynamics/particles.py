@@ -1,4 +1,4 @@
-"""Tokens that follow attention: flows, the residual layers that discretise them, clusters."""
+"""Token dynamics under attention: continuous flows, residual layers, clusters."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from lipscope.measures import TokenMeasure, token_map
 Function = Callable[[Tensor], Tensor]
 Norm = Literal["rms", "layer"]
 
-# The logarithm of how large tokens, and a row of scores, may grow: weights are those of the limit
-# long before, and products of two tokens stay far from the end of the float range.
+# Logarithmic limits of tokens and rows of scores: weights reach their limit long before, and
+# products of two tokens stay well within the float range.
 _SHARPEST = 230.0
-_STEEPEST = 700.0  # the same of a query: the end of the float range
-_SHAKEN = 4 * torch.finfo(torch.float64).eps  # what rounding does to a token in some steps
-_LOST = 1e-3  # part of the largest velocity by which rounding may change one
-_AT_ONCE = 2**22  # scores up to which weights are formed at once: faster than in blocks
+_STEEPEST = 700.0  # the same for queries: the end of the float range
+_PERTURBATION = 4 * torch.finfo(torch.float64).eps  # rounding error of a token over some steps
+_LOST = 1e-3  # accepted rounding error of a velocity, relative to the largest one
+_AT_ONCE = 2**22  # maximum number of scores for computing weights without blocks: faster
 _COMMUTES = 1e-12
 
 
 class Field:
     """The velocity ``(t, X) -> X'`` of tokens under a layer.
 
-    From ``start``: the tokens, centred where the norm is ``layer``. ``rate`` is ``V`` of the
+    ``start``: the tokens, centred if the norm is ``layer``. ``rate`` is ``V`` of the
     renormalisation, None without one, and ``fastest`` the largest real part of its eigenvalues.
     """
 
@@ -100,21 +100,21 @@ class Field:
         return v - x * ((x * v).sum(-1, keepdim=True) / self.radii.square())
 
     def onto(self, x: Tensor) -> Tensor:
-        """The nearest state that the flow can have: on its spheres, if it has some."""
+        """Project onto the states of the flow: onto its spheres, if any."""
         if self.radii is None:
             return x
         x = self._centred(x)
         return x * (self.radii / x.norm(dim=-1, keepdim=True))
 
     def read(self, x: Tensor) -> Tensor:
-        """What every token reads: the layer's output."""
+        """The layer's output for every token."""
         if self.measure is not None:
             assert isinstance(self.f, Attention)
             mu = self.measure.moved(x)
             return token_map(self.f, mu, mu.points, mu.positions)
         pairs = len(x) ** 2 * (self.f.num_heads if isinstance(self.f, Attention) else 0)
         with torch.set_grad_enabled(0 < pairs <= _AT_ONCE):
-            out = self.f(x if pairs else x.clone())  # a function may write into its argument
+            out = self.f(x if pairs else x.clone())  # functions may modify their argument
         if not isinstance(out, Tensor):
             raise InputError(f"`f` should give a tensor. Found `{type(out).__name__}`.")
         return out.detach()
@@ -126,27 +126,27 @@ class Field:
         return self.f.weights(*self._queries_and_keys(t, x))
 
     def certain(self, t: float, y: Tensor) -> float:
-        """What rounding leaves of the digits of a renormalised velocity: none below 0.
+        """Accuracy of a renormalised velocity after rounding: none if negative.
 
-        The velocity of tokens that are moved as rounding moves them, with other limits for what
-        leaves the float range, may differ by a thousandth of what ``V`` makes of the state, or made
-        of the start.
+        Compares velocities for tokens perturbed by rounding errors, with other limits for values
+        beyond the float range; they may differ by a thousandth of ``V`` applied to the state, or to
+        the start.
         """
-        if (size := max(self.size, self._size(y))) == 0:  # one point, which stays
+        if (size := max(self.size, self._size(y))) == 0:  # a single point is stationary
             return math.inf
-        apart = y.abs().amax(0) if self.sums else y.abs()  # differences are taken, or none are
+        apart = y.abs().amax(0) if self.sums else y.abs()  # with or without differences
         try:
             off = self._renormalised(t, y + self.shake * apart, 0.9) - self._renormalised(t, y)
-        except InputError:  # the next step says why
+        except InputError:  # the next step reports the reason
             return math.inf
         return _LOST * size - float(off.abs().max())
 
     def _prepare(self) -> None:
-        """What a renormalised velocity is made of at all times."""
+        """Compute the constant parts of a renormalised velocity."""
         f, x = self.f, self.start
         assert isinstance(f, Attention) and self.rate is not None
         empty = f.empty_rows(f.project(x)[1])
-        # Rows of weights add up to 1: what all tokens have in common moves none of them.
+        # Rows of weights add up to 1: a component shared by all tokens moves none of them.
         self.sums = f.weighting.normalised and (empty is None or not bool(empty.any()))
         self.plain: DotProduct | None = None
         held = (f.softcap, f.rotary, f.query_norm, f.key_norm)
@@ -155,19 +155,19 @@ class Field:
             self.query_bias = f.project(torch.zeros_like(x[:1]))[0]
         self.size = self._size(x)
         signs = torch.randint(2, x.shape, generator=start_named("rounding")) * 2 - 1
-        # What all tokens have in common from the start on is never rounded apart.
-        self.shake = _SHAKEN * signs * (x != x[:1]).any(0)
+        # A component shared by all tokens at the start is never separated by rounding.
+        self.shake = _PERTURBATION * signs * (x != x[:1]).any(0)
 
     def _size(self, y: Tensor) -> float:
-        """The largest entry of what ``V`` makes of tokens, or of their differences."""
+        """The largest entry of ``V`` applied to tokens, or to their differences."""
         assert self.rate is not None
         return float(((y - y[:1] if self.sums else y) @ self.rate.T).abs().max())
 
     def _queries_and_keys(self, t: float, y: Tensor, part: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Of ``x = e^(tV) y``, such that all weights are theirs, within the float range.
+        """Queries and keys of ``x = e^(tV) y`` with the same weights, within the float range.
 
-        For dot products from logarithms of sizes, row by row, and from differences of keys, which
-        a softmax does not tell from keys; elsewhere all tokens are made smaller alike.
+        For dot products from logarithms of norms, row by row, and from differences of keys, which
+        leave the softmax unchanged; otherwise all tokens are scaled down together.
         """
         assert isinstance(self.f, Attention)
         if self.rate is None:
@@ -185,7 +185,7 @@ class Field:
             + math.exp(-up) * self.query_bias
         )
         k, of_k = _of_size_one(self.plain.project((y - y[:1]) @ growth.T)[1], -2)
-        row = self.plain.score(q, k).abs().amax(-1, keepdim=True).log()  # -inf where all are 0
+        row = self.plain.score(q, k).abs().amax(-1, keepdim=True).log()  # -inf for zero rows
         most = (part * _SHARPEST - row).clamp_max(part * _STEEPEST)
         return q * torch.minimum(of_q + of_k + up + log_size, most).exp(), k
 
@@ -245,14 +245,14 @@ class Field:
 
 
 def _of_size_one(z: Tensor, *axes: int) -> tuple[Tensor, Tensor]:
-    """Rows, or matrices, whose largest entry is 1, and the logarithms of what it was."""
+    """Rows, or matrices, scaled to largest entry 1, and the logarithms of the scales."""
     size = z.abs().amax((-1, *axes), keepdim=True)
     size = torch.where(size > 0, size, 1.0)
     return z / size, size.log()
 
 
 def value_maps(layer: Attention) -> Tensor:
-    """``W_h V_h`` of every head, ``(h, d_out, d)``: what the values become in the output."""
+    """``W_h V_h`` of every head, ``(h, d_out, d)``: the maps from tokens to outputs."""
     _, _, value = layer.projections()
     groups = value.unflatten(0, (layer.num_groups, -1))
     by_head = layer.repeat_groups(groups)
@@ -265,7 +265,7 @@ def value_maps(layer: Attention) -> Tensor:
 class Trajectory(Solution):
     """Tokens at several times.
 
-    The fields of `Solution`; states are ``(t, n, d)``, where renormalised those of ``y``.
+    The fields of `Solution`; states are ``(t, n, d)``, those of ``y`` if renormalised.
     """
 
     fields: tuple[Field, ...]  # the velocity, or that of each layer in turn
@@ -276,7 +276,7 @@ class Trajectory(Solution):
         return self.states[-1]
 
     def attention(self, index: int) -> Tensor:
-        """Attention weights at a time, ``(h, n, n)``, of the layer that reads the state."""
+        """Attention weights at a time index, ``(h, n, n)``, of the layer applied to the state."""
         at = range(len(self.states))[index]
         if len(self.fields) > 1 and at == len(self.fields):
             raise InputError("No layer reads the state after the last one. Found its index.")
@@ -298,27 +298,27 @@ def evolve(
     """The flow ``x_i' = f(X)_i`` of tokens under a layer, with adaptive steps of order 8.
 
     ``renormalise``: ``y = e^(-tV) x``, ``V = Σ_h W_h V_h``, which follows
-    ``y_i' = Σ_h W_h V_h Σ_j P_ij^h(e^(tV) y) y_j - V y_i``. ``e^(tV)`` enters through scores alone,
-    in the log domain: where differences of tokens decide it, no time is too long for it. Where
-    digits decide that float64 does not hold, such as those in which two tokens differ that are
-    equal along the fastest direction, the flow ends with the event ``rounding``.
-    ``norm``: ``x_i' = Π_i f(X)_i``, ``Π_i`` the projection along ``x_i``, so that every token keeps
-    its norm: the limit of residual layers with RMSNorm after each; with ``layer`` tokens and
-    outputs are centred too, as by LayerNorm.
+    ``y_i' = Σ_h W_h V_h Σ_j P_ij^h(e^(tV) y) y_j - V y_i``. ``e^(tV)`` enters through scores, in
+    the log domain: if differences of tokens determine the result, any time can be reached. If it
+    depends on digits beyond float64, such as those that separate two tokens equal along the
+    fastest direction, the event ``rounding`` ends the flow.
+    ``norm``: ``x_i' = Π_i f(X)_i``, with the projection ``Π_i`` orthogonal to ``x_i``, so that
+    token norms are constant: the limit of residual layers with RMSNorm after each; with ``layer``
+    tokens and outputs are also centred, as by LayerNorm.
 
-    Holds for every layer of this package, heads, masks and biases included, and any function of
-    tokens that keeps its shape; renormalised for layers whose values are linear and commute.
+    Holds for every layer of this package, including heads, masks and biases, and any function of
+    tokens that keeps its shape; renormalised for layers with linear, commuting value maps.
     Computed in float64 on the CPU.
 
     Args:
         x: Tokens ``(n, d)``, or a measure: weighted atoms, with positions for a causal layer.
-        times: When to report states; increasing, from 0 on.
-        events: What to look for besides; states are as reported.
-        max_evaluations: Of the layer, after which the flow ends with a note.
+        times: Times of the reported states; increasing, from 0 on.
+        events: Additional events; their states are as reported.
+        max_evaluations: Maximum number of evaluations of the layer; the flow then ends with a note.
 
     Source: [geshkovski2023]; [sander2022].
 
-    All weight on one token: x' = x.
+    With all weight on one token, x' = x:
 
     >>> from lipscope.attention import DotProduct
     >>> one = torch.ones(1, 1)
@@ -347,11 +347,11 @@ def residual(
     renormalise: bool = False,
     norm: Norm | None = None,
 ) -> Trajectory:
-    """Residual layers ``x <- x + step f(X)``: Euler's steps of fixed size, of order 1.
+    """Residual layers ``x <- x + step f(X)``: Euler's method with fixed steps, of order 1.
 
-    With a norm ``x <- N(x + step f(X))``, which keeps every token's norm. Its distance to `evolve`
-    is of the order of the step where the step is small; where it is not, nothing is promised. One
-    layer for all steps, or one for each; it ends early with the event ``overflow`` or ``rounding``.
+    With a norm ``x <- N(x + step f(X))``, which preserves the norm of every token. The distance to
+    `evolve` is of the order of a small step; for large steps there is no guarantee. One layer for
+    all steps, or one per step; ends early with the event ``overflow`` or ``rounding``.
 
     >>> from lipscope.attention import DotProduct
     >>> one = torch.ones(1, 1)
@@ -359,15 +359,15 @@ def residual(
     2.25
     """
     several = isinstance(f, Sequence | nn.ModuleList)
-    given = list(f) if several else [f]
-    layers = len(given) if layers is None and several else layers
+    maps = list(f) if several else [f]
+    layers = len(maps) if layers is None and several else layers
     if layers is None:
         raise InputError("`layers` should say how many steps one layer takes. Found none.")
     check_count("layers", layers)
-    if several and layers != len(given):
-        raise InputError(f"`layers` should be {len(given)}, one for every layer. Found `{layers}`.")
+    if several and layers != len(maps):
+        raise InputError(f"`layers` should be {len(maps)}, one for every layer. Found `{layers}`.")
     check_positive("step", step)
-    of = [Field(one, x, renormalise=renormalise, norm=norm) for one in given]
+    of = [Field(one, x, renormalise=renormalise, norm=norm) for one in maps]
     first = of[0].rate
     for one in of[1:]:
         if first is not None and not torch.equal(first, cast(Tensor, one.rate)):
@@ -397,17 +397,17 @@ def residual(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Clusters(Shown):
-    """Groups of points within reach of each other."""
+    """Groups of nearby points."""
 
-    count: int  # how many
-    # the group of every point, from 0, in the order of their first points
+    count: int  # number of groups
+    # group of every point, from 0, numbered by first points
     labels: Int[Tensor, " n"]
-    sizes: tuple[int, ...]  # points in each
+    sizes: tuple[int, ...]  # number of points per group
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A time during which the number of clusters stays as it is."""
+    """A time interval with a constant number of clusters."""
 
     count: int
     start: float
@@ -417,9 +417,9 @@ class Phase:
 def clusters(points: Float[Tensor, "n d"], radius: float) -> Clusters:
     """Connected components of the graph of pairs with ``|x_i - x_j| <= radius``.
 
-    Single linkage: two points are in one cluster if a chain of points, each within the radius of
-    the next one, leads from one to the other. So the count falls with the radius, and does
-    not depend on the order or the position of the points.
+    Single linkage: two points share a cluster if a chain of points, each within the radius of the
+    next one, connects them. So the count decreases with the radius, and is independent of the
+    order and position of the points.
 
     >>> clusters(torch.tensor([[0.0], [3.0], [1.0], [2.0], [9.0]]), 1.0).sizes
     (4, 1)
@@ -434,7 +434,7 @@ def clusters(points: Float[Tensor, "n d"], radius: float) -> Clusters:
 
 
 def phases(times: Sequence[float] | Tensor, counts: Sequence[int]) -> tuple[Phase, ...]:
-    """Times of constant count, in order; a long one that is not the last is metastable.
+    """Intervals of constant count, in order; a long one other than the last is metastable.
 
     >>> phases([0.0, 1.0, 2.0, 3.0], [5, 2, 2, 1])[1]
     Phase(count=2, start=1.0, end=3.0)
@@ -455,9 +455,9 @@ def phases(times: Sequence[float] | Tensor, counts: Sequence[int]) -> tuple[Phas
 
 
 def leaders(weights: Float[Tensor, "h n n"]) -> tuple[int, ...]:
-    """Tokens to which some token gives more than half of its weight, mean over heads.
+    """Tokens that receive more than half of some token's weight, mean over heads.
 
-    In the limit of the renormalised flow every token reads one leader alone.
+    In the limit of the renormalised flow every token attends to a single leader.
 
     >>> leaders(torch.tensor([[[1.0, 0.0], [0.9, 0.1]]]))
     (0,)
@@ -467,7 +467,7 @@ def leaders(weights: Float[Tensor, "h n n"]) -> tuple[int, ...]:
 
 
 def consensus(radius: float) -> Event:
-    """The event ``consensus``: no two tokens are further apart than the radius."""
+    """The event ``consensus``: all tokens are within the radius of each other."""
     check_positive("radius", radius)
     return Event("consensus", lambda _, x: diameter(x) - radius, True)
 

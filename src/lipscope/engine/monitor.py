@@ -149,7 +149,7 @@ class Monitor:
     @property
     def alerts(self) -> list[Alert]:
         """Alerts of what was unusual, at most five a run."""
-        return self._alarm.told
+        return self._alarm.alerts
 
     # --- around a step of the optimiser
 

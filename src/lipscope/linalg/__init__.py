@@ -1,4 +1,4 @@
-"""Linear algebra of Jacobians: operators, the top singular value, its interval and its gradient."""
+"""Linear algebra of Jacobians: operators, top singular value, interval and gradient."""
 
 from lipscope.linalg.gradient import sigma as sigma
 from lipscope.linalg.norms import (

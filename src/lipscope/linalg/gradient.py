@@ -1,7 +1,7 @@
 """Sigma as a differentiable function of a layer's input and weights.
 
-Its gradient is that of ``<u, J v>`` at fixed ``u, v``, which is built anew in the backward pass and
-never holds more than a chunk of attention.
+Its gradient is that of ``<u, J v>`` at fixed ``u, v``, recomputed in the backward pass with at
+most one chunk of attention in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lipscope.linalg.operator import Operator, check_map, linearise, stretch
 from lipscope.linalg.singular import DEFAULT_MEMORY, TopSingular, top_singular
 
 _SOLVE_STEPS = 500
-_SOLVE_TOL = {torch.float32: 1e-5, torch.float64: 1e-11}  # relative, a few units of rounding
+_SOLVE_TOL = {torch.float32: 1e-5, torch.float64: 1e-11}  # relative; a few rounding units
 
 
 def sigma(
@@ -33,37 +33,37 @@ def sigma(
     memory: int = DEFAULT_MEMORY,
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, ""]:
-    """Sigma of a layer at ``x``, to be differentiated: in a penalty, or in gradient ascent.
+    """Sigma of a layer at ``x`` with gradients, for a penalty or for gradient ascent.
 
     ``sigma = max_e ‖J(x) e‖ / ‖e‖`` in the Frobenius norm, and ``d sigma = <u, (dJ) v>`` for
     changes of the input and of the weights. Second derivatives follow from those of ``u`` and
     ``v``, which solve a linear system with ``sigma^2 - J^T J`` (conjugate gradients); third
-    ones raise torch's error on differentiating twice.
+    derivatives raise torch's error about differentiating twice.
 
-    Holds where the top singular value is simple. Where two of them cross sigma has a kink, and
-    the gradient is that of one branch. The value is a Ritz value, a lower bound on sigma; there
-    is no interval: a penalty chooses inputs by their sigma, which voids one. Measure again with
-    `top_singular` what is to be reported.
+    Holds where the top singular value is simple. Where two singular values cross, sigma has a
+    kink and the gradient is that of one branch. The value is a Ritz value, a lower bound of sigma,
+    without an interval: a penalty selects inputs by their sigma, which voids it. Use
+    `top_singular` for values to be reported.
 
-    A module in training mode is measured as it is in evaluation: its dropout is switched off for
-    this call and for its backward pass, and stays as it was for everything else.
+    A module in training mode is measured in evaluation mode: its dropout is off during this
+    call and its backward pass only.
 
     Args:
-        layer: An attention layer (in chunks, so that long inputs fit), any module, or a function
-            without weights that need gradients. ``nn.MultiheadAttention`` is taken as
-            self-attention: query, key and value are ``x``.
+        layer: An attention layer (chunked, so that long inputs fit), any module, or a function
+            without trainable weights. ``nn.MultiheadAttention`` is used as self-attention:
+            query, key and value are ``x``.
         x: One input: ``(n, d)`` for an attention layer.
         tol: Relative tolerance of the solver; the error of the gradient is of the order of
             ``tol · sigma_1 / (sigma_1 - sigma_2)``.
         memory: Bytes for chunks, stored probabilities and the solver's basis.
-        generator: Source of the solver's random start; torch's global one if None.
+        generator: Source of the solver's random start; None: torch's global generator.
 
     Returns:
         A scalar in the dtype of ``x``; NaN where the layer overflows.
 
     Raises:
-        InputError: If ``layer`` is a plain function that hides weights from this one. When a
-            second derivative is taken: if sigma_1 and sigma_2 are too close for one.
+        InputError: If ``layer`` is a plain function with trainable weights; in a second
+            derivative, if sigma_1 and sigma_2 are too close.
 
     Source: derived here (``docs/theory/gradient.md``).
 
@@ -85,23 +85,23 @@ def sigma(
 
 
 class _Stretch(nn.Module):
-    """``<g, J(x) e>`` with the layer as a part, so that its weights can be replaced.
+    """``<g, J(x) e>`` with the layer as a submodule, so that its weights can be replaced.
 
-    A layer that has a method ``stretch`` answers itself, in chunks that fit some memory.
+    A layer with a method ``stretch`` computes it itself, in chunks within ``memory``.
     """
 
     def __init__(self, layer: nn.Module | Callable[[Tensor], Tensor], memory: int) -> None:
         super().__init__()
         self.layer, self.memory = layer, memory
         named = [*self.named_parameters(), *self.named_buffers()]
-        # those that need gradients
+        # parameters that require gradients
         self.names = [name for name, t in named if t.requires_grad]
         self.weights = [t for _, t in named if t.requires_grad]
 
     def forward(self, x: Tensor, g: Tensor, e: Tensor) -> Tensor:
         if (own := getattr(self.layer, "stretch", None)) is not None:
             return own(x, g, e, memory=self.memory)
-        with sdpa_kernel(SDPBackend.MATH), _still(self.layer):
+        with sdpa_kernel(SDPBackend.MATH), _evaluation_mode(self.layer):
             return stretch(_output(self.layer, x), x, g, e)
 
     def gradients(
@@ -112,10 +112,10 @@ class _Stretch(nn.Module):
         *,
         create_graph: bool = False,
     ) -> tuple[Tensor | None, ...]:
-        """Partial derivatives of ``sum <g, J e>`` over some pairs ``(g, e)`` held fixed."""
+        """Partial derivatives of ``sum <g, J e>`` over the pairs ``(g, e)``, held fixed."""
         with torch.enable_grad():
-            # Copies in the graph: a weight may be made of another one, whose share autograd
-            # adds itself. The input always needs a gradient for the products inside.
+            # Use copies in the graph: a weight may depend on another one, and autograd adds that
+            # share itself. The input always needs a gradient for the inner products.
             copies = [
                 t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors
             ]
@@ -128,8 +128,8 @@ class _Stretch(nn.Module):
             )
 
 
-class _OfTop(torch.autograd.Function):
-    """A function of `_Stretch`, the solver's answer for it, the input and the weights."""
+class _TopFunction(torch.autograd.Function):
+    """Base of functions of `_Stretch`, the solver's result, the input and the weights."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -137,7 +137,7 @@ class _OfTop(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
 
 
-class _Sigma(_OfTop):
+class _Sigma(_TopFunction):
     """The top singular value; its backward pass is ``<u, (dJ) v>``."""
 
     @staticmethod
@@ -156,7 +156,7 @@ class _Sigma(_OfTop):
         return None, None, *found
 
 
-class _Vectors(_OfTop):
+class _Vectors(_TopFunction):
     """The top singular vectors, as functions of the input and the weights.
 
     With ``<u, du> = <v, dv> = 0``: ``sigma du - J dv = (dJ) v - u d sigma`` and
@@ -193,14 +193,14 @@ def _solve(op: Operator, top: TopSingular, target: Tensor) -> Tensor:
             return q
         image = _orthogonal_to(top.sigma**2 * way - op.rmatvec(op.matvec(way)), top.v)
         bent = float((way * image).sum())
-        if not bent > 0:  # a second singular value as large as the first, to rounding
+        if not bent > 0:  # the second singular value equals the first up to rounding
             break
         q, left = q + (size / bent) * way, left - (size / bent) * image
         before, size = size, float(left.square().sum())
         way = left + (size / before) * way
     raise InputError(
         "A second derivative of sigma should be taken where the top singular value is simple. "
-        f"Found that the system for it did not converge at sigma = {top.sigma:.6g}; move away "
+        f"Found that its linear system did not converge at sigma = {top.sigma:.6g}; move away "
         "from this input, or use a smaller `tol` and float64."
     )
 
@@ -213,13 +213,13 @@ def _operator(layer: nn.Module | Callable[[Tensor], Tensor], x: Tensor, memory: 
     x = x.detach()
     if hasattr(layer, "stretch"):
         return linearise(layer, x, memory=memory)
-    with _still(layer):
+    with _evaluation_mode(layer):
         return linearise(lambda z: _output(layer, z), x)
 
 
 @contextlib.contextmanager
-def _still(layer: nn.Module | Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Evaluation mode meanwhile, module by module."""
+def _evaluation_mode(layer: nn.Module | Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Switch the layer to evaluation mode temporarily, module by module."""
     parts = layer.modules() if isinstance(layer, nn.Module) else ()
     live = [part for part in parts if part.training]
     try:
@@ -238,11 +238,11 @@ def _output(layer: nn.Module | Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _refuse_hidden(layer: nn.Module | Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """A plain function must not use weights that need gradients: they would get none."""
+    """Refuse plain functions with trainable weights, which would get no gradient."""
     if isinstance(layer, nn.Module) or not torch.is_grad_enabled():
         return
     if layer(x.detach()).requires_grad:
         raise InputError(
-            "`layer` should be a module where its weights need gradients. Found a plain "
+            "`layer` should be a module if its weights need gradients. Found a plain "
             "function that uses such weights; pass the module, or detach them."
         )

@@ -1,4 +1,4 @@
-"""Norms of matrices; of a Jacobian in other metrics: largest entry, largest token norm."""
+"""Operator norms: spectral, infinity and max-token norms of Jacobians and matrices."""
 
 from __future__ import annotations
 
@@ -14,34 +14,32 @@ from lipscope.linalg.operator import Operator, start_named, to_dense
 from lipscope.linalg.singular import TopSingular
 from lipscope.linalg.torch_state import by_threads
 
-# How inputs and outputs are measured. ``frobenius``: by the root of the sum of squares, which makes
-# the norm of a Jacobian its top singular value. ``token-relative``: the same, each token's move in
-# proportion to its norm. ``max-token``: by the largest norm of a token. ``infinity``: by the
-# largest entry.
+# Metrics of inputs and outputs. ``frobenius``: root of the sum of squares; the norm of a Jacobian
+# is then its top singular value. ``token-relative``: the same, each token's move in proportion to
+# its norm. ``max-token``: largest norm of a token. ``infinity``: largest entry.
 Metric = Literal["frobenius", "token-relative", "max-token", "infinity"]
-SPECTRAL = ("frobenius", "token-relative")  # those whose constant is a singular value
+SPECTRAL = ("frobenius", "token-relative")  # metrics whose constant is a singular value
 
-# Entries of a dense Jacobian: 128 MiB in float64.
+# Maximum size of a dense Jacobian, in entries: 128 MiB in float64.
 _DENSE = 2**24
 _STARTS = 8
 _ITERATIONS = 50
-_SHARED = 2**16  # entries of a batch from which a thread more pays: 64 matrices of 32 rows
-_EXACT_NORM = 1024  # rows up to which the norm of a nonnegative matrix is a full decomposition
+_SHARED = 2**16  # batch entries per thread for threading to pay: 64 matrices of 32 rows
+_EXACT_NORM = 1024  # largest nonnegative matrix (rows) to be decomposed fully
 
 
 @dataclass(frozen=True)
 class NormInterval:
-    """What is known of the norm of an operator."""
+    """Lower and upper bound of an operator norm."""
 
-    lower: float  # attained by some input: never above the norm
-    upper: float | None  # never below it; None where only the lower value was computed
+    lower: float  # attained by some input, never above the norm
+    upper: float | None  # never below the norm; None if not computed
 
 
 def bracketed(op: Operator, metric: str, *, tol: float, delta: float, seed: int) -> TopSingular:
-    """The norm in the metric ``max-token`` or ``infinity`` as a record of the solver.
+    """The norm in the metric ``max-token`` or ``infinity`` as a solver record.
 
-    Its interval holds without a probability; there are no singular vectors, so ``u`` and ``v``
-    are NaN.
+    The interval is deterministic; there are no singular vectors, so ``u`` and ``v`` are NaN.
     """
     norm = max_token_norm if metric == "max-token" else infinity_norm
     found = norm(op, seed=seed)
@@ -63,8 +61,8 @@ def bracketed(op: Operator, metric: str, *, tol: float, delta: float, seed: int)
 def infinity_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormInterval:
     """Largest entry of ``J e`` over inputs with entries of at most 1 in magnitude.
 
-    ``‖J‖_∞ = max_o Σ_i |J_oi|``: exact where the operator has at most ``dense`` entries, else
-    a lower value by Hager's iteration on the transpose.
+    ``‖J‖_∞ = max_o Σ_i |J_oi|``: exact if the operator has at most ``dense`` entries, else a
+    lower bound by Hager's iteration on the transpose.
 
     Holds for any real operator.
 
@@ -95,17 +93,17 @@ def infinity_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormIn
 
 
 def max_token_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormInterval:
-    """Largest token of ``J e`` over inputs whose tokens have norm at most 1.
+    """Largest token norm of ``J e`` over inputs whose tokens have norm at most 1.
 
-    ``max_i max_{|e_j| ≤ 1} |Σ_j J_ij e_j|``. Lower: alternating maximisation, ``e_j`` along
-    ``J_ij^T g`` for the unit vector ``g`` along the output token, from several starts. Upper,
-    where the operator has at most ``dense`` entries: ``Σ_j |J_ij^T g| ≤ √(Σ_j c_j ·
-    λ_max(Σ_j J_ij J_ij^T / c_j))`` for the best of two choices of ``c_j > 0``, and
+    ``max_i max_{|e_j| ≤ 1} |Σ_j J_ij e_j|``. Lower bound: alternating maximisation, ``e_j`` along
+    ``J_ij^T g`` for the unit vector ``g`` along the output token, from several starts. Upper
+    bound, if the operator has at most ``dense`` entries: ``Σ_j |J_ij^T g| ≤ √(Σ_j c_j ·
+    λ_max(Σ_j J_ij J_ij^T / c_j))`` for the better of two choices of ``c_j > 0``, and
     ``Σ_j ‖J_ij‖``.
 
-    Holds for operators on tokens, ``(n, d) -> (m, d')``; exact for outputs of one entry.
+    Holds for operators on tokens, ``(n, d) -> (m, d')``; exact for scalar outputs per token.
 
-    Source: the power method of [boyd1974] for norms between spaces that are not Euclidean.
+    Source: the power method of [boyd1974] for norms between non-Euclidean spaces.
 
     >>> weight = torch.tensor([[0.75, 0.25], [0.5, 0.5]])
     >>> op = Operator(lambda e: weight @ e, lambda g: weight.T @ g, (2, 1), (2, 1))
@@ -124,7 +122,7 @@ def max_token_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormI
 
 
 def _alternate(op: Operator, e: Tensor) -> float:
-    """The best value of an ascent from ``e``."""
+    """The best value of the ascent from ``e``."""
     best = -1.0
     for _ in range(_ITERATIONS):
         out = op.matvec(e)
@@ -140,7 +138,7 @@ def _alternate(op: Operator, e: Tensor) -> float:
 
 
 def _ascend(row: Tensor) -> Tensor:
-    """``|J_ij^T g|`` for the best ``g`` of an ascent: one output token, blocks ``(n, d', d)``."""
+    """``|J_ij^T g|`` after ascent in ``g``, for one output token; blocks ``(n, d', d)``."""
     g = torch.linalg.eigh((row @ row.mT).sum(0)).eigenvectors[:, -1]
     for _ in range(_ITERATIONS):
         pulled = row.mT @ g
@@ -165,7 +163,7 @@ def _unit_tokens(e: Tensor) -> Tensor:
 
 
 def _tiny(e: Tensor) -> float:
-    """The least normal number of its type: divided by it, 0 stays 0."""
+    """The smallest normal number of the dtype: dividing zero by it gives zero."""
     return torch.finfo(e.dtype).tiny
 
 
@@ -195,25 +193,25 @@ def frobenius_interval(
     return max(low, 0.0), s + math.sqrt(value**2 + s**2)
 
 
-# --- of matrices
+# --- matrices
 
 
 def norm_in_double(matrix: Float[Tensor, "r c"]) -> float:
-    """``‖M‖``, on the CPU in float64."""
+    """``‖M‖`` in float64 on the CPU."""
     return float(torch.linalg.matrix_norm(matrix.detach().to("cpu", torch.float64), 2))
 
 
 def norms_of_many(m: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b"]:
-    """Of many small matrices, from the smaller Gram matrix of each."""
+    """Spectral norms of many small matrices, from the smaller Gram matrix of each."""
     size = m.abs().amax((-2, -1), keepdim=True)  # squares must not underflow
     m = m / torch.where(size > 0, size, 1.0)
     return size[..., 0, 0] * eigenvalue(m @ m.mT if m.shape[-2] <= m.shape[-1] else m.mT @ m).sqrt()
 
 
 def nonnegative_norm(m: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b"]:
-    """``‖M‖`` of matrices without negative entries, from above.
+    """An upper bound of ``‖M‖`` for matrices without negative entries.
 
-    Exact up to rounding where they are small; else Collatz and Wielandt's bound
+    Exact up to rounding for small matrices; else the Collatz-Wielandt bound
     ``lam_max(G) <= max_j (G w)_j / w_j`` for ``G = M^T M`` and any ``w > 0``.
     """
     gram = m.mT @ m
@@ -228,20 +226,20 @@ def nonnegative_norm(m: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b"]:
 
 
 def eigenvalue(m: Float[Tensor, "*b k k"]) -> Float[Tensor, "*b"]:
-    """Largest eigenvalues of positive semidefinite matrices; inf where they overflow."""
+    """Largest eigenvalues of positive semidefinite matrices; inf on overflow."""
     finite = None
-    if not bool(torch.isfinite(m.sum())):  # else no entry is infinite or NaN
+    if not bool(torch.isfinite(m.sum())):  # a finite sum excludes infinite and NaN entries
         finite = torch.isfinite(m).all(-1).all(-1)
         m = m.masked_fill(~finite[..., None, None], 0.0)
-    tops = m[..., 0, 0] if m.shape[-1] == 1 else _tops(m)
+    tops = m[..., 0, 0] if m.shape[-1] == 1 else _top_eigenvalues(m)
     tops = tops.clamp_min(0.0)
     return tops if finite is None else tops.masked_fill(~finite, torch.inf)
 
 
-def _tops(m: Float[Tensor, "*b k k"]) -> Float[Tensor, "*b"]:
-    def of(some: Tensor) -> Tensor:
-        return torch.linalg.eigvalsh(some)[..., -1]
+def _top_eigenvalues(m: Float[Tensor, "*b k k"]) -> Float[Tensor, "*b"]:
+    def top(part: Tensor) -> Tensor:
+        return torch.linalg.eigvalsh(part)[..., -1]
 
     if m.ndim < 3 or m.numel() < _SHARED or m.device.type != "cpu":
-        return of(m)
-    return by_threads(of, m.flatten(0, -3)).view(m.shape[:-2])
+        return top(m)
+    return by_threads(top, m.flatten(0, -3)).view(m.shape[:-2])

@@ -1,6 +1,6 @@
-"""Linear operators: the Jacobian of a map at a point, as two products, checked by differences.
+"""Linear operators (matrix-free Jacobians), composition, and finite-difference checks.
 
-An `Operator` is all that the solver ever sees of a model.
+The solver sees a model only as an `Operator`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lipscope.errors import InputError, out_of_memory, shown
 
 
 def start_named(name: str, *at: Tensor) -> torch.Generator:
-    """A generator whose seed is a digest of a name, and of tensors if there are some.
+    """A generator seeded by a digest of a name and optional tensors.
 
-    An input that a user drew with ``manual_seed(0)`` shares its numbers with every other draw
-    from that seed, and a start must not depend on the Jacobian.
+    Inputs drawn after ``manual_seed(0)`` share their numbers with every other draw from that
+    seed, and a start must be independent of the Jacobian.
 
     >>> torch.randn(1, generator=start_named("a")).equal(torch.randn(1, generator=start_named("b")))
     False
@@ -73,15 +73,15 @@ class Operator(Shown):
         return math.prod(self.in_shape)
 
 
-_REJOINED = 0.5  # once so few of those that share products are left, the others are left out
+_REJOINED = 0.5  # rejoin the remaining operators once their share falls to this
 
 
 @dataclass(frozen=True, repr=False)
 class Together(Operator):
-    """Operators of one shape that share their products, on a leading axis: see `together`.
+    """Operators of one shape with joint products along a leading axis; see `together`.
 
     Attributes:
-        left: Indices of the parts that are left.
+        left: Indices of the operators still in use.
     """
 
     left: set[int] = field(default_factory=set)
@@ -91,14 +91,13 @@ Join = Callable[[Sequence[int]], Operator | None]
 
 
 def together(join: Join, parts: Sequence[Operator]) -> Together | None:
-    """Operators that may leave the products that they share, as solves of them end.
+    """Operators with joint products, which can be dropped as their solves end.
 
-    None where they share none.
-
-    Products of those that have left mean nothing. The last one that is left goes on by itself.
+    None if they cannot be joined. Products of dropped operators are undefined; the last
+    remaining operator is used alone.
 
     Args:
-        join: The products of those with these indices, entry i of a leading axis for the i-th.
+        join: The joint operator of the given indices, one per entry of a leading axis.
         parts: The operators.
     """
     left, now = set(range(len(parts))), list(range(len(parts)))
@@ -106,8 +105,8 @@ def together(join: Join, parts: Sequence[Operator]) -> Together | None:
         return None
     shapes, kind = (joint.in_shape, joint.out_shape), (joint.dtype, joint.device)
 
-    def of_some(name: str, e: Tensor) -> Tensor:
-        """Products of those that are left, and perhaps of some others."""
+    def current_product(name: str, e: Tensor) -> Tensor:
+        """Products of the remaining operators, and possibly of some dropped ones."""
         nonlocal joint, now
         if len(left) == 1:
             now = [*left]
@@ -121,11 +120,11 @@ def together(join: Join, parts: Sequence[Operator]) -> Together | None:
     def product(name: str, e: Tensor) -> Tensor:
         if not left:
             return e.new_zeros(len(parts), *(shapes[1] if name == "matvec" else shapes[0]))
-        some = of_some(name, e)
+        part = current_product(name, e)
         if len(now) == len(parts):
-            return some
-        found = some.new_zeros(len(parts), *some.shape[1:])
-        found[now] = some
+            return part
+        found = part.new_zeros(len(parts), *part.shape[1:])
+        found[now] = part
         return found
 
     matvec, rmatvec = (functools.partial(product, name) for name in ("matvec", "rmatvec"))
@@ -146,21 +145,21 @@ def over_leading(product: Product, event_dims: int) -> Product:
 def linearise(f: Callable[[Tensor], Tensor], x: Tensor, **options: object) -> Operator:
     """The Jacobian of ``f`` at ``x`` as an `Operator`: linearise once, apply many times.
 
-    A map with a method ``linearise(x, **options)`` (every `Attention`) answers in closed
-    form. Any other differentiable function of a tensor goes through reverse-mode
-    automatic differentiation: ``J^T g`` is a pullback, and ``J e`` is the pullback of
-    the linear map ``g -> J^T g``. Forward mode is avoided on purpose: fused attention
-    does not support it, and custom operators answer it with zeros.
+    A map with a method ``linearise(x, **options)`` (every `Attention`) provides a closed
+    form. Any other differentiable function of a tensor uses reverse-mode automatic
+    differentiation: ``J^T g`` is a pullback, and ``J e`` is the pullback of the linear map
+    ``g -> J^T g``. Forward mode is avoided on purpose: fused attention does not support it,
+    and custom operators return zeros for it.
 
-    Holds for deterministic functions; one with live dropout is refused.
+    Holds for deterministic functions; live dropout raises an error.
 
     Args:
         f: Map from a tensor like ``x`` to a tensor.
-        **options: Passed on to ``f.linearise`` where it exists.
+        **options: Passed on to ``f.linearise`` if it exists.
 
     Raises:
-        InputError: If two evaluations of ``f(x)`` differ, ``f(x)`` is no tensor, gradients are
-            cut inside, or torch has none.
+        InputError: If two evaluations of ``f(x)`` differ, ``f(x)`` is not a tensor, or
+            gradients are cut inside or not implemented.
 
     >>> import torch
     >>> op = linearise(lambda x: x * x, torch.tensor([1.0, 3.0]))
@@ -186,10 +185,10 @@ def linearise(f: Callable[[Tensor], Tensor], x: Tensor, **options: object) -> Op
 
 
 def check_map(f: object, x: object) -> None:
-    """Refuse what is no function of a tensor of real numbers, or no such tensor."""
+    """Require a callable ``f`` and a nonempty floating-point tensor ``x``."""
     if not callable(f):
         raise InputError(
-            f"What is measured should be a function or a module. Found `{shown(f)}`; a layer of a "
+            f"The map should be a function or a module. Found `{shown(f)}`; a layer of a "
             'model is `lipscope.load_model("minilm").at(text)`, which has `sigma`.'
         )
     if not (isinstance(x, Tensor) and x.is_floating_point() and x.numel()):
@@ -198,9 +197,9 @@ def check_map(f: object, x: object) -> None:
 
 
 def no_operator(op: object) -> InputError:
-    """What is said of something else in the place of an operator."""
+    """The error for a non-operator argument."""
     return InputError(
-        "`op` should be an `Operator`, as `lipscope.linearise(layer, x)` gives it. Found "
+        "`op` should be an `Operator`, as returned by `lipscope.linearise(layer, x)`. Found "
         f"`{type(op).__name__}`."
     )
 
@@ -210,7 +209,7 @@ def _random_direction(x: Tensor) -> Tensor:
 
 
 def _check_uncut(f: Callable[[Tensor], Tensor], tape: Tape) -> None:
-    """Refuse a function that changes with its input although its derivative is said to be zero."""
+    """Refuse a function that changes with its input although autograd gives zero."""
     x, y = tape.point.detach(), tape.y.detach()
     step = 1e-3 * x.square().mean().sqrt().clamp_min(1e-3)
     with torch.no_grad():
@@ -225,7 +224,7 @@ def _check_uncut(f: Callable[[Tensor], Tensor], tape: Tape) -> None:
 
 @contextlib.contextmanager
 def in_one_line(words: str) -> Iterator[None]:
-    """What torch says against running a function becomes a refusal that begins with some words."""
+    """Turn torch errors into a one-line `InputError` that starts with ``words``."""
     try:
         yield
     except (RuntimeError, AssertionError) as problem:
@@ -235,17 +234,17 @@ def in_one_line(words: str) -> Iterator[None]:
 
 
 def derivatives() -> contextlib.AbstractContextManager[None]:
-    """The same of first backward passes."""
+    """`in_one_line` for first backward passes."""
     return in_one_line(
-        "What is measured should be differentiable twice by `torch.autograd.grad`. Found that its "
+        "The map should be differentiable twice by `torch.autograd.grad`. Found that its "
         "backward pass"
     )
 
 
 class Tape:
-    """``y = f(x)`` and its pullback, recorded once: products with the Jacobian by reverse mode.
+    """``y = f(x)`` and its pullback, recorded once: reverse-mode Jacobian products.
 
-    Where the graph says that ``y`` is constant, they are zero.
+    Products are zero if the graph shows that ``y`` is constant.
     """
 
     def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor) -> None:
@@ -276,7 +275,7 @@ class Tape:
 
 
 def stretch(y: Tensor, x: Tensor, g: Tensor, e: Tensor) -> Tensor:
-    """``<g, J e>`` for ``y = f(x)`` with its graph, differentiable in everything."""
+    """``<g, J e>`` for ``y = f(x)`` with its graph, differentiable in all arguments."""
     return (_pulled(y, x, g, graph=True) * e).sum()
 
 
@@ -288,7 +287,7 @@ def _pulled(y: Tensor, x: Tensor, g: Tensor, *, graph: bool = False) -> Tensor:
 
 
 def _check_deterministic(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> None:
-    """Refuse a function whose second evaluation differs: its Jacobian is not one map."""
+    """Refuse a function whose second evaluation differs."""
     with torch.no_grad():
         again = f(x.detach())
     same = torch.allclose(again, y, rtol=1e-4, atol=0.0, equal_nan=True)
@@ -300,13 +299,13 @@ def _check_deterministic(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) ->
 
 
 def check_adjoint(op: Operator, rounding: float = 0.0) -> None:
-    """Refuse an operator whose products are not each other's transpose.
+    """Refuse an operator whose products are not transposes of each other.
 
-    Checks ``<J e, g> = <e, J^T g>`` on one pair of vectors, always the same. It catches
-    layers whose forward and backward passes belong to different functions, and mistakes of
-    torch's own: in 2.13 `nn.BatchNorm2d` in eval mode has a wrong gradient on the CPU where one
-    sample's output is read with channels last (RT-DETR). ``rounding`` is what may be left of a
-    product with a unit vector where the Jacobian is zero.
+    Checks ``<J e, g> = <e, J^T g>`` on one fixed pair of vectors. It catches layers whose
+    forward and backward passes belong to different functions, and errors in torch itself: in
+    2.13 `nn.BatchNorm2d` in eval mode has a wrong gradient on the CPU if a single sample's output
+    is used in channels-last layout (RT-DETR). ``rounding`` is the tolerance for products with
+    unit vectors where the Jacobian is zero.
     """
     gen = start_named("the adjoint")
     e = torch.randn(op.in_shape, generator=gen).to(op.device, op.dtype)
@@ -318,9 +317,9 @@ def check_adjoint(op: Operator, rounding: float = 0.0) -> None:
     if scale.isfinite() and (left - right).abs() > allowed:
         raise InputError(
             "The forward and backward products of this map should be transposes of each "
-            f"other. Found <Je, g> = {left:.6g} and <e, J^T g> = {right:.6g}: what "
-            "torch or a custom autograd function inside it gives as a derivative is not one, or "
-            "scores are so large that its rounding shows."
+            f"other. Found <Je, g> = {left:.6g} and <e, J^T g> = {right:.6g}: a derivative "
+            "from torch or a custom autograd function inside is wrong, or the scores are so large "
+            "that rounding shows."
         )
 
 
@@ -346,11 +345,11 @@ def restrict(
     read: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> Operator:
-    """``J`` on some tokens only: ``R J D M``, for an operator on token matrices.
+    """``J`` restricted to some tokens: ``R J D M``, for an operator on token matrices.
 
-    ``M`` embeds the moving tokens, ``D = diag(scale)`` rescales each token's move, and
-    ``R`` reads some output tokens. The result acts on the smaller spaces themselves, so
-    that a random start is uniform on the sphere of the moves that are allowed.
+    ``M`` embeds the moving tokens, ``D = diag(scale)`` rescales each token's move, and ``R``
+    selects output tokens. The result acts on the smaller spaces, so that a random start is
+    uniform on the sphere of allowed moves.
 
     Args:
         move: Indices of the tokens that may move, ``(m,)``, or ``(b, m)`` with one set per
@@ -420,45 +419,44 @@ def to_dense(op: Operator) -> Tensor:
             raise
         raise InputError(
             f"`op` should be small enough for a matrix. Found {math.prod(op.out_shape):,} rows and "
-            f"{op.in_size:,} columns, more than fit the memory; use its products."
+            f"{op.in_size:,} columns, which exceed the memory; use its products."
         ) from problem
 
 
-# --- a product beside the finite difference of the function
+# --- comparison with finite differences
 
-# Sizes of the steps, as multiples of the cube root of the rounding unit, at which rounding and
-# curvature weigh alike: smaller where the function bends, larger where it is noisy.
+# Step sizes in multiples of the cube root of the rounding unit, which balances rounding and
+# curvature: smaller steps for curved functions, larger ones for noisy ones.
 _SIZES = (1 / 8, 1 / 64, 2.0, 1 / 512)
-# Largest difference that rounding and curvature explain at a bad size; a wrong map is further off.
+# Largest difference explained by rounding and curvature at a bad step; wrong maps exceed it.
 _LIMITS = {torch.float32: 1e-2, torch.float64: 1e-4}
-_ROUNDING = 8  # units of the output, in norm, by which rounding moves a difference of two
-_GOOD = 0.1  # part of the limit below which no other size is tried
+_ROUNDING = 8  # rounding error of a difference, in units of the output norm times eps
+_GOOD = 0.1  # share of the limit below which no other step is steps
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A product with a Jacobian beside the finite difference of the function."""
+    """Comparison of a Jacobian product with a finite difference."""
 
-    # ``‖D - J e‖ / max(‖D‖, ‖J e‖)`` with D the difference, at the best size; 0 where both are zero
+    # ``‖D - J e‖ / max(‖D‖, ‖J e‖)`` for the difference ``D`` at the best step; 0 if both are zero
     error: float
     product: float  # ``‖J e‖``
-    quotient: float  # ``‖D‖`` at that size
-    # ``agrees``; ``disagrees``, if differences of two sizes agree with each other and not with the
-    # product; ``unsettled``, if they agree with nothing, or if rounding of the output explains that
-    # they do not agree with the product
+    quotient: float  # ``‖D‖`` at that step
+    # ``agrees``; ``disagrees``: two differences agree with each other but not with the product;
+    # ``unsettled``: no differences agree, or rounding explains the distance from the product
     status: str
-    # ``‖D+‖`` and ``‖D-‖``, the quotients ahead and behind, where it disagrees and they differ
-    # alike at both sizes: the function has no derivative there
+    # ``‖D+‖`` and ``‖D-‖``, the one-sided quotients, if they disagree consistently at two steps:
+    # the function is not differentiable there
     sides: tuple[float, float] | None = None
 
 
 def difference(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor, product: Tensor) -> Difference:
     """Compare ``J e`` with ``(f(x + t e) - f(x - t e)) / 2t``.
 
-    The step ``t`` is such that no token moves by more than a small part of its own norm, or
-    of the mean norm where it has none. Where that does not settle, it is such that the output
-    moves by no more than a small part of its norm, by ``J e``: a norm takes a token that is zero
-    apart within its epsilon. Two evaluations, unless they disagree.
+    The step ``t`` moves no token by more than a small part of its own norm (zero tokens: of the
+    mean norm). If that is inconclusive, ``t`` is chosen to move the output by a small part of
+    its norm, according to ``J e``: a norm layer resolves zero tokens only within its epsilon.
+    Two evaluations, unless they disagree.
 
     >>> x = torch.eye(2, dtype=torch.float64)
     >>> difference(lambda x: x**2, x, x, 2 * x).status, difference(lambda x: x**2, x, x, x).status
@@ -475,42 +473,42 @@ def difference(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor, product: Ten
         return found
     closer = float(f(x).detach().double().norm()) / found.product if found.product else whole
     again = _compare_steps(closer, f, x, e, product) if closer < whole else found
-    # Rounding may swallow a step that small, so that it proves nothing against the product.
+    # Rounding may swallow such a small step, so it cannot refute the product.
     return again if again.status == "agrees" else found
 
 
 def _compare_steps(
     whole: float, f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor, product: Tensor
 ) -> Difference:
-    """The comparison with steps that are small beside ``whole``."""
+    """Compare at steps that are small relative to ``whole``."""
     limit = _LIMITS[x.dtype]
     base = torch.finfo(x.dtype).eps ** (1 / 3) * whole
     best: Difference | None = None
-    tried: list[_Tried] = []
+    steps: list[_Step] = []
     for size in _SIZES:
         step = e * (base * size)
         ahead, behind = (f(x + sign * step).detach().double() for sign in (1, -1))
-        now = _Tried(ahead, behind, base * size)
+        now = _Step(ahead, behind, base * size)
         error = _relative_distance(now.quotient, product)
         if best is None or error < best.error:
             best = Difference(error, float(product.norm()), float(now.quotient.norm()), "unsettled")
         if error <= _GOOD * limit:
             break
         if float((now.quotient - product).norm()) <= now.rounding(torch.finfo(x.dtype).eps):
-            break  # smaller steps say less
-        alike = (one for one in tried if _relative_distance(now.quotient, one.quotient) <= limit)
+            break  # rounding dominates smaller steps
+        alike = (one for one in steps if _relative_distance(now.quotient, one.quotient) <= limit)
         if best.error > limit and (other := next(alike, None)):
             sides = _sides(f(x).detach().double(), now, other, limit)
             quotient = float(now.quotient.norm())
             return Difference(best.error, best.product, quotient, "disagrees", sides)
-        tried.append(now)
+        steps.append(now)
     assert best is not None
     return replace(best, status="agrees") if best.error <= limit else best
 
 
 @dataclass(frozen=True)
-class _Tried:
-    """A function one step ahead and one behind."""
+class _Step:
+    """Values of a function one step ahead and one step behind."""
 
     ahead: Tensor
     behind: Tensor
@@ -521,15 +519,15 @@ class _Tried:
         return (self.ahead - self.behind) / (2 * self.step)
 
     def rounding(self, unit: float) -> float:
-        """What rounding of the output, in the function's own type, may add to the quotient."""
+        """The largest contribution of output rounding to the quotient."""
         size = max(float(self.ahead.norm()), float(self.behind.norm()))
         return _ROUNDING * unit * size / (2 * self.step)
 
 
-def _sides(here: Tensor, now: _Tried, other: _Tried, limit: float) -> tuple[float, float] | None:
-    """Quotients ahead and behind at a kink, where what parts them is the same at two sizes.
+def _sides(here: Tensor, now: _Step, other: _Step, limit: float) -> tuple[float, float] | None:
+    """One-sided quotients at a kink, whose jump is the same at two step sizes.
 
-    Curvature parts them as well, by as much less as the step is smaller.
+    A jump from curvature would shrink in proportion to the step.
     """
     jumps = [(one.ahead + one.behind - 2 * here) / one.step for one in (now, other)]
     sides = [float((end - here).norm()) / now.step for end in (now.ahead, now.behind)]

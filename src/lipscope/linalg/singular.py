@@ -1,4 +1,4 @@
-"""Leading singular values of an operator, each with a two-sided interval, by Golub–Kahan."""
+"""Golub-Kahan bidiagonalisation: leading singular values with two-sided intervals."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lipscope.linalg.torch_state import few_threads
 
 @dataclass(frozen=True)
 class Cycle:
-    """What one finished restart cycle tells the upper bound of the next."""
+    """The data of a finished restart cycle that the next upper bound uses."""
 
-    alpha: np.ndarray  # diagonal of its bidiagonal matrix
-    beta: np.ndarray  # superdiagonal, and the coupling to the vector after the last
-    weights: np.ndarray  # its top right singular vector in the basis, all entries positive
+    alpha: np.ndarray  # diagonal of the bidiagonal matrix
+    beta: np.ndarray  # superdiagonal, and the coupling to the next vector
+    weights: np.ndarray  # top right singular vector in the basis, all entries positive
 
 
 def start_threshold(size: int, delta: float) -> float:
@@ -50,15 +50,15 @@ def closed_form_factor(steps: int, threshold: float) -> float:
 
 
 class Evidence:
-    """What a run has shown about singular values beyond its top Ritz value.
+    """Evidence from a run about singular values beyond its top Ritz value.
 
     The function ``sum_j p_j(lam)^2 prod_c q_c(lam)^2`` of ``lam = x^2`` in units of
     ``theta^2``, with the Lanczos polynomials ``p_0..p_k`` of ``B^T B`` and one factor ``q_c``
     per earlier cycle; it increases beyond the top Ritz value. If ``sigma_1 = x theta``, the
-    start had a part of at most its inverse square root on the top direction. ``alpha`` are
-    ``alpha_1..alpha_k`` of the last cycle, ``beta`` its ``beta_2..beta_{k+1}``. Below ``floor``,
-    relative to ``theta^2``, a coupling is not known to be smaller: an invariant subspace is trusted
-    to this level only.
+    component of the start along the top direction was at most its inverse square root. ``alpha``
+    is ``alpha_1..alpha_k`` of the last cycle, ``beta`` its ``beta_2..beta_{k+1}``. ``floor``,
+    relative to ``theta^2``, is the smallest credible coupling: invariant subspaces are
+    trusted to this level only.
 
     Source: derived here (``docs/theory/interval.md``, a-posteriori bound and restarts).
     """
@@ -77,12 +77,12 @@ class Evidence:
         ]
 
     def excludes(self, factor: float, threshold: float) -> bool:
-        """Whether ``sigma_1 > factor theta`` would need a start below the threshold."""
+        """Whether ``sigma_1 > factor theta`` requires a start component below ``threshold``."""
         excess = (factor - 1) * (factor + 1)
         return self._log(excess) >= -2 * math.log(threshold)
 
     def upper_factor(self, threshold: float) -> float:
-        """Smallest ``x >= 1`` such that ``sigma_1 <= x theta`` unless the start was unlucky.
+        """Smallest ``x >= 1`` with ``sigma_1 <= x theta`` unless the start was unlucky.
 
         Solves ``sum_j p_j(lam)^2 prod_c q_c(lam)^2 = 1 / t^2``.
         """
@@ -90,7 +90,7 @@ class Evidence:
         if goal <= 0:
             return 1.0
         low, high = math.log(1e-17), math.log(max(1 / threshold**2, 2.0))
-        while high - low > 1e-9:  # of ``log(x^2 - 1)``
+        while high - low > 1e-9:  # in ``log(x^2 - 1)``
             middle = (low + high) / 2
             low, high = (low, middle) if self._log(math.exp(middle)) >= goal else (middle, high)
         factor = math.sqrt(1 + math.exp(high))
@@ -117,9 +117,9 @@ class _Lanczos:
     def log_sum(self, lam: float, weights: Sequence[float], power: int) -> float:
         """``log sum_j w_j |p_j(lam)|^power``.
 
-        With power 2 and weights 1 of ``p_0..p_k``, the inverse of the Christoffel function; with
-        power 1 and a cycle's weights, ``log q(lam)``: how much a restart raised the start's part
-        on the top direction. Numbers, not arrays: at one ``lam`` they are faster.
+        With power 2 and unit weights of ``p_0..p_k``, the inverse of the Christoffel function; with
+        power 1 and a cycle's weights, ``log q(lam)``: how much a restart raised the component
+        along the top direction. Scalars, not arrays: faster for a single ``lam``.
         """
         before, now, scale, link, total = 0.0, 1.0, 0.0, 0.0, weights[0]
         for diagonal, following, weight in zip(
@@ -127,20 +127,20 @@ class _Lanczos:
         ):
             new = ((lam - diagonal) * now - link * before) / following
             size = max(abs(new), 1.0)
-            unit = 1 / size  # whose powers may underflow, where those of the size would overflow
+            unit = 1 / size  # its powers may underflow; those of the size would overflow
             before, now, scale, link = now * unit, new * unit, scale + math.log(size), following
             total = total * unit**power + weight * abs(now) ** power
         return power * scale + (math.log(total) if total else -math.inf)
 
 
-# A new direction shorter than this many rounding units of the operator's size is noise:
-# the subspace is numerically invariant and the recurrence has ended.
+# A new direction shorter than this many rounding units of the operator norm is noise: the
+# subspace is numerically invariant and the recurrence ends.
 _BREAKDOWN = 16.0
 
 
 @dataclass(frozen=True)
 class Bidiagonal:
-    """The state after ``k`` steps of a batch of ``b`` runs.
+    """The state of ``b`` parallel runs after ``k`` steps.
 
     ``J V_k = U_k B_k`` and ``J^T U_k = V_k B_k^T + beta_{k+1} v_{k+1} e_k^T``, with ``B_k``
     upper bidiagonal: diagonal ``alpha_1..alpha_k``, superdiagonal ``beta_2..beta_k``.
@@ -149,7 +149,7 @@ class Bidiagonal:
     alpha: Tensor  # ``(b, k)`` float64, on the CPU
     beta: Tensor  # ``(b, k)`` float64: ``beta_2 .. beta_{k+1}``
     v: Tensor  # ``(b, k + 1, N)`` right vectors; the last one starts the next step
-    u: Tensor | None  # ``(b, k, M)`` left vectors; None where they are not kept
+    u: Tensor | None  # ``(b, k, M)`` left vectors; None if not stored
     products: int  # products with ``J`` or ``J^T`` so far, for each run of the batch
 
     @property
@@ -167,23 +167,23 @@ def golub_kahan(
 ) -> Iterator[Bidiagonal]:
     """Bidiagonalise ``op`` from ``start``, yielding the decomposition after every step.
 
-    The right vectors are reorthogonalised against all earlier ones (a second pass where
-    the first one cancelled); the left ones follow from the two-term recurrence, which
-    suffices for the leading singular values [simon2000] and halves that cost. Memory is
-    ``capacity (N + M)`` numbers a run, and ``capacity N`` where left vectors are not kept; of a
-    long run on a GPU, 64 vectors more while it makes room.
+    The right vectors are reorthogonalised against all earlier ones (twice after cancellation);
+    the left ones follow from the two-term recurrence, which suffices for the leading singular
+    values [simon2000] and halves that cost. Memory is ``capacity (N + M)`` numbers per run, or
+    ``capacity N`` without left vectors; long runs on a GPU temporarily use 64 vectors more
+    to grow.
 
-    Holds for any real operator. A run whose subspace is exhausted goes on with zeros,
-    so that a batch may hold runs of different lengths.
+    Holds for any real operator. An exhausted run continues with zeros, so that a batch may hold
+    runs of different lengths.
 
     Yields:
         The state after 1, 2, …, ``capacity`` steps. Its tensors are views that the next
-        step extends; copy what must outlive it.
+        step extends; copy them to keep them.
     """
     b = start.shape[0]
     size_in, size_out = math.prod(op.in_shape), math.prod(op.out_shape)
-    # Room for a usual run: the process keeps memory of this size, so that the next solve meets no
-    # page faults. A run that turns out long gets all its room at once, when the first is full.
+    # Allocate for a usual run: the process reuses memory of this size without page faults. Longer
+    # runs get their full capacity at once when the first allocation is full.
     held = capacity if capacity <= 2 * USUAL_STEPS else USUAL_STEPS
     right = torch.empty(b, held + 1, size_in, dtype=op.dtype, device=op.device)
     left = start.new_empty(b, held if keep_left else 1, size_out)
@@ -223,25 +223,25 @@ def golub_kahan(
 
 
 def _longer(basis: Tensor, size: int) -> Tensor:
-    """The same vectors with room for more; what is not written to yet costs nothing."""
+    """Copy the vectors into a larger basis; unwritten memory costs nothing."""
     longer = basis.new_empty(basis.shape[0], size, basis.shape[2])
     longer[:, : basis.shape[1]] = basis
     return longer
 
 
 def _normalise(w: Tensor, floor: np.ndarray, out: Tensor) -> np.ndarray:
-    """Norms of the rows, in float64, and unit rows in ``out``; a row at the floor becomes zero."""
-    # Squares of small float32 entries underflow; the sum is taken in float64.
+    """Norms of the rows, in float64, and unit rows in ``out``; rows below the floor become zero."""
+    # Squares of small float32 entries underflow, hence the float64 sum.
     norm = torch.linalg.vector_norm(w, dim=1, dtype=torch.float64).cpu().numpy()
     alive = norm > floor
     inverse = np.divide(1.0, norm, out=np.zeros_like(norm), where=alive)
     torch.mul(w, torch.from_numpy(inverse)[:, None].to(w), out=out)
-    # NaN compares false; keep it visible, so that the solver can report it.
+    # NaN compares false: keep it visible for the solver to report.
     return np.where(alive | np.isnan(norm), norm, 0.0)
 
 
 def _orthogonalise(z: Tensor, basis: Tensor) -> Tensor:
-    """``z`` minus its projection on the rows of ``basis``, twice where it cancels; in its place."""
+    """Subtract from ``z``, in place, its projection on the rows of ``basis``; twice if needed."""
     before = torch.linalg.vector_norm(z, dim=1)
     z = _project_out(z, basis)
     if (torch.linalg.vector_norm(z, dim=1) < 0.7 * before).any():
@@ -250,7 +250,7 @@ def _orthogonalise(z: Tensor, basis: Tensor) -> Tensor:
 
 
 def _project_out(z: Tensor, basis: Tensor) -> Tensor:
-    # One by one: a batch of products with single vectors takes ten times as long.
+    # One by one: a batched product with single vectors takes ten times as long.
     for x, rows in zip(z, basis, strict=True):
         x.addmv_(rows.mT, rows @ x, alpha=-1)
     return z
@@ -259,22 +259,22 @@ def _project_out(z: Tensor, basis: Tensor) -> Tensor:
 SolverStatus = Literal["converged", "max_steps", "non_finite"]
 
 DEFAULT_MEMORY = 2**30  # bytes
-# Told of a run after every step, with a function that gives the intervals so far.
+# Callback after every step; its argument returns the current intervals.
 Watch = Callable[[Callable[[], Sequence[tuple[float, float]]]], None]
-# Rounding allowance of the upper end: once converged the exact bound collapses onto sigma
-# and would fail by rounding alone (measured: 2.3e-7 in float32, 6e-16 in float64).
+# Rounding allowance of the upper end: after convergence the exact bound collapses onto sigma and
+# would fail by rounding alone (measured: 2.3e-7 in float32, 6e-16 in float64).
 SLACK = {torch.float32: 1e-5, torch.float64: 1e-12}
-# The allowance takes half of it, so a smaller tolerance could not be met.
+# The allowance takes half of the tolerance, so a smaller one could not be met.
 SMALLEST_TOL = {torch.float32: 2e-5, torch.float64: 2e-12}
 _SMALLEST_BASIS = 8  # steps between restarts, whatever the memory
-# Runs are rarely longer. Where so many left vectors do not fit, none is kept: the room is worth
-# more to the right ones, and the one left vector that is wanted costs one more product.
+# Runs are rarely longer. If that many left vectors do not fit, none is stored: right vectors use
+# the memory better, and the single left vector needed costs one more product.
 USUAL_STEPS = 64
 
 
 @dataclass(frozen=True, repr=False)
 class TopSingular(Shown):
-    """The top singular triplet of an operator and what is known about it.
+    """The top singular triplet of an operator with its interval.
 
     Attributes:
         sigma: Largest Ritz value: a lower bound on the top singular value.
@@ -286,8 +286,8 @@ class TopSingular(Shown):
             relative distance of ``sigma``.
         products: Products with the operator or its transpose.
         status: ``converged`` (``upper`` is at most ``(1 + tol) sigma``), ``max_steps`` (it is
-            not, and still valid), ``non_finite``.
-        note: Advice in words, or None.
+            larger, but valid), ``non_finite``.
+        note: Advice, or None.
     """
 
     sigma: float
@@ -312,28 +312,27 @@ def top_singular(
 ) -> TopSingular:
     """Largest singular value of ``op`` by Golub–Kahan from one random start.
 
-    ``sigma = max ‖J e‖ / ‖e‖`` over the Krylov space. The run stops when
-    ``r / √2 ≤ tol · sigma``, where ``r`` is the one-sided residual, and ``upper`` is at most
-    ``(1 + tol) · sigma``: so the tolerance is met with probability ``1 - delta``. A larger
-    ``delta`` stops sooner; 1e-6 takes half as many products again as 0.01, and often more than
-    float32 can tell.
+    ``sigma = max ‖J e‖ / ‖e‖`` over the Krylov space. The run stops when ``r / √2 ≤ tol · sigma``,
+    where ``r`` is the one-sided residual, and ``upper`` is at most ``(1 + tol) · sigma``: the
+    tolerance is then met with probability ``1 - delta``. A larger ``delta`` stops sooner; 1e-6
+    takes 50% more products than 0.01, and often more precision than float32 has.
 
-    Holds for any real operator. That the residual is small proves that *some* singular
-    value is near ``sigma``; only the upper ends speak of the largest one.
+    Holds for any real operator. A small residual proves only that *some* singular value is
+    near ``sigma``; only the upper ends bound the largest one.
 
     Args:
         tol: Relative tolerance; at least 1e-5 in float32 and 1e-12 in float64.
         delta: Failure probability of ``upper``, in (0, 1).
-        max_steps: Most steps (two products each).
+        max_steps: Maximum number of steps (two products each).
         memory: Bytes for the basis; a longer run restarts from its best vector.
-        generator: Source of the random start; torch's global one if None.
+        generator: Source of the random start; None: torch's global generator.
 
     Returns:
         TopSingular record. Non-convergence is a status, never an exception.
 
     Raises:
-        InputError: For a tolerance or probability out of range, or an operator in half
-            precision, of which nothing would be promised.
+        InputError: If a tolerance or probability is out of range, or the operator is in half
+            precision.
 
     Source: derived here (``docs/theory/interval.md``), after [golub1965], [hochstenbach2013].
 
@@ -359,16 +358,16 @@ def top_singular_batch(
     watch: Watch | None = None,
     found: Callable[[int, TopSingular], None] | None = None,
 ) -> list[TopSingular]:
-    """`top_singular` of ``b`` operators that share their products, for example heads.
+    """`top_singular` of ``b`` operators with joint products, for example heads.
 
-    ``op.matvec`` and ``op.rmatvec`` take and return a leading axis of length ``b`` whose entries
-    belong to different operators. Each entry has its own start and its own stop, so that
-    an answer does not depend on its neighbours; ``memory`` is that of the whole batch.
+    ``op.matvec`` and ``op.rmatvec`` take and return a leading axis of length ``b``, one entry per
+    operator. Each entry has its own start and stopping point, so that results do not depend on
+    the batch; ``memory`` is for the whole batch.
 
-    ``watch`` is called after every step with a function that gives the intervals ``(sigma, upper)``
-    so far, one an entry. The start alone may make them fail, so all intervals of a run hold at once
-    with probability ``1 - delta`` an entry; what ``watch`` raises ends the run. ``found`` is called
-    with each entry and its answer once that is there, while others go on.
+    ``watch`` is called after every step with a function that returns the current intervals
+    ``(sigma, upper)``, one per entry. They depend on chance only through the start, so all
+    intervals of a run hold simultaneously with probability ``1 - delta`` per entry; an exception in
+    ``watch`` ends the run. ``found`` is called with each entry and its result as it finishes.
     """
     _check_solver(op, tol, delta, max_steps)
     stop = _Stop(tol, delta, op)
@@ -418,9 +417,8 @@ def _check_solver(op: Operator, tol: float, delta: float, max_steps: int) -> Non
 def _random_starts(op: Operator, generators: Sequence[torch.Generator | None]) -> Tensor:
     """One Gaussian vector per entry: its direction is uniform on the sphere.
 
-    Drawn in float64 on the generator's own device, so that a row does not depend on the dtype
-    in which it is computed, and a small `delta` holds: normal numbers of float32 are exactly
-    zero once in 2^24 draws.
+    Drawn in float64 on the generator's device, so that a row does not depend on its dtype and a
+    small `delta` holds: float32 normal numbers are exactly zero once in 2^24 draws.
     """
     drawn = [
         torch.randn(op.in_shape, generator=g, device=g.device if g else "cpu", dtype=torch.float64)
@@ -431,7 +429,7 @@ def _random_starts(op: Operator, generators: Sequence[torch.Generator | None]) -
 
 @dataclass
 class _Restarts:
-    """A decomposition, the finished cycles before it, and the products of them all."""
+    """A decomposition, the finished cycles before it, and the total number of products."""
 
     state: Bidiagonal
     cycles: list[list[Cycle]]  # one list per entry of the batch
@@ -464,7 +462,7 @@ def _restarted(
 
 
 class _Stop:
-    """Reads a decomposition: Ritz value, residual, interval, and whether to stop."""
+    """Convergence test: Ritz value, residual, interval and stopping decision."""
 
     def __init__(self, tol: float, delta: float, op: Operator) -> None:
         self.tol, self.delta, self.op = tol, delta, op
@@ -472,7 +470,7 @@ class _Stop:
         self.threshold = start_threshold(self.in_size, delta)
 
     def interval(self, run: _Restarts, i: int) -> tuple[float, float]:
-        """The interval of entry ``i`` so far."""
+        """The current interval of entry ``i``."""
         alpha, beta = run.state.alpha[i].numpy(), run.state.beta[i].numpy()
         if not (np.isfinite(alpha).all() and np.isfinite(beta).all()):
             return math.nan, math.nan
@@ -480,7 +478,7 @@ class _Stop:
         return theta, self._upper(run, i, theta)
 
     def judge(self, run: _Restarts, i: int, *, last: bool) -> TopSingular | None:
-        """The answer for entry ``i``, or None to go on."""
+        """The result of entry ``i``, or None to continue."""
         state = run.state
         alpha, beta = state.alpha[i].numpy(), state.beta[i].numpy()
         if not (np.isfinite(alpha).all() and np.isfinite(beta).all()):
@@ -542,7 +540,7 @@ class _Stop:
         return theta * self._evidence(run, i, theta).upper_factor(self.threshold) * slack
 
     def _complete(self, run: _Restarts, i: int, theta: float) -> bool:
-        """Whether nothing is left to chance: J is zero, or the Krylov space is everything."""
+        """Whether the result is deterministic: J is zero, or the Krylov space is complete."""
         # J x = 0 for a random x: J = 0 with probability one.
         return theta == 0.0 or (run.state.steps >= self.in_size and not run.cycles[i])
 
@@ -575,7 +573,7 @@ class _Stop:
 
 
 def unit_vector(vector: Tensor) -> Tensor:
-    """A tensor divided by its norm, all entries together; 0 stays 0."""
+    """Normalise a tensor by its norm over all entries; zero stays zero."""
     norm = vector.norm()
     return vector / norm if norm > 0 else vector
 
@@ -589,15 +587,15 @@ def _top_triplet(alpha: np.ndarray, beta: np.ndarray) -> tuple[float, np.ndarray
 
 @dataclass(frozen=True, repr=False)
 class Leading(Shown):
-    """One of the leading singular directions."""
+    """A leading singular direction."""
 
-    sigma: float  # at most the singular value of this rank
-    upper: float  # at least it, with probability ``1 - delta`` for each rank
+    sigma: float  # lower bound of the singular value of this rank
+    upper: float  # its upper bound, with probability ``1 - delta`` for each rank
     u: Tensor  # left vector, ``out_shape``, unit norm
     v: Tensor  # right vector, ``in_shape``, unit norm
     residual: float  # ``‖J^T J v - theta^2 v‖ / (sqrt(2) theta^2)``, ``theta = ‖J v‖``
     # upper bound of the sine of the angle between ``v`` and the singular vector of this rank; None
-    # where the intervals do not tell its value from its neighbours'
+    # if the intervals do not separate its value from its neighbours'
     sine: float | None = None
 
 
@@ -611,14 +609,14 @@ def leading(
 ) -> list[Leading]:
     """The first ``count`` singular directions of ``op``, largest first.
 
-    Direction j is the top one of ``J P`` with ``P`` the projection onto what is orthogonal to the
-    right vectors ``W`` before it. ``sigma_j(J) <= ‖J P‖`` for every such ``W`` (Courant, Fischer),
-    so the upper end of its top singular value is one of ``sigma_j``; and ``sigma_j(J) >=
-    sigma_min(J [W, v_j])`` (Cauchy). The angle is that of Davis and Kahan for ``J^T J``:
+    Direction j is the top one of ``J P`` with ``P`` the projection onto the orthogonal complement
+    of the right vectors ``W`` before it. ``sigma_j(J) <= ‖J P‖`` for every such ``W`` (Courant,
+    Fischer), so the upper end of its top singular value bounds ``sigma_j``; and ``sigma_j(J) >=
+    sigma_min(J [W, v_j])`` (Cauchy). The angle bound is that of Davis and Kahan for ``J^T J``:
     ``sin <= ‖J^T J v - theta^2 v‖ / distance``, with the distance of ``theta^2`` from the squares
     of the neighbours' intervals.
 
-    Holds for any real operator; equal singular values have no directions of their own, and no sine.
+    Holds for any real operator; equal singular values have no unique directions and no sine.
 
     Source: derived here (``docs/theory/directions.md``), after [davis1970].
 
@@ -631,10 +629,10 @@ def leading(
     """
     images, uppers = [op.matvec(first.v[None])], [first.upper]
     found = [_measured_direction(op, first.v, images[0], first.sigma, first.upper)]
-    while len(found) <= count and len(found) < op.in_size:  # one more says what comes after
+    while len(found) <= count and len(found) < op.in_size:  # one more bounds the gap below
         basis = torch.stack([one.v for one in found]).flatten(1)
         top = top_singular_batch(_deflated(op, basis), [start(len(found) + 1)], **solver)[0]
-        # Products are rounded in units of the whole operator, whatever is taken away from it.
+        # Rounding is relative to the whole operator, however much is deflated.
         uppers.append(top.upper + SLACK[op.dtype] * first.sigma)
         if not top.sigma > 16 * torch.finfo(op.dtype).eps * first.sigma:
             break
@@ -644,7 +642,7 @@ def leading(
         least = float(torch.linalg.svdvals(torch.cat(images).double().flatten(1))[-1])
         found.append(_measured_direction(op, v, images[-1], min(least, uppers[-1]), uppers[-1]))
     above = [math.inf, *(one.sigma for one in found)]
-    below = [*uppers[1:], 0.0]  # where the space is exhausted, nothing comes after
+    below = [*uppers[1:], 0.0]  # zero once the space is exhausted
     thetas = [float(image.double().norm()) for image in images]
     return [
         replace(one, sine=_sine(one.residual, thetas[j], above[j], below[j]))
@@ -653,7 +651,7 @@ def leading(
 
 
 def _deflated(op: Operator, basis: Tensor) -> Operator:
-    """``J P``, with ``P`` the projection onto what is orthogonal to the rows of ``basis``."""
+    """``J P``, with ``P`` the projection onto the complement of the rows of ``basis``."""
 
     def away(e: Tensor) -> Tensor:
         return _away(e.flatten(-len(op.in_shape)), basis).reshape(e.shape)
@@ -662,7 +660,7 @@ def _deflated(op: Operator, basis: Tensor) -> Operator:
 
 
 def _away(e: Tensor, basis: Tensor) -> Tensor:
-    for _ in range(2):  # the second time for what rounding left
+    for _ in range(2):  # the second pass removes rounding errors
         e = e - (e @ basis.T) @ basis
     return e
 
@@ -677,6 +675,6 @@ def _measured_direction(
 
 
 def _sine(residual: float, theta: float, above: float, below: float) -> float | None:
-    """At most the sine of the angle, if the neighbours' values are known to be others."""
+    """Upper bound of the sine of the angle, if the neighbours' values are separated."""
     distance = min(theta**2 - below**2, above**2 - theta**2)
     return min(residual * math.sqrt(2) * theta**2 / distance, 1.0) if distance > 0 else None

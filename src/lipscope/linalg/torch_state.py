@@ -1,4 +1,4 @@
-"""What torch has one of: its generator and default type, changed in turns; how many threads."""
+"""Process-wide torch state: random generator, default dtype, number of threads."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ import torch
 from torch import Tensor
 
 _LOCK = threading.Lock()
-_OURS: ContextVar[bool] = ContextVar("torch's state is ours", default=False)
-# Entries of an input up to which a solve takes one thread: 32 tokens of width 384 are below it, 64
-# above (`benchmarks/startup.py` times products of both).
+_LOCKED: ContextVar[bool] = ContextVar("torch state is locked", default=False)
+# Inputs with at most this many entries are solved in one thread: 32 tokens of width 384 are below,
+# 64 above (`benchmarks/startup.py` times products of both).
 _SMALL = 2**14
-# The caller's threads, within `few_threads`; 0 outside.
-_OUTSIDE: ContextVar[int] = ContextVar("threads outside", default=0)
+# The caller's number of threads, within `few_threads`; 0 outside.
+_CALLER_THREADS: ContextVar[int] = ContextVar("caller threads", default=0)
 
 
 @contextlib.contextmanager
 def torch_state() -> Iterator[None]:
-    """While it lasts no other thread of ours draws, or sets types, in the midst of this one.
+    """Lock torch's random state and default dtype against our other threads.
 
-    A thread that works for one that is within it runs in a copy of its context.
+    Worker threads started inside the lock run in a copy of its context.
     """
-    if _OURS.get():
+    if _LOCKED.get():
         yield
         return
     with _LOCK:
-        token = _OURS.set(True)
+        token = _LOCKED.set(True)
         try:
             yield
         finally:
-            _OURS.reset(token)
+            _LOCKED.reset(token)
 
 
 @contextlib.contextmanager
 def draws_from(seed: int, devices: Sequence[int] = ()) -> Iterator[None]:
-    """What is drawn of torch's own generators is that of a seed; afterwards they are as before.
+    """Seed torch's generators temporarily; their state is restored afterwards.
 
-    ``devices``: indices of the CUDA devices that draw too.
+    ``devices``: indices of CUDA devices to be seeded too.
 
     >>> with draws_from(0):
     ...     one = torch.rand(3)
@@ -52,8 +52,8 @@ def draws_from(seed: int, devices: Sequence[int] = ()) -> Iterator[None]:
     ...     torch.rand(3).equal(one)
     True
     """
-    # Not `torch.manual_seed`: it writes down the stack for every kind of device that is asleep,
-    # which took longer than a small model.
+    # Not `torch.manual_seed`: it records the stack for every uninitialised kind of device, which
+    # took longer than a small model.
     with torch_state(), torch.random.fork_rng(devices):
         torch.default_generator.manual_seed(seed)
         for index in devices:
@@ -63,10 +63,10 @@ def draws_from(seed: int, devices: Sequence[int] = ()) -> Iterator[None]:
 
 @contextlib.contextmanager
 def few_threads(entries: int | None, small: int = _SMALL) -> Iterator[None]:
-    """One thread while an input of at most so many entries is worked on; then as before.
+    """Use a single thread for inputs of at most ``small`` entries, temporarily.
 
-    Within it, the caller's threads for an input that is larger, such as a batch. ``entries``: of
-    the input, None where it is not known.
+    Larger inputs, such as a batch, use the caller's number of threads. ``entries``: number of
+    entries of the input, or None if unknown.
 
     >>> before = torch.get_num_threads()
     >>> with few_threads(64):
@@ -76,7 +76,7 @@ def few_threads(entries: int | None, small: int = _SMALL) -> Iterator[None]:
     True
     """
     before = torch.get_num_threads()
-    outside = _OUTSIDE.get() or before
+    outside = _CALLER_THREADS.get() or before
     wanted = before if entries is None else 1 if entries <= small else outside
     with _threads(wanted, outside):
         yield
@@ -84,7 +84,7 @@ def few_threads(entries: int | None, small: int = _SMALL) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """One thread, whatever an input's size: other threads of ours have the processors.
+    """Use a single thread for any input size: our other threads occupy the processors.
 
     >>> with one_thread(), few_threads(2**30):
     ...     torch.get_num_threads()
@@ -96,32 +96,32 @@ def one_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _threads(wanted: int, outside: int) -> Iterator[None]:
-    before, previous = torch.get_num_threads(), _OUTSIDE.get()
-    _OUTSIDE.set(outside)
+    before, previous = torch.get_num_threads(), _CALLER_THREADS.get()
+    _CALLER_THREADS.set(outside)
     torch.set_num_threads(wanted)
     try:
         yield
     finally:
         torch.set_num_threads(before)
-        _OUTSIDE.set(previous)
+        _CALLER_THREADS.set(previous)
 
 
 def by_threads(f: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
-    """``f`` of a batch of matrices, in as many parts at a time as the caller has threads.
+    """Apply ``f`` to a batch of matrices in parallel, with the caller's number of threads.
 
-    For what LAPACK does with one small matrix after the other in a single thread. The number of
-    threads changes rounding alone: where a matrix lies in memory, BLAS may sum in another order.
+    LAPACK processes small matrices sequentially in one thread. The number of threads affects
+    rounding only: BLAS may sum in another order depending on memory alignment.
     """
-    first, *others = batch.chunk(_OUTSIDE.get() or torch.get_num_threads())
+    first, *others = batch.chunk(_CALLER_THREADS.get() or torch.get_num_threads())
     grad = torch.is_grad_enabled()
 
-    def part(some: Tensor) -> Tensor:
+    def apply(part: Tensor) -> Tensor:
         with torch.set_grad_enabled(grad):
-            return f(some)
+            return f(part)
 
     try:
-        waiting = [_batch_threads().submit(part, some) for some in others]
-    except RuntimeError:  # the interpreter is about to end, and begins no work in threads
+        waiting = [_batch_threads().submit(apply, part) for part in others]
+    except RuntimeError:  # the interpreter is shutting down and starts no threads
         return f(batch)
     return torch.cat([f(first), *(one.result() for one in waiting)])
 
@@ -133,5 +133,5 @@ def _batch_threads() -> ThreadPoolExecutor:
     return pool
 
 
-if hasattr(os, "register_at_fork"):  # a process that is forked has none of them
+if hasattr(os, "register_at_fork"):  # forked processes have no threads of the pool
     os.register_at_fork(after_in_child=_batch_threads.cache_clear)

@@ -1,4 +1,4 @@
-"""Token measures: transport between them, attention on them, and mass splitting."""
+"""Token measures: optimal transport, mean-field attention, mass splitting."""
 
 from lipscope.measures.mean_field import (
     TokenMeasure as TokenMeasure,

@@ -1,4 +1,4 @@
-"""Measures on tokens, and attention on them: the map of a token, and the push-forward by it."""
+"""Token measures and mean-field attention: the token map and push-forward."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from lipscope.attention import Attention, Softmax, check_layer
 from lipscope.errors import InputError, check_numbers, check_tokens, type_and_shape
 from lipscope.linalg import Operator, start_named, to_dense, top_singular
 
-_SUM = 1e-6  # how far from 1 weights may add up to: what rounding in float32 explains
+_SUM = 1e-6  # accepted deviation of the sum of weights from 1: float32 rounding
 
 
 class TokenMeasure:
-    """``μ = Σ_i w_i δ_(s_i, x_i)``: tokens, their weights, and where they stand.
+    """``μ = Σ_i w_i δ_(s_i, x_i)``: tokens with weights and optional positions.
 
     Everything is in float64 on the CPU. Points keep their gradients; weights and positions
     have none.
 
     Attributes:
         points: The tokens ``x_i``, ``(n, d)``.
-        weights: ``w_i``, ``(n,)``: not negative, of sum 1 to 1e-6 (they are divided by it);
-            uniform if None.
-        positions: ``s_i`` in [0, 1], ``(n,)``, where masked attention reads; or None.
+        weights: ``w_i``, ``(n,)``: nonnegative, with sum 1 up to 1e-6 (then normalised); uniform
+            if None.
+        positions: ``s_i`` in [0, 1], ``(n,)``, used by causal attention; or None.
 
     Raises:
-        InputError: For no token, values that are not finite, weights that are negative or do
-            not add up to 1, positions outside of [0, 1], or numbers that do not fit.
+        InputError: If there are no tokens, values are not finite, weights are negative or do not
+            add up to 1, positions are outside [0, 1], or sizes do not match.
 
     >>> TokenMeasure(torch.zeros(2, 3), torch.tensor([0.25, 0.75])).weights.tolist()
     [0.25, 0.75]
@@ -44,8 +44,8 @@ class TokenMeasure:
         check_tokens("points", points.double() if whole else points)
         self.points = points.to("cpu", torch.float64)
         n = len(self.points)
-        given = torch.full((n,), 1 / n, dtype=torch.float64) if weights is None else weights
-        row = _token_row("weights", given, n)
+        row = torch.full((n,), 1 / n, dtype=torch.float64) if weights is None else weights
+        row = _token_row("weights", row, n)
         if row.requires_grad:
             raise InputError(
                 "`weights` should have no gradient: distances are differentiated in the points "
@@ -75,7 +75,7 @@ class TokenMeasure:
 
     @property
     def radius(self) -> float:
-        """Largest norm of a token that has weight."""
+        """Largest norm of a token with positive weight."""
         return float(self.points.detach()[self.weights > 0].norm(dim=-1).max())
 
     def moved(self, points: Tensor) -> TokenMeasure:
@@ -83,7 +83,7 @@ class TokenMeasure:
         return TokenMeasure(points, self.weights, self.positions)
 
     def copied(self, shares: Tensor) -> TokenMeasure:
-        """The same measure; copy r of atom i, one after the other, has weight ``shares[r] w_i``."""
+        """The same measure with each atom i split into copies r of weight ``shares[r] w_i``."""
         check_numbers("shares", shares, None)
         m = len(shares)
         s = self.positions
@@ -110,8 +110,8 @@ def _token_row(name: str, values: Tensor, n: int) -> Tensor:
     return values.to("cpu", torch.float64)
 
 
-_DENSE = 1024  # inputs up to which the norm of an operator is that of its matrix
-_TOL = 1e-9  # of the norm of a larger one
+_DENSE = 1024  # maximum number of inputs for computing an operator norm from its matrix
+_TOL = 1e-9  # solver tolerance for larger ones
 
 
 def token_map(
@@ -122,12 +122,12 @@ def token_map(
 ) -> Float[Tensor, "k d_out"]:
     """``Γ_μ(s, x) = Σ_j P_j(x) V x_j``, ``P_j ∝ w_j e^(S(x, x_j))`` over atoms with ``s_j <= s``.
 
-    Without positions every atom is read. Atoms at the same position read each other. Where a
-    position lies before all atoms, nothing is read and heads are zero.
+    Without positions all atoms are visible; atoms at equal positions see each other. Heads are
+    zero at a position before all atoms.
 
-    Holds for layers with softmax weights whose queries, keys and values are made token by token,
-    without rotary embedding, bias of the scores, mask or window: measures have no indices. A
-    layer that is ``causal`` reads by position, so the measure must have some; any other must not.
+    Holds for layers with softmax weights and token-wise queries, keys and values, without rotary
+    embedding, score bias, mask or window, since measures have no indices. A ``causal`` layer needs
+    a measure with positions; any other layer, one without.
 
     Source: Definitions 2.4 and 2.6 of [castin2024]; weights as in its Appendix C.
     """
@@ -167,9 +167,9 @@ def push_forward(layer: Attention, mu: TokenMeasure, *, residual: bool = False) 
 def weighted_jacobian(layer: Attention, mu: TokenMeasure) -> Operator:
     """``D^(1/2) J_w D^(-1/2)``: the Jacobian of weighted attention in the norm ``Σ w_i |e_i|²``.
 
-    Its largest singular value is the local Lipschitz constant of ``F`` in ``W_2`` along moves of
-    the atoms (in the conditional distance for a causal layer). Copies that move apart are
-    another matter: see `lipscope.measures.splitting`.
+    Its largest singular value is the local Lipschitz constant of ``F`` in ``W_2`` for moves of
+    the atoms (in the conditional distance for a causal layer). For copies that move apart, see
+    `lipscope.measures.splitting`.
 
     Source: Definition C.4 and Lemmas C.5, C.6 of [castin2024]; for a causal layer Lemma 4.2.
     """
@@ -188,15 +188,15 @@ def weighted_jacobian(layer: Attention, mu: TokenMeasure) -> Operator:
 
 
 def check_measure(mu: object) -> None:
-    """Refuse what is no measure."""
+    """Require a `TokenMeasure`."""
     if not isinstance(mu, TokenMeasure):
         raise InputError(f"`mu` should be a `TokenMeasure`. Found `{type(mu).__name__}`.")
 
 
 def weighted(op: Operator, log_weights: Tensor) -> Operator:
-    """``D^(1/2) J D^(-1/2)`` for an operator on tokens, ``D`` their weights, of any sum.
+    """``D^(1/2) J D^(-1/2)`` for an operator on tokens with weights ``D``, of any sum.
 
-    Of operators that share their products, weights are those of each, ``(b, n)``.
+    For operators with joint products, weights are given for each, ``(b, n)``.
     """
     if not isinstance(log_weights, Tensor) or log_weights.shape[-1:] != op.in_shape[:1]:
         raise InputError(
@@ -212,9 +212,9 @@ def weighted(op: Operator, log_weights: Tensor) -> Operator:
 
 
 def local_constant(layer: Attention, mu: TokenMeasure) -> float:
-    """Largest singular value of `weighted_jacobian`: what small moves of the atoms can do.
+    """Largest singular value of `weighted_jacobian`: the gain of small moves of the atoms.
 
-    Exact up to rounding; up to 1e-9 beyond 1,024 numbers, except with a chance of 1e-6.
+    Exact up to rounding; beyond 1,024 entries up to 1e-9, with failure probability 1e-6.
 
     >>> from lipscope.attention import DotProduct
     >>> layer = DotProduct(*3 * [torch.eye(2).double()])
@@ -225,7 +225,7 @@ def local_constant(layer: Attention, mu: TokenMeasure) -> float:
 
 
 def largest(op: Operator) -> float:
-    """The norm of an operator: of its matrix where that is small, else by the solver."""
+    """The norm of an operator: from its matrix if small, otherwise by the solver."""
     if op.in_size <= _DENSE:
         return float(torch.linalg.matrix_norm(to_dense(op), 2))
     start = start_named("largest")
@@ -233,7 +233,7 @@ def largest(op: Operator) -> float:
 
 
 def of_measures(layer: Attention, mu: TokenMeasure) -> Attention:
-    """The layer in float64, if it is a map of measures with such positions."""
+    """The layer in float64, if it is defined on measures with such positions."""
     check_layer(layer)
     check_measure(mu)
     if layer.positional or layer.window is not None or layer.mask is not None:

@@ -1,7 +1,7 @@
-"""Mass splitting: when a token should be taken apart rather than moved.
+"""Mass splitting: when splitting a token increases sigma more than moving it.
 
-Two halves of a token that move against each other change no weighted mean that others read, so
-that each half feels its own query alone. How far that carries is one matrix a token.
+Two halves of a token that move in opposite directions change no weighted mean over tokens, so
+each half affects only its own query. The effect is given by one matrix per token.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from lipscope.measures.transport import wasserstein
 
 Function = Callable[[Tensor], Tensor]
 
-_LARGE = 2**22  # entries of all tokens' matrices, beyond which the solver takes over
-_SYMMETRY = 1e-6  # by how much copies may differ, relative to the largest entry
+_LARGE = 2**22  # maximum number of entries of all tokens' matrices without the solver
+_SYMMETRY = 1e-6  # accepted difference between copies, relative to the largest entry
 _TOL = 1e-6
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Split(Shown):
-    """The effect of splitting the tokens of an input, beside that of moving them."""
+    """The gains of splitting the tokens of an input, and of moving them."""
 
     moving: float  # largest gain of moves that keep copies together
-    # largest gain of taking the copies of one token apart, ``‖T_i‖``, ``(n,)``
+    # largest gain of moving the copies of a token in opposite directions, ``‖T_i‖``, ``(n,)``
     gains: Float[Tensor, " n"]
-    token: int  # the token of the largest
-    # unit move of its first copy, ``(d,)``; the second moves against it
+    token: int  # the token with the largest gain
+    # unit move of its first copy, ``(d,)``; the second moves in the opposite direction
     direction: Float[Tensor, " d"]
 
     @property
@@ -58,7 +58,7 @@ class Split(Shown):
     def ratio(self) -> float:
         """``max_i ‖T_i‖ / moving``: above 1, splitting beats every move of whole tokens.
 
-        NaN where no move does anything.
+        NaN if no move has any effect.
         """
         if self.moving > 0:
             return self.splitting / self.moving
@@ -71,26 +71,26 @@ def split_at(
     *,
     log_weights: Float[Tensor, " n"] | None = None,
 ) -> Split:
-    """Gains of splitting every token, and of moving whole ones.
+    """Gains of splitting every token, and of moving whole tokens.
 
-    Let every token be there m >= 2 times, in any shares. For a map whose value does not change by
-    that, ``‖J(X^(m))‖ = max( ‖J(X)‖, max_i ‖T_i‖ )``: ``T_i`` is the derivative of token i's
-    output along its own query, keys and values held fixed (``Σ_h W_h V_h C_i^h A_h`` for dot
+    Consider every token repeated m >= 2 times, with any shares. For a map that is invariant under
+    this, ``‖J(X^(m))‖ = max( ‖J(X)‖, max_i ‖T_i‖ )``: ``T_i`` is the derivative of token i's output
+    with respect to its own query, keys and values held fixed (``Σ_h W_h V_h C_i^h A_h`` for dot
     products). ``split_ratio > 1`` if and only if splitting beats moving.
 
-    For `Attention` whose weights are a softmax of scores of single tokens, in closed form:
-    copies share position, mask and what they read, so masks, windows, rotary embeddings and
-    biases of scores are allowed. Any other map is asked on the doubled input, and must be
-    permutation-equivariant; ``moving`` is then that of the doubled input, copies together.
+    In closed form for `Attention` with softmax weights of token-wise scores: copies share position,
+    mask and visible keys, so masks, windows, rotary embeddings and score biases are allowed. Any
+    other map is evaluated on the doubled input, and must be permutation-equivariant; ``moving``
+    is then the gain on the doubled input with copies moving together.
 
     Args:
         f: A layer, or any function of ``(n, d)`` for every n.
         log_weights: Logarithms of the tokens' weights, for `Attention`; norms are weighted by
-            them. Uniform if None.
+            them. None: uniform.
 
     Raises:
-        InputError: If the input is not finite, or a function tells copies or permuted tokens
-            apart, or has weights.
+        InputError: If the input is not finite, or a function distinguishes copies or permuted
+            tokens, or has weights.
 
     Source: derived here (``docs/theory/splitting.md``).
 
@@ -114,7 +114,7 @@ def split_at(
         )
     if in_closed_form(f):
         assert isinstance(f, Attention)
-        own = own_operator(f, x, log_weights=log_weights)
+        separate = own_operator(f, x, log_weights=log_weights)
         jacobian = f.linearise(x, log_weights=log_weights)
         moving = largest(jacobian if log_weights is None else weighted(jacobian, log_weights))
     elif log_weights is not None:
@@ -122,14 +122,14 @@ def split_at(
             "`log_weights` go with softmax attention. Found another map; leave them out."
         )
     else:
-        own, together = _doubled_operators(f, x)
+        separate, together = _doubled_operators(f, x)
         moving = largest(together)
-    gains, token, direction = _best_split(own)
+    gains, token, direction = _best_split(separate)
     return Split(moving, gains, token, direction)
 
 
 def in_closed_form(f: object) -> bool:
-    """Whether copies of a token count as a weight of it, so that nothing need be doubled."""
+    """Whether copies of a token act as a weight, so that the input need not be doubled."""
     return isinstance(f, Attention) and f.by_token and isinstance(f.weighting, Softmax)
 
 
@@ -142,18 +142,18 @@ def own_operator(
     map: str = "attention",
     per_head: bool = False,
 ) -> Operator:
-    """``(e_i) -> (T_i e_i)``: what tokens do by their own queries alone."""
+    """``(e_i) -> (T_i e_i)``: the effect of tokens through their own queries only."""
     if not in_closed_form(layer):
         raise InputError("not available: copies count otherwise than as a weight of their key.")
     options = {"memory": memory, "map": map, "per_head": per_head}
     return layer.linearise(x, context=x, log_weights=log_weights, **options)
 
 
-def token_blocks(own: Operator) -> Float[Tensor, "n d_out d"]:
-    """The matrices ``T_i`` of a block-diagonal operator, at the cost of d products."""
-    n, d = own.in_shape
-    eye = torch.eye(d, dtype=own.dtype, device=own.device)
-    return own.matvec(eye[:, None].expand(d, n, d)).permute(1, 2, 0)
+def token_blocks(op: Operator) -> Float[Tensor, "n d_out d"]:
+    """The matrices ``T_i`` of a block-diagonal operator, from d products."""
+    n, d = op.in_shape
+    eye = torch.eye(d, dtype=op.dtype, device=op.device)
+    return op.matvec(eye[:, None].expand(d, n, d)).permute(1, 2, 0)
 
 
 def finite_split(
@@ -161,8 +161,8 @@ def finite_split(
 ) -> float:
     """``W_2(F(μ'), F(μ)) / W_2(μ', μ)``: halves of one token moved by ``± size`` along a direction.
 
-    Exact transport: as the size tends to 0 the ratio tends to ``found.splitting``. With ``whole``,
-    both halves move the same way.
+    Exact transport: the ratio tends to ``found.splitting`` as the size tends to 0. With ``whole``,
+    both halves move in the same direction.
     """
     check_measure(mu)
     check_finite_number("size", size)
@@ -180,7 +180,7 @@ def finite_split(
 
 
 def _doubled_operators(f: Function, x: Tensor) -> tuple[Operator, Operator]:
-    """Copies against each other, and together, on the doubled input."""
+    """Operators of opposite and joint moves of copies, on the doubled input."""
     twice = torch.cat([x, x])
     _check_equivariant(f, twice)
     inner = linearise(f, twice)
@@ -228,17 +228,17 @@ def _check_equivariant(f: Function, twice: Tensor) -> None:
         )
 
 
-def _best_split(own: Operator) -> tuple[Tensor, int, Tensor]:
-    """``‖T_i‖`` of every token, the token of the largest, and its direction.
+def _best_split(op: Operator) -> tuple[Tensor, int, Tensor]:
+    """``‖T_i‖`` of every token, the token with the largest one, and its direction.
 
-    Of many large matrices by the solver, all tokens in one product: upper ends.
+    Many large matrices are solved jointly, with one product for all tokens: upper ends.
     """
-    (n, d), d_out = own.in_shape, own.out_shape[1]
+    (n, d), d_out = op.in_shape, op.out_shape[1]
     if n * d * d_out <= _LARGE:
-        _, sizes, right = torch.linalg.svd(token_blocks(own), full_matrices=False)
+        _, sizes, right = torch.linalg.svd(token_blocks(op), full_matrices=False)
         gains, directions = sizes[:, 0].to("cpu", torch.float64), right[:, 0]
     else:
-        alone = Operator(own.matvec, own.rmatvec, (d,), (d_out,), own.dtype, own.device)
+        alone = Operator(op.matvec, op.rmatvec, (d,), (d_out,), op.dtype, op.device)
         starts = [start_named(f"split|{i}") for i in range(n)]
         tops = top_singular_batch(alone, starts, tol=_TOL)
         gains = torch.tensor([top.upper for top in tops], dtype=torch.float64)
@@ -247,19 +247,19 @@ def _best_split(own: Operator) -> tuple[Tensor, int, Tensor]:
     return gains, token, directions[token]
 
 
-# --- few different tokens, repeated any number of times
+# --- few distinct tokens, repeated any number of times
 
-_LARGEST_DENSE = 1024  # tokens up to which the norm of an n x n matrix is computed
+_LARGEST_DENSE = 1024  # maximum number of tokens for computing the norm of an n x n matrix
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """Sigma of a layer on repeated tokens, and what it is made of."""
+    """Sigma of a layer on repeated tokens, with its two components."""
 
     sigma: float  # the larger of the two below
     moving: float  # largest gain of moves that keep equal tokens equal
-    splitting: float  # largest gain of moves that take equal tokens apart; 0 if none is repeated
-    num_tokens: int  # all tokens, copies counted
+    splitting: float  # largest gain of moves that separate equal tokens; 0 if none is repeated
+    num_tokens: int  # number of tokens, including copies
 
 
 def repeated_tokens(
@@ -273,10 +273,9 @@ def repeated_tokens(
     keys and values held fixed (``sum_h W_h V_h C_i^h A_h`` for dot products); the maximum
     runs over tokens that occur at least twice.
 
-    Holds for unmasked softmax layers without rotary embedding or bias of the scores, whose
-    queries, keys and values are made token by token, with any number of heads, biases and the
-    output projection. With a causal mask the copies differ in
-    what they read.
+    Holds for unmasked softmax layers without rotary embedding or score bias and with token-wise
+    queries, keys and values, for any number of heads, biases and the output projection. With a
+    causal mask copies see different keys.
 
     Source: derived here (``docs/theory/inputs.md``); weights as in Appendix C of [castin2024].
 
@@ -306,27 +305,27 @@ def repeated_tokens(
 
 @dataclass(frozen=True)
 class Grouped:
-    """An input with few different tokens: a repeated one is a first copy and the rest of them."""
+    """An input with few distinct tokens: a repeated one is a first copy plus the rest."""
 
-    tokens: Float[Tensor, "m d"]  # one of each group; a token that is repeated stands here twice
-    group: Int[Tensor, " n"]  # of each token of the input
-    log_weights: Float[Tensor, " m"]  # logarithms of the sizes of the groups
+    tokens: Float[Tensor, "m d"]  # one per group; repeated tokens have two groups
+    group: Int[Tensor, " n"]  # of each input token
+    log_weights: Float[Tensor, " m"]  # logarithms of the group sizes
 
     def spread(self, e: Float[Tensor, "m d"]) -> Float[Tensor, "n d"]:
-        """The move of all tokens, of the same norm, that ``e`` is of the groups."""
+        """The move of all tokens, of equal norm, corresponding to the move ``e`` of the groups."""
         return (e / (0.5 * self.log_weights).exp()[:, None])[self.group]
 
 
 def grouped(layer: Attention, x: Float[Tensor, "n d"]) -> Grouped | None:
-    """The groups of equal tokens of an input, whose moves as one show the norm of the Jacobian.
+    """Groups of equal tokens of an input, whose joint moves attain the norm of the Jacobian.
 
-    What moves equal tokens apart acts through their own queries alone, by the same ``T_i``
-    whichever of them move: one copy against the others shows all of it. So with ``J_w`` and ``D``
-    as in `repeated_tokens`, at a first copy and the others as two tokens,
+    Moves that separate equal tokens act only through their own queries, by the same ``T_i`` for
+    all of them: moving one copy against the others is enough. So with ``J_w`` and ``D`` as in
+    `repeated_tokens`, and the first copy and the others as two tokens,
     ``‖J(X)‖ = ‖D^(1/2) J_w D^(-1/2)‖``, at the cost of m tokens.
 
-    Holds where `repeated_tokens` does; None elsewhere, and where that is more than half of the
-    input.
+    Hypotheses as for `repeated_tokens`; None if they fail, or if there are more groups than half
+    of the tokens.
 
     Source: derived here (``docs/theory/inputs.md``).
     """
@@ -350,9 +349,9 @@ def uniform_gain(layer: Attention, num_tokens: int) -> float | None:
 
     With equal tokens ``x_j - m_i = 0``, so only ``P ⊗ V`` is left of the Jacobian.
 
-    Holds for unmasked and causal layers of every variant whose values are linear and whose
-    weights add up to 1 row by row, without rotary embedding or a bias of the scores; None for
-    the others, for other masks, and with a causal mask beyond 1,024 tokens.
+    Holds for unmasked and causal layers of every variant with linear values and weights that add
+    up to 1 in each row, without rotary embedding or score bias; None for the others, for other
+    masks, and with a causal mask beyond 1,024 tokens.
 
     Source: derived here (``docs/theory/inputs.md``).
     """
@@ -378,7 +377,7 @@ def _dense_norm(matrix: Tensor) -> float:
 
 
 def _unlike_copies(layer: Attention) -> str | None:
-    """Why copies of a token do not act like one token with their weight, or None if they do."""
+    """Why copies of a token do not act like a single weighted token; None if they do."""
     if layer.positional:
         return "logits depend on position; copies are not alike"
     if not in_closed_form(layer):

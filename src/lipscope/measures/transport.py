@@ -29,39 +29,39 @@ from lipscope.measures.mean_field import TokenMeasure, check_measure, push_forwa
 
 Method = Literal["sorting", "assignment", "network simplex"]
 
-_LARGEST = 2**26  # entries of a matrix of costs: half a gibibyte
-_GAP = 1e-9  # of the largest cost: how far a plan may be from its lower bound
-_ROOM = 10  # times the number of atoms times a plan's cost: what no pair of it costs
-_FAR = 100  # times as much again: a largest cost that hides the plan's
-_SEEN = 1e-16  # of the largest cost: what is less is nothing to a solver
-_DUST = 4e-16  # masses up to here are rounding of the weights, which would move far for nothing
-_MARGINAL = 1e-9  # where Sinkhorn's iteration stops
+_LARGEST = 2**26  # maximum size of a cost matrix: half a gibibyte
+_GAP = 1e-9  # accepted duality gap of a plan, relative to the largest cost
+_ROOM = 10  # costs above this factor, times the number of atoms and the plan's cost, are cut
+_FAR = 100  # further factor above which a largest cost hides the plan's cost
+_SEEN = 1e-16  # relative costs below it are zero to a solver
+_DUST = 4e-16  # smaller masses are rounding of the weights and would move far for nothing
+_MARGINAL = 1e-9  # tolerance of Sinkhorn's iteration
 _STEPS = 10**8  # of the network simplex
 _NOT_EXACT = "is not known: the network simplex ended with"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(Shown):
-    """An optimal plan: where mass goes."""
+    """An optimal transport plan."""
 
     rows: Tensor  # atoms of the first measure, ``(k,)``
     columns: Tensor  # atoms of the second, ``(k,)``
-    mass: Tensor  # what goes from one to the other, ``(k,)``, positive
-    method: Method  # how it was found
+    mass: Tensor  # transported mass, ``(k,)``, positive
+    method: Method  # algorithm
 
 
 def wasserstein(mu: TokenMeasure, nu: TokenMeasure, *, p: float = 2.0) -> Tensor:
     """``W_p(μ, ν) = ( min_π Σ_ij π_ij |x_i - y_j|^p )^(1/p)``, exact, differentiable in the points.
 
-    Sorting in one dimension, an assignment for equal numbers of equal weights, else the network
-    simplex of POT, whose plan is compared with its dual. Positions are left out; see
+    Sorting in one dimension, an assignment for equal numbers of equal weights, otherwise the
+    network simplex of POT, verified by its dual. Positions are ignored; see
     `conditional_distance`.
 
-    The gradient is that at the plan that was found: that of W_p where the plan is unique
-    (almost everywhere), one of its generalised gradients elsewhere. At distance zero it is 0.
+    The gradient is taken at the computed plan: that of W_p if the plan is unique (almost
+    everywhere), otherwise a generalised gradient. At distance zero it is 0.
 
-    Holds for finite ``p >= 1`` and any two measures with the same width, up to 2^26 pairs of atoms
-    beyond one dimension.
+    Holds for finite ``p >= 1`` and any two measures of equal width; beyond one dimension, up to
+    2^26 pairs of atoms.
 
     Source: Definition A.2 of [castin2024]; the network simplex is that of [flamary2021].
 
@@ -74,7 +74,7 @@ def wasserstein(mu: TokenMeasure, nu: TokenMeasure, *, p: float = 2.0) -> Tensor
 
 
 def optimal_plan(mu: TokenMeasure, nu: TokenMeasure, *, p: float = 2.0) -> Plan:
-    """The plan behind `wasserstein`."""
+    """The plan of `wasserstein`."""
     _check_pair(mu, nu, p)
     a, b = mu.weights, nu.weights
     n, m = mu.num_tokens, nu.num_tokens
@@ -86,8 +86,8 @@ def optimal_plan(mu: TokenMeasure, nu: TokenMeasure, *, p: float = 2.0) -> Plan:
             f"The two measures should have at most {_LARGEST:,} pairs of atoms. Found {n * m:,}; "
             "use fewer tokens, or one dimension."
         )
-    some, others = a.nonzero()[:, 0], b.nonzero()[:, 0]
-    apart = _distances(mu.points.detach()[some], nu.points.detach()[others])
+    sources, targets = a.nonzero()[:, 0], b.nonzero()[:, 0]
+    apart = _distances(mu.points.detach()[sources], nu.points.detach()[targets])
     if alike:
         from scipy.optimize import linear_sum_assignment
 
@@ -96,16 +96,16 @@ def optimal_plan(mu: TokenMeasure, nu: TokenMeasure, *, p: float = 2.0) -> Plan:
             return Plan(rows, columns, a.clone(), "assignment")
 
         return _at_its_scale(assigned, apart, p)
-    plan = _at_its_scale(lambda costs: _simplex(a[some], b[others], costs, p), apart, p)
-    return Plan(some[plan.rows], others[plan.columns], plan.mass, plan.method)
+    plan = _at_its_scale(lambda costs: _simplex(a[sources], b[targets], costs, p), apart, p)
+    return Plan(sources[plan.rows], targets[plan.columns], plan.mass, plan.method)
 
 
 def conditional_distance(mu: TokenMeasure, nu: TokenMeasure, *, p: float = 2.0) -> Tensor:
-    """``d_p(μ, ν) = ( ∫ W_p(μ^s, ν^s)^p dθ(s) )^(1/p)``; infinite where positions differ.
+    """``d_p(μ, ν) = ( ∫ W_p(μ^s, ν^s)^p dθ(s) )^(1/p)``; infinite if positions differ.
 
-    ``θ`` is the common marginal of the positions, ``μ^s`` the tokens at position s. Mass keeps
-    its position: it is transport at a prohibitive cost across positions. Never below ``W_p`` of
-    the tokens alone.
+    ``θ`` is the common marginal of the positions, ``μ^s`` the tokens at position s. Mass keeps its
+    position, as in transport with prohibitive cost across positions. Never below ``W_p`` of the
+    tokens alone.
 
     Positions are compared exactly, their masses up to rounding (1e-12). The exponent is that of
     ``W_p``; the paper's formula was read for p = 2.
@@ -137,9 +137,9 @@ def sinkhorn_divergence(
 ) -> Tensor:
     """``S_ε = OT_ε(μ, ν) - (OT_ε(μ, μ) + OT_ε(ν, ν)) / 2`` for the cost ``|x - y|²``.
 
-    ``OT_ε = min_π <C, π> + ε KL(π | μ ⊗ ν)``. No distance: it violates the triangle inequality,
-    and tends to ``W_2²`` as ε → 0. Differentiable in the points. Sinkhorn's iteration in the
-    logarithmic domain, until marginals are right to 1e-9; ε in units of the cost.
+    ``OT_ε = min_π <C, π> + ε KL(π | μ ⊗ ν)``. Not a distance: it violates the triangle inequality;
+    it tends to ``W_2²`` as ε → 0. Differentiable in the points. Log-domain Sinkhorn iteration until
+    marginals are correct to 1e-9; ε in units of the cost.
 
     Source: [feydy2019].
     """
@@ -156,9 +156,9 @@ def sinkhorn_divergence(
 
 
 def _distances(x: Tensor, y: Tensor) -> Tensor:
-    """``|x_i - y_j|`` in some unit, whatever the size of the points.
+    """``|x_i - y_j|`` in some unit, for points of any size.
 
-    By differences: the expanded square would round small moves away.
+    Computed from differences: expanding the square would lose small moves to rounding.
     """
     size = _largest_entry(torch.cat([x, y]))
     return torch.cdist(x / size, y / size, compute_mode="donot_use_mm_for_euclid_dist")
@@ -180,7 +180,7 @@ def _power_mean(mass: Tensor, moves: Tensor, p: float) -> Tensor:
 
 
 def _largest_entry(x: Tensor) -> Tensor:
-    """The largest entry, to divide by."""
+    """The largest entry, for scaling."""
     size = x.detach().abs().max()
     return torch.where(size > 0, size, 1.0)
 
@@ -191,7 +191,7 @@ def _sorted_plan(mu: TokenMeasure, nu: TokenMeasure, alike: bool) -> Plan:
     if alike:
         return Plan(i, j, mu.weights.clone(), "sorting")
     up, down = mu.weights[i].cumsum(0), nu.weights[j].cumsum(0)
-    up[-1] = down[-1] = 1.0  # both end there, up to rounding
+    up[-1] = down[-1] = 1.0  # both end at 1 up to rounding
     ends = torch.cat([up, down]).sort().values
     mass = ends.diff(prepend=ends.new_zeros(1))
     middle = ends - mass / 2
@@ -202,11 +202,11 @@ def _sorted_plan(mu: TokenMeasure, nu: TokenMeasure, alike: bool) -> Plan:
 
 
 def _at_its_scale(find: Callable[[Tensor], Plan], apart: Tensor, p: float) -> Plan:
-    """The plan, from costs that are cut where they dwarf what it costs.
+    """The plan from costs truncated where they exceed the plan's cost by far.
 
-    A solver is exact to a share of the largest cost. No cost is raised by the cut: a plan that is
-    optimal under it, and has no pair that was cut, is optimal. Where one has, some mass is tiny
-    and goes far, and the plan before is as good as the solver.
+    Solvers are accurate relative to the largest cost. Truncation raises no cost, so a plan that is
+    optimal with it and uses no truncated pair is optimal. If it uses one, a tiny mass moves far,
+    and the previous plan is as accurate as the solver.
     """
     reach, room = float(apart.max()) or 1.0, _ROOM * sum(apart.shape)
     before, share = None, 0.0
@@ -227,7 +227,7 @@ def _at_its_scale(find: Callable[[Tensor], Plan], apart: Tensor, p: float) -> Pl
 
 def _simplex(a: Tensor, b: Tensor, costs: Tensor, p: float) -> Plan:
     with warnings.catch_warnings():
-        # What it says is in the log, too; some of its files are not written for Python 3.12.
+        # POT's message is also in the log; some of its files are not written for Python 3.12.
         warnings.simplefilter("ignore")
         try:
             from ot.lp import emd
@@ -248,9 +248,9 @@ def _simplex(a: Tensor, b: Tensor, costs: Tensor, p: float) -> Plan:
 def _check_optimal(
     a: np.ndarray, b: np.ndarray, costs: np.ndarray, plan: np.ndarray, log: dict, p: float
 ) -> None:
-    """Refuse a plan whose marginals are wrong, or that weak duality does not prove optimal."""
+    """Refuse a plan with wrong marginals, or whose optimality weak duality does not prove."""
     off = max(np.abs(plan.sum(1) - a).max(), np.abs(plan.sum(0) - b).max())
-    # Lowered by what they violate, the potentials are feasible: their value is a lower bound.
+    # Lowered by their violation, the potentials are feasible: their value is a lower bound.
     u, v = log["u"], log["v"]
     excess = max(float((u[:, None] + v - costs).max()), 0.0)
     gap = float((plan * costs).sum()) - (float(a @ u + b @ v) - excess)
@@ -262,7 +262,7 @@ def _check_optimal(
 
 
 def _at_position(mu: TokenMeasure, place: Tensor) -> TokenMeasure:
-    """The tokens at one position, as a measure of their own."""
+    """The tokens at one position, as a measure."""
     assert mu.positions is not None
     here = mu.positions == place
     weights = mu.weights[here]
@@ -277,9 +277,9 @@ def _entropic(mu: TokenMeasure, nu: TokenMeasure, epsilon: float, max_steps: int
     g, off = torch.zeros_like(b), math.inf
     for _ in range(max_steps):
         f = -torch.logsumexp(g + b - c, 1)
-        # Half steps are far quicker where both measures are one, and the potentials too.
+        # Damped steps are far faster if both measures, and so both potentials, are equal.
         new = (g + f) / 2 if mu is nu else -torch.logsumexp((f + a)[:, None] - c, 0)
-        # How far new potentials are from the old is how far those missed the marginals.
+        # The change of the potentials measures the error of the marginals of the old ones.
         off = float(((g - new).expm1().abs() * nu.weights).sum())
         g = new
         if off <= _MARGINAL:
@@ -292,10 +292,10 @@ def _entropic(mu: TokenMeasure, nu: TokenMeasure, epsilon: float, max_steps: int
     f = g if mu is nu else -torch.logsumexp(g + b - c, 1)
     plan = ((f + a)[:, None] + g + b - c).exp()
     lost = float((plan.sum(0) - nu.weights).abs().sum())
-    if not lost <= 10 * _MARGINAL:  # potentials so large that a step is lost in rounding
+    if not lost <= 10 * _MARGINAL:  # potentials so large that rounding swallows a step
         raise InputError(
-            "Sinkhorn's iteration should end with the right marginals. Found some that rounding "
-            f"put {lost:.2g} off; raise `epsilon = {epsilon:g}`."
+            "Sinkhorn's iteration should end with the right marginals. Found rounding errors of "
+            f"{lost:.2g}; raise `epsilon = {epsilon:g}`."
         )
     value = epsilon * (mu.weights @ f + nu.weights @ g)
     through = (plan * costs).sum()
@@ -314,9 +314,9 @@ def _check_pair(mu: TokenMeasure, nu: TokenMeasure, p: float) -> None:
         raise InputError(f"`p` should be finite and at least 1. Found `p = {p!r}`.")
 
 
-# --- Lipschitz ratios: their search, their limits, and tiny masses moved far
+# --- Lipschitz ratios: search, limits, and tiny masses moved far
 
-_NEAR = 1e-4  # of the radius: least distance of two measures in a search
+_NEAR = 1e-4  # smallest distance of two measures in a search, relative to the radius
 
 
 def lipschitz_ratio(
@@ -335,7 +335,7 @@ def lipschitz_ratio(
 
 
 def _distance(layer: Attention, mu: TokenMeasure, nu: TokenMeasure, p: float) -> float:
-    """The distance in which a layer is looked at."""
+    """The distance used for a layer."""
     return float((conditional_distance if layer.causal else wasserstein)(mu, nu, p=p))
 
 
@@ -356,11 +356,11 @@ def search_ratio(
     steps: int = 1000,
     starts: int = 4,
 ) -> Worst:
-    """A large Lipschitz ratio between measures in a ball: points, moves and weights are searched.
+    """A large Lipschitz ratio between measures in a ball, by random search.
 
-    Steps of random size in all of them, kept where the ratio grows; points are projected onto the
-    ball. Ratios are exact, so the result is a lower bound of the Lipschitz constant there, which
-    is the supremum of the local ones (Lemma B.2). Weights of a pair are equal.
+    Random steps of random size in points, moves and weights, accepted if the ratio grows; points
+    are projected onto the ball. Ratios are exact, so the result is a lower bound of the Lipschitz
+    constant there, which is the supremum of the local ones (Lemma B.2). A pair has equal weights.
     """
     check_layer(layer)
     check_positive("radius", radius)
@@ -382,8 +382,8 @@ def tiny_mass_gain(
 
     The limit is ``√( c_F(i, y) / c(i, y) )``: ``c`` is the least sum of squared lengths over
     chains from ``x_i`` to ``y`` through atoms, ``c_F`` the same for their images under ``Γ_μ``.
-    It bounds the local Lipschitz constant of ``F`` at μ in ``W_2`` from below, however far ``y``
-    is; near ``x_i`` it is what splitting does. All weights are positive, all points distinct.
+    It bounds the local Lipschitz constant of ``F`` at μ in ``W_2`` from below, for any ``y``; near
+    ``x_i`` it is the effect of splitting. All weights are positive, all points distinct.
 
     Source: derived here (``docs/theory/splitting.md``).
     """
@@ -404,7 +404,7 @@ def tiny_mass_gain(
 def tiny_mass_ratio(
     layer: Attention, mu: TokenMeasure, atom: int, target: Float[Tensor, " d"], *, mass: float
 ) -> float:
-    """The ratio of `tiny_mass_gain` before its limit: exact transport of ``mass`` off an atom."""
+    """The ratio of `tiny_mass_gain` before its limit: exact transport of ``mass`` from an atom."""
     check_measure(mu)
     if isinstance(atom, bool) or not isinstance(atom, Integral) or not 0 <= atom < len(mu.weights):
         raise InputError(
@@ -455,7 +455,7 @@ def _search_pair(
     def value(state: tuple[Tensor, Tensor, Tensor]) -> float:
         mu, nu = pair(state)
         before = _distance(layer, mu, nu, 2.0)
-        if before <= _NEAR * radius:  # they would be compared by their rounding
+        if before <= _NEAR * radius:  # the ratio would be dominated by rounding
             return 0.0
         return _distance(layer, push_forward(layer, mu), push_forward(layer, nu), 2.0) / before
 

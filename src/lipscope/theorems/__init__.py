@@ -1,6 +1,6 @@
-"""Every bound of the literature and those derived here: one paper, one file."""
+"""Lipschitz bounds from the literature and derived here; one file per paper."""
 
-# The catalogue keeps this order: papers, then what is derived from them.
+# The catalogue keeps this order: papers first, then results derived here.
 # isort: off
 from lipscope.theorems.papers import castin2024, geshkovski2023, kim2021  # noqa: F401
 from lipscope.theorems.papers import dasoulas2021, lipsformer2023, yudin2025, emadi2026  # noqa: F401

@@ -1,13 +1,13 @@
-"""One head of dot-product attention as the theorems see it, alone and at an input.
+"""Heads of dot-product attention, alone and at an input: the quantities used by theorems.
 
 ``f(X)_i = V m_i`` with ``m_i = sum_j P_ij x_j`` and logits ``S_ij = <A x_i + b, x_j> + B_ij``,
-where ``A = K^T Q / sqrt(k)`` has rank at most ``k``: nothing here forms a ``d x d`` product.
-A bias ``B`` of the logits does not depend on ``X``: it changes ``P`` and no derivative of ``S``.
+where ``A = K^T Q / sqrt(k)`` has rank at most ``k``: no ``d x d`` product is formed here.
+A bias ``B`` of the logits does not depend on ``X``: it changes ``P`` but no derivative of ``S``.
 
 With ``a_i = A x_i + b`` and ``y_ij = x_j - m_i``, the block of the Jacobian is
 ``J_ij = P_ij (V + V y_ij a_ij^T) + delta_ij V C_i A``. Under a rotary embedding ``R_j``,
 ``a_ij = K^T R_j^T R_i q_i`` depends on ``j`` and ``V C_i A`` becomes
-``Cov_i(V x, R K x) R_i Q`` [A10 of the theory page]; else ``a_ij = K^T q_i``. With
+``Cov_i(V x, R K x) R_i Q`` [A10 of the theory page]; otherwise ``a_ij = K^T q_i``. With
 ``z_ij = Q^T R_i^T k_j``, ``|A^T y_ij| = |z_ij - zbar_i|``; ``Q^T`` is replaced by its triangular
 factor.
 """
@@ -28,36 +28,36 @@ from lipscope.errors import InputError, shown
 from lipscope.linalg import norm_in_double, norms_of_many
 from lipscope.theorems.register import NotApplicableError
 
-UNIT = 8 * torch.finfo(torch.float64).eps  # rounding of a product of matrices, with room
+UNIT = 8 * torch.finfo(torch.float64).eps  # rounding of a matrix product, with a margin
 
 
 @dataclass(frozen=True)
 class Head:
-    """A head, with its part of the output projection folded into ``V`` where asked for."""
+    """A head, with its part of the output projection optionally folded into ``V``."""
 
-    query: Float[Tensor, "k d"]  # ``Q`` with the scale in it, ``(k, d)``
+    query: Float[Tensor, "k d"]  # ``Q`` including the scale, ``(k, d)``
     key: Float[Tensor, "k d"]  # ``K``, ``(k, d)``
-    # ``V``, ``(k_v, d)``. Folded: ``R V`` with ``W_h = U R``, ``U`` with orthonormal columns, so
-    # that every norm of ``W_h V …`` is kept
+    # ``V``, ``(k_v, d)``. Folded: ``R V`` with ``W_h = U R``, ``U`` with orthonormal columns: this
+    # preserves every norm of ``W_h V …``
     value: Float[Tensor, "kv d"]
-    # ``b_Q`` with the scale in it, ``(k,)``; zeros if there is none. Biases of keys cancel in the
-    # softmax (without rotary embedding), those of values shift
+    # ``b_Q`` including the scale, ``(k,)``; zeros if absent. Key biases cancel in the softmax
+    # (without rotary embedding); value biases shift
     query_bias: Float[Tensor, " k"]
-    key_bias: Float[Tensor, " k"]  # ``b_K``, ``(k,)``; matters with a rotary embedding only
-    layer: DotProduct  # the head by itself: its mask, rotary embedding and bias ``B`` of the logits
-    # ``‖W_h‖_F ‖V‖_F`` where that product is folded into ``value``, which may cancel in it; None
-    # where nothing is
+    key_bias: Float[Tensor, " k"]  # ``b_K``, ``(k,)``; only matters with a rotary embedding
+    layer: DotProduct  # the single head: its mask, rotary embedding and bias ``B`` of the logits
+    # ``‖W_h‖_F ‖V‖_F`` if that product is folded into ``value``, where it may cancel; None if
+    # nothing is folded
     size: float | None = None
 
     @cached_property
     def norm_a(self) -> float:
-        """``‖A‖``, from a ``k x k`` matrix; with what rounding may hide where ``K^T Q`` cancels."""
+        """``‖A‖``, from a ``k x k`` matrix, including rounding errors where ``K^T Q`` cancels."""
         hidden = UNIT * float(self.key.norm() * self.query.norm())
         return float(product_norm(self.key, self.query)) + hidden
 
     @cached_property
     def size_v(self) -> float:
-        """``‖V‖_F`` before anything in it cancels: what its rounding is relative to."""
+        """``‖V‖_F`` before cancellation: the scale of its rounding errors."""
         return float(self.value.norm()) if self.size is None else self.size
 
     @cached_property
@@ -67,25 +67,25 @@ class Head:
 
     @cached_property
     def norm_v(self) -> float:
-        """``‖V‖``, with what rounding may hide where a folded product cancels."""
+        """``‖V‖``, including rounding errors where a folded product cancels."""
         hidden = 0.0 if self.size is None else UNIT * self.size
         return norm_in_double(self.value) + hidden
 
     @cached_property
     def rotation_norm(self) -> float:
-        """Largest norm of a rotation; above 1 where a long-context scaling is part of it."""
+        """Largest norm of a rotation; above 1 with long-context scaling."""
         rotary = self.layer.rotary
         return 1.0 if rotary is None else rotary.norm(self.query.shape[0])
 
     def visible(self, num_tokens: int) -> Tensor:
-        """``N_i``: how many keys each of ``num_tokens`` rows may read, ``(n,)``."""
+        """``N_i``: the number of keys visible to each of ``num_tokens`` rows, ``(n,)``."""
         n, layer = num_tokens, self.layer
         if layer.mask is not None or layer.window is not None:
             return self.allowed(n).sum(-1)
         return torch.arange(1, n + 1) if layer.causal else torch.full((n,), n)
 
     def allowed(self, num_tokens: int) -> Bool[Tensor, "n n"]:
-        """True where row i may read key j."""
+        """True where row i may attend to key j."""
         mask, every = self.layer.mask, slice(0, num_tokens)
         if mask is not None and mask.shape[-1] != num_tokens:
             raise NotApplicableError(
@@ -95,7 +95,7 @@ class Head:
         return torch.ones(num_tokens, num_tokens, dtype=torch.bool) if found is None else found
 
     def biased(self, scores: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
-        """Logits from inner products: with the bias, -inf where hidden."""
+        """Logits from inner products: add the bias, set masked entries to -inf."""
         n = len(scores)
         allowed = self.allowed(n)
         if not bool(allowed.any(-1).all()):
@@ -105,7 +105,7 @@ class Head:
         return scores.masked_fill(~allowed, -torch.inf)
 
     def bias_range(self, num_tokens: int) -> Float[Tensor, " n"]:
-        """``max_j B_ij - min_j B_ij`` over the keys that row i may read."""
+        """``max_j B_ij - min_j B_ij`` over the keys visible to row i."""
         if self.layer.score_bias is None:
             return torch.zeros(num_tokens, dtype=torch.float64)
         bias, hidden = self._score_bias(num_tokens), ~self.allowed(num_tokens)
@@ -134,7 +134,7 @@ class Head:
             raise NotApplicableError("its logits depend on positions (rotary embedding)")
 
     def without_positions(self) -> None:
-        """Raise if logits depend on positions in any way beyond the mask."""
+        """Raise if logits depend on positions other than through the mask."""
         self.without_rotary()
         if self.layer.score_bias is not None:
             raise NotApplicableError("its logits depend on positions (relative bias)")
@@ -145,17 +145,17 @@ class Head:
             raise NotApplicableError("its queries have a bias")
 
     def unmasked(self) -> None:
-        """Raise if any row cannot read every token."""
+        """Raise unless every row may attend to every token."""
         if self.layer.causal or self._hides:
             raise NotApplicableError("it is masked")
 
     def causal_or_unmasked(self) -> None:
-        """Raise for masks other than none and the causal one."""
+        """Raise for masks other than a causal one."""
         if self._hides:
             raise NotApplicableError("its mask is neither empty nor causal")
 
     def only_causal(self) -> None:
-        """Raise for every other mask, and for none."""
+        """Raise unless the mask is causal."""
         self.causal_or_unmasked()
         if not self.layer.causal:
             raise NotApplicableError("it is not causal")
@@ -170,22 +170,22 @@ class Head:
 def heads_of(layer: DotProduct, *, fold: bool = True) -> list[Head]:
     """The query heads of a layer, on the CPU in float64; grouped keys and values are repeated.
 
-    ``fold`` makes a head's part of the output projection part of ``V`` (map ``attention``).
+    ``fold`` includes each head's part of the output projection in ``V`` (map ``attention``).
     """
     return [head_from(one, fold=fold) for one in single_heads(layer)]
 
 
 def single_heads(layer: DotProduct, head: int | None = None) -> list[DotProduct]:
-    """The query heads of a layer as layers, or one of them, on the CPU in float64."""
+    """The query heads of a layer, or one of them, as layers on the CPU in float64."""
     check_scores(layer)
     own = layer.in_double()
     return [own.head(h) for h in (range(own.num_heads) if head is None else [head])]
 
 
 def head_from(one: DotProduct, *, fold: bool, turn: bool = True) -> Head:
-    """A layer of one head, as theorems see it; ``fold`` as in `heads_of`.
+    """The `Head` of a single-head layer; ``fold`` as in `heads_of`.
 
-    ``turn`` lets what is folded be turned, which keeps all norms; not where something is added.
+    ``turn`` allows a rotation of the folded output, which keeps all norms; not if a sum follows.
     """
     value, zeros, size = one.value, one.query.new_zeros(one.head_width), None
     if fold and one.output is not None:
@@ -198,10 +198,10 @@ def head_from(one: DotProduct, *, fold: bool, turn: bool = True) -> Head:
 
 
 def check_scores(layer: DotProduct) -> None:
-    """Raise where logits are more than inner products of affine maps plus a fixed bias.
+    """Raise if logits are more than inner products of affine maps plus a fixed bias.
 
     Raises:
-        NotApplicableError: For other weights than softmax, soft-capped scores and normalised
+        NotApplicableError: For weights other than softmax, soft-capped scores and normalised
             queries, keys or values.
     """
     if not isinstance(layer.weighting, Softmax):
@@ -214,47 +214,47 @@ def check_scores(layer: DotProduct) -> None:
         raise NotApplicableError("its values are normalised")
 
 
-_CHUNK_BYTES = 2**20  # of one tensor (rows, n, k): it stays in the cache of a core
-_SETTLED = 750.0  # a logit so far below another one has the weight 0 in float64
-_UNDERFLOW = 1e-140  # a norm below the root of the smallest number may be lost in squares
-_KNOWN = 0.01  # largest rounding of logits whose weights still mean something
+_CHUNK_BYTES = 2**20  # of one tensor (rows, n, k), to fit in a core's cache
+_SETTLED = 750.0  # a logit this far below another one has weight 0 in float64
+_UNDERFLOW = 1e-140  # norms below the root of the smallest number may vanish when squared
+_KNOWN = 0.01  # largest rounding of logits for meaningful weights
 
 
 class AtInput:
-    """Heads at ``X``, in float64 on the CPU; every quantity is computed when first asked for.
+    """Heads at ``X``, in float64 on the CPU; all quantities are computed lazily.
 
-    ``HeadsAt`` puts an axis of heads in front of every tensor, ``HeadAt`` does not: ``*h``.
+    ``HeadsAt`` adds a leading axis of heads to every tensor, ``HeadAt`` does not: ``*h``.
 
     Raises:
         InputError: If ``x`` does not fit the heads or is not finite.
-        NotApplicableError: Where a quantity is asked for whose mask, bias or rotary embedding
-            is for another number of tokens, or whose row reads nothing.
+        NotApplicableError: On access to a quantity whose mask, bias or rotary embedding is
+            for another number of tokens, or which has a fully masked row.
     """
 
-    # What a theorem about such an object must be told.
+    # Arguments required by a theorem about such an object.
     needs: ClassVar[tuple[str, ...]] = ("x",)
 
     def __init__(self, heads: Sequence[Head], x: Float[Tensor, "n d"]) -> None:
         self.heads, self.x = tuple(heads), tokens_in_double(x, heads[0].query.shape[1])
-        self.rotary = heads[0].layer.rotary  # with one, ``a_ij`` depends on ``j``
+        self.rotary = heads[0].layer.rotary  # if present, ``a_ij`` depends on ``j``
 
     def joined(self, parts: Iterable[Tensor]) -> Tensor:
-        """One tensor from those of the heads."""
+        """Combine the tensors of the heads into one."""
         return torch.stack(list(parts))
 
     @cached_property
     def q(self) -> Float[Tensor, "*h n k"]:
-        """Queries, scaled, rotated if so."""
+        """Queries, scaled, with rotary embedding if present."""
         return self._rotated(self.joined(self.x @ h.query.T + h.query_bias for h in self.heads))
 
     @cached_property
     def k(self) -> Float[Tensor, "*h n k"]:
-        """Keys, rotated if so."""
+        """Keys, with rotary embedding if present."""
         return self._rotated(self.joined(self.x @ h.key.T + h.key_bias for h in self.heads))
 
     @cached_property
     def v(self) -> Float[Tensor, "*h n kv"]:
-        """``V x_j``; biases of values shift the output only."""
+        """``V x_j``; value biases only shift the output."""
         return self.joined(self.x @ h.value.T for h in self.heads)
 
     @cached_property
@@ -269,18 +269,18 @@ class AtInput:
 
     @cached_property
     def mean_key(self) -> Float[Tensor, "*h n k"]:
-        """Means of the keys under every row."""
+        """Mean key of every row under its attention."""
         return self.p @ self.k
 
     @cached_property
     def s(self) -> Float[Tensor, "*h n n"]:
-        """What the softmax is taken of: logits with the bias, -inf where masked."""
+        """Inputs of the softmax: logits with the bias, -inf where masked."""
         scores = (self.q @ self.k.mT).view(len(self.heads), len(self.x), len(self.x))
         return self.joined(h.biased(s) for h, s in zip(self.heads, scores, strict=True))
 
     @cached_property
     def rounding(self) -> Float[Tensor, "*h n"]:
-        """How far float64 may shift a logit of a row; 0 where one token has all weight."""
+        """Rounding error of the logits of a row; 0 if one token has all the weight."""
         heads, size = self.heads, self.x.norm(dim=-1)
         turned = max(h.rotation_norm for h in heads) ** 2
         queries, keys = (
@@ -305,10 +305,10 @@ class AtInput:
 
     @cached_property
     def slack(self) -> float:
-        """``>= ‖J~ - J‖`` for the Jacobian ``J~`` that a bound sees in float64, to first order.
+        """``>= ‖J~ - J‖`` for the Jacobian ``J~`` computed in float64, to first order.
 
-        Relative to what cancels in it: differences of values and keys, and heads. Also in the
-        largest token norm. Derived here (``docs/theory/local-certificates.md``).
+        Relative to the terms that cancel: differences of values and keys, and heads. Also valid in
+        the max-token norm. Derived here (``docs/theory/local-certificates.md``).
         """
         n, total = len(self.x), _UNDERFLOW if self.alive else 0.0
         kept = (self.p, self.q, self.k, self.v, self.o, self.mean_key, self.rounding)
@@ -322,7 +322,7 @@ class AtInput:
             most_v = head.size_v * self.x.norm(dim=-1).max()
             most_k = k.norm(dim=-1).max()
             once = (p * apart).sum(-1), (p * keys).sum(-1), (p * apart * keys).sum(-1)
-            # P is off by a share, y and the keys' differences by units of what they are made of.
+            # P has a relative error, y and key differences errors relative to the terms subtracted.
             share = 2 * shift.view(-1) + unit
             off = share * (head.size_v + once[0] * reach + once[2] * turn)
             off = off + unit * (most_v * reach + (most_v * once[1] + most_k * once[0]) * turn)
@@ -332,7 +332,7 @@ class AtInput:
 
     @cached_property
     def written_off(self) -> Float[Tensor, " n"]:
-        """``>= |o~_i - o_i|``, all heads together: rounding of what attention writes, no biases."""
+        """``>= |o~_i - o_i|``, all heads: rounding of the attention output, without biases."""
         n, kept = len(self.x), (self.p, self.v, self.o, self.rounding)
         total = self.x.new_zeros(n)
         for h, (head, outer) in enumerate(zip(self.heads, self.outer, strict=True)):
@@ -345,37 +345,37 @@ class AtInput:
 
     @property
     def alive(self) -> bool:
-        """Whether any weight lets a value through: the Jacobian is not zero by construction."""
+        """Whether some weight passes a value; otherwise the Jacobian is zero by construction."""
         return any(bool(head.value.any()) for head in self.heads)
 
     @property
     def outer(self) -> list[float]:
-        """Bounds of the norm of what follows every head."""
+        """Bounds of the norm of each head's output map."""
         return [1.0] * len(self.heads)
 
     def columns(self, slope: Float[Tensor, " n"] | None) -> Float[Tensor, " n"]:
-        """What a norm in front multiplies every column of blocks by: its slope, else ones."""
+        """The slope of a norm in front, one factor per column of blocks; ones without it."""
         return self.x.new_ones(len(self.x)) if slope is None else slope
 
     def y(self, rows: slice) -> Float[Tensor, "*h r n kv"]:
-        """``V y_ij = v_j - o_i``; differences, never of squares."""
+        """``V y_ij = v_j - o_i``, by subtraction."""
         return self.v[..., None, :, :] - self.o[..., rows, None, :]
 
     def pulled(self, rows: slice) -> Float[Tensor, "*h r m k"]:
-        """``R_j^T R_i q_i``, ``a_ij`` before ``K^T``: m = 1 if all j are alike, else n."""
+        """``R_j^T R_i q_i``, ``a_ij`` before ``K^T``: m = 1 if independent of j, else n."""
         q = self.q[..., rows, None, :]
         if self.rotary is None:
             return q
         return self.rotary.transpose(q.expand(*q.shape[:-2], len(self.x), -1))
 
     def covariance(self, rows: slice) -> Float[Tensor, "*h r kv k"]:
-        """``Cov_i(V x, k)`` with the last axis turned back to that of ``Q``."""
+        """``Cov_i(V x, k)`` with the last axis rotated back to that of ``Q``."""
         keys = self.k[..., None, :, :] - self.mean_key[..., rows, None, :]
         return self._back(rows, (self.p[..., rows, :, None] * self.y(rows)).mT @ keys)
 
     @cached_property
     def chunks(self) -> list[slice]:
-        """Rows whose tensors ``(h, rows, n, k)`` fit the cache of one pass."""
+        """Chunks of rows whose tensors ``(h, rows, n, k)`` fit in cache."""
         n, width = len(self.x), max(self.q.shape[-1], self.v.shape[-1])
         rows = max(1, _CHUNK_BYTES // (8 * n * width * len(self.heads)))
         return [slice(i, min(i + rows, n)) for i in range(0, n, rows)]
@@ -391,7 +391,7 @@ class AtInput:
         return self.rotary(w)
 
     def turned_back(self, rows: slice, w: Float[Tensor, "*b r k"]) -> Float[Tensor, "*b r k"]:
-        """Every row turned back by its own position."""
+        """Undo the rotation of every row by its position."""
         if self.rotary is None:
             return w
         return Rotary(self.rotary.cos[rows], self.rotary.sin[rows]).transpose(w)
@@ -401,7 +401,7 @@ class AtInput:
 
 
 class HeadsAt(AtInput):
-    """Several unfolded heads at ``X``, with the projection ``[W_1 … W_H]`` that adds them up."""
+    """Several unfolded heads at ``X``, with the output projection ``[W_1 … W_H]``."""
 
     def __init__(
         self,
@@ -411,50 +411,50 @@ class HeadsAt(AtInput):
     ) -> None:
         super().__init__(heads, x)
         self.output = output
-        # of all heads, ``(h, k, d)``; queries scaled
+        # for all heads, ``(h, k, d)``; queries scaled
         self.query = torch.stack([head.query for head in heads])
         self.key = torch.stack([head.key for head in heads])
         self.value = torch.stack([head.value for head in heads])
 
     @property
     def alive(self) -> bool:
-        """Whether any weight lets a value through."""
+        """Whether some weight passes a value."""
         return super().alive and (self.output is None or bool(self.output.any()))
 
     @property
     def outer(self) -> list[float]:
-        """``‖W_h‖_F``, or ones."""
+        """``‖W_h‖_F``, or ones without a projection."""
         if self.output is None:
             return super().outer
         return [float(part.norm()) for part in self.output.chunk(len(self.heads), 1)]
 
 
 class HeadAt(AtInput):
-    """One head at ``X``: what depends on the two only, once for many theorems and radii."""
+    """One head at ``X``: quantities shared by many theorems and radii."""
 
     def __init__(self, head: Head, x: Float[Tensor, "n d"]) -> None:
         super().__init__((head,), x)
         self.head = head
 
     def joined(self, parts: Iterable[Tensor]) -> Tensor:
-        """That of the only head."""
+        """The tensor of the only head."""
         (one,) = parts
         return one
 
     @cached_property
     def pieces(self) -> Iterable[tuple[slice, Tensor, Tensor]]:
-        """`chunks` with their ``y`` and ``z``; these are kept where there is one chunk."""
+        """`chunks` with their ``y`` and ``z``; cached if there is a single chunk."""
         found = _Pieces(self)
         return [*found] if len(self.chunks) == 1 else found
 
     @cached_property
     def allowed(self) -> Bool[Tensor, "n n"]:
-        """True where row i may read token j."""
+        """True where row i may attend to token j."""
         return self.head.allowed(len(self.x))
 
     @cached_property
     def norm_a(self) -> float:
-        """``‖A‖``, or what bounds every ``‖A_ij‖`` under a rotary embedding."""
+        """``‖A‖``, or an upper bound of all ``‖A_ij‖`` under a rotary embedding."""
         head = self.head
         if self.rotary is None:
             return head.norm_a
@@ -489,7 +489,7 @@ class HeadAt(AtInput):
 
     @cached_property
     def drift(self) -> Float[Tensor, " n"]:
-        """``‖V C_i A‖`` (rotary: of its counterpart)."""
+        """``‖V C_i A‖``, or its rotary counterpart."""
         factor = self.factor_q.T
         return torch.cat([norms_of_many(self.covariance(r) @ factor) for r in self.chunks])
 
@@ -499,12 +499,12 @@ class HeadAt(AtInput):
         return self._back(rows, difference) @ self.factor_q.T
 
     def tokens_in_queries(self) -> Float[Tensor, "n k"]:
-        """``A^T x_i`` in the basis of ``Q``'s factor, without a bias or a rotation."""
+        """``A^T x_i`` in the basis of ``Q``'s factor, without bias or rotation."""
         return (self.x @ self.head.key.T) @ self.factor_q.T
 
 
 class _Pieces:
-    """Rows of a head with what is large there, made anew in every pass."""
+    """Rows of a head with their large tensors, recomputed in every pass."""
 
     def __init__(self, at: HeadAt) -> None:
         self.at = at
@@ -514,7 +514,7 @@ class _Pieces:
 
 
 def tokens_in_double(x: Tensor, width: int) -> Float[Tensor, "n d"]:
-    """``x`` in float64 on the CPU, if it fits; a copy, as it is read when it is asked for."""
+    """A copy of ``x`` in float64 on the CPU, after checking its shape and values."""
     if not isinstance(x, Tensor) or x.ndim != 2 or x.shape[0] < 1 or x.shape[1] != width:
         found = tuple(x.shape) if isinstance(x, Tensor) else shown(x)
         raise InputError(f"`x` should have shape (n, {width}), n at least 1. Found {found}.")

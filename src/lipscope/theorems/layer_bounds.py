@@ -1,14 +1,13 @@
-"""Every bound for a layer, with its value or the reason why it has none.
+"""Evaluation of all theorems for a layer: values, or reasons why they do not apply.
 
-A layer is ``Σ_h W_h f_h``. In every norm of outputs in which the heads' parts add up,
-``‖J‖ ≤ Σ_h ‖W_h J_h‖`` (each ``W_h`` folded into its head), and, where ``‖·‖`` is the
-Frobenius norm or the largest token norm, ``‖J‖ ≤ ‖W_O‖ √(Σ_h ‖J_h‖²)`` (Lemma 3.8). Neither is
-always the smaller one.
+A layer is ``Σ_h W_h f_h``. In every output norm, ``‖J‖ ≤ Σ_h ‖W_h J_h‖`` (each ``W_h`` folded
+into its head), and, if ``‖·‖`` is the Frobenius norm or the max-token norm,
+``‖J‖ ≤ ‖W_O‖ √(Σ_h ‖J_h‖²)`` (Lemma 3.8). Either can be the smaller one.
 
-The map ``normed`` is reached from the layer that has taken up the norm (`Normed.absorbed`), at
-radius 1 and with the slope of the norm: by the chain rule, ``‖J_f N'‖ ≤ ‖J_f‖ max_j s_j``, or
-token by token where a theorem takes the slopes itself. The map ``residual`` is reached from these
-by ``1 + ‖J‖`` and the norms that follow, or by a theorem that takes the identity inside.
+The map ``normed`` uses the layer with the norm absorbed (`Normed.absorbed`), at radius 1 and
+with the slope of the norm: by the chain rule, ``‖J_f N'‖ ≤ ‖J_f‖ max_j s_j``, or token by token
+if a theorem takes the slopes itself. The map ``residual`` follows from these by ``1 + ‖J‖`` and
+the norms after the sum, or by a theorem that includes the identity.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ from lipscope.theorems.register import PATIENCE, NotApplicableError, Theorem, ca
 from lipscope.theorems.residual import Around, Normed, Residual
 
 _TOO_LARGE = "its value exceeds the float64 range"
-# Tokens up to which heads at an input are kept: each then holds some tensors of 2 MiB.
+# Maximum number of tokens for which heads at an input are cached: each holds tensors of 2 MiB.
 _KEPT = 512
 
 
 @dataclass(frozen=True)
 class AskedLayer:
-    """A layer as theorems ask for it: heads, and heads at its input, are made once for all."""
+    """A layer as the subject of theorems: its heads, alone and at its input, computed once."""
 
     attention: Attention
     map: Map = "attention"
@@ -63,14 +62,14 @@ class AskedLayer:
 
     @property
     def unturned(self) -> HeadAt:
-        """The only head at the input, with its output as it stands: something is added to it."""
+        """The only head at the input, without rotating its output, since a sum follows."""
         assert self.x is not None
         (one,) = self._single
         return HeadAt(head_from(one, fold=True, turn=False), self.x)
 
     @cached_property
     def heads(self) -> list[Head]:
-        """Heads with the output projection folded in, for the map ``attention``."""
+        """Heads including the output projection, for the map ``attention``."""
         return [head_from(one, fold=self.map == "attention") for one in self._single]
 
     @cached_property
@@ -80,7 +79,7 @@ class AskedLayer:
 
     @property
     def together(self) -> HeadsAt:
-        """The heads at the input, with the part of the output projection that is theirs."""
+        """The heads at the input, with their part of the output projection."""
         assert self.x is not None
         output = self.attention.output if self.map == "attention" else None
         if output is not None:
@@ -101,7 +100,7 @@ class AskedLayer:
         return norm_in_double(self.attention.output)
 
     def each(self, subject: type, *, bare: bool = False) -> Iterator[Head | HeadAt]:
-        """The heads, at the input for theorems about `HeadAt`."""
+        """The heads; at the input for theorems about `HeadAt`."""
         for index, head in enumerate(self.bare if bare else self.heads):
             yield head if subject is Head else self._at_input(index, head, bare)
 
@@ -131,25 +130,25 @@ def evaluate(
 ) -> float:
     """The value of a theorem for a whole layer.
 
-    Upper bounds of one head become bounds of the layer by the smaller of the two forms of
-    Lemma 3.8; lower bounds do not add up and stand for layers of one head only. For the map
+    Upper bounds of heads become bounds of the layer by the smaller of the two forms of Lemma
+    3.8; lower bounds do not add up and apply to single-head layers only. For the map
     ``normed``, ``slope`` is `Norm.slope` of every token, or the largest one for all inputs; for the
-    map ``residual``, ``around`` is what surrounds attention.
+    map ``residual``, ``around`` describes its norms and residual path.
 
     Raises:
-        NotApplicableError: If a hypothesis does not hold or something it asks for is not
-            known; the message continues "not applicable because …".
+        NotApplicableError: If a hypothesis does not hold or a required argument is missing; the
+            message continues "not applicable because …".
 
     Source: Lemma 3.8 of [castin2024].
     """
     if not isinstance(layer, AskedLayer):
         layer = AskedLayer(layer, map, x=x)
-    given = {"x": layer.x, "num_tokens": num_tokens, "radius": radius}
-    missing = [name for name in theorem.needs if given.get(name) is None]
+    arguments = {"x": layer.x, "num_tokens": num_tokens, "radius": radius}
+    missing = [name for name in theorem.needs if arguments.get(name) is None]
     if missing:
-        raise NotApplicableError(f"it asks for `{missing[0]}`")
+        raise NotApplicableError(f"it needs `{missing[0]}`")
     held = theorem.subject.needs if issubclass(theorem.subject, AtInput) else ()
-    wanted = {name: given[name] for name in theorem.needs if name not in held}
+    wanted = {name: arguments[name] for name in theorem.needs if name not in held}
     factor = 1.0
     if slope is not None:
         factor = _chain_rule(theorem, slope)
@@ -165,7 +164,7 @@ def evaluate(
     except OverflowError:
         raise NotApplicableError(_TOO_LARGE) from None
     except RuntimeError as error:
-        if "failed to converge" not in str(error):  # torch's exception for it is private
+        if "failed to converge" not in str(error):  # torch's exception class is private
             raise
         raise NotApplicableError("an eigenvalue routine did not converge") from None
     if not math.isfinite(value):
@@ -173,15 +172,15 @@ def evaluate(
     return value
 
 
-def _said(theorem: Theorem, subject: Any, wanted: dict[str, Any]) -> float:
-    """What a theorem says; one of a plug-in that fails has no value, and says why."""
+def _theorem_value(theorem: Theorem, subject: Any, wanted: dict[str, Any]) -> float:
+    """The value of a theorem; exceptions of plug-ins become reasons."""
     if theorem.function.__module__.startswith("lipscope."):
         return theorem.function(subject, **wanted)
     try:
         value = float(theorem.function(subject, **wanted))
     except (NotApplicableError, MemoryError):
         raise
-    except Exception as problem:  # of code that is not ours, whatever it is
+    except Exception as problem:  # third-party code may raise anything
         words = " ".join(f"it raised {type(problem).__name__}: {problem}".split())
         raise NotApplicableError(words) from problem
     if math.isnan(value) or value < 0:
@@ -190,8 +189,8 @@ def _said(theorem: Theorem, subject: Any, wanted: dict[str, Any]) -> float:
 
 
 def _subject_value(theorem: Theorem, subject: Any, wanted: dict[str, Any]) -> float:
-    """What a theorem says, plus what rounding at the input may hide from an upper bound."""
-    value = _said(theorem, subject, wanted)
+    """The value of a theorem, plus rounding at the input for upper bounds."""
+    value = _theorem_value(theorem, subject, wanted)
     if not isinstance(subject, AtInput) or theorem.kind == "lower":
         return value
     steepest = float(wanted["slope"].max()) if "slope" in wanted else 1.0
@@ -200,9 +199,9 @@ def _subject_value(theorem: Theorem, subject: Any, wanted: dict[str, Any]) -> fl
 
 
 def _goes_inside(theorem: Theorem, layer: AskedLayer, around: Around) -> bool:
-    """Whether a theorem takes the identity inside: of all heads together, or of the only one."""
+    """Whether a theorem can include the identity: for all heads together, or for a single head."""
     if theorem.kind == "lower":
-        raise NotApplicableError("it is of attention without the stream beside it")
+        raise NotApplicableError("it is stated for attention without the residual path")
     if theorem.scope == "limit":
         raise NotApplicableError("its limit is that of attention alone")
     if not around.plain and theorem.metric == "infinity":
@@ -213,9 +212,9 @@ def _goes_inside(theorem: Theorem, layer: AskedLayer, around: Around) -> bool:
 
 
 def _chain_rule(theorem: Theorem, slope: Tensor) -> float:
-    """What the norm in front multiplies a theorem by; 1 where the theorem sees to it."""
+    """The factor of the norm in front; 1 if the theorem includes it."""
     if theorem.kind == "lower":
-        raise NotApplicableError("its inputs are not what comes out of a norm")
+        raise NotApplicableError("its inputs are not outputs of a norm")
     if theorem.scope == "limit":
         raise NotApplicableError("tokens do not grow after a norm")
     steepest = float(slope.max())
@@ -246,7 +245,7 @@ def _layer_value(
 
 def _of_heads(theorem: Theorem, layer: AskedLayer, value: Callable[[object], float]) -> float:
     if len(layer.heads) > 1 and theorem.kind == "lower":
-        raise NotApplicableError("lower bounds of heads do not add up; ask for one head")
+        raise NotApplicableError("lower bounds of heads do not add up; choose one head")
     values = [value(head) for head in layer.each(theorem.subject)]
     if len(values) == 1:
         return values[0]
@@ -256,7 +255,7 @@ def _of_heads(theorem: Theorem, layer: AskedLayer, value: Callable[[object], flo
     return min(sum(values), layer.norm_output * math.hypot(*bare))
 
 
-# An a-priori radius is computed in float64, the tokens it must cover often in float32.
+# A-priori radii are computed in float64, the tokens they must cover often in float32.
 _ROUNDING = 1e-5
 
 
@@ -273,26 +272,26 @@ def bounds_at(
     names: str | Collection[str] | None = None,
     sharp: bool | None = None,
 ) -> list[Bound]:
-    """Ask every theorem of the catalogue about a layer.
+    """Evaluate every theorem of the catalogue for a layer.
 
-    Theorems at an input read ``x``; those for all inputs read ``num_tokens`` and ``radius``,
-    which are those of ``x`` if not given.
+    Theorems at an input use ``x``; those for all inputs use ``num_tokens`` and ``radius``,
+    taken from ``x`` if not given.
 
-    A layer with the norm in front of it, `Normed`, is asked about the map ``normed``. Tokens may
-    then have any norm; only near zero the normalisation stretches without end. Bounds on
-    all inputs hold where no token is smaller than ``floor``, for LayerNorm after its mean is
-    taken away; without ``x`` and ``floor`` on the whole space, with ``1 / √(d ε)`` for the norm.
-    A layer with its input added to its output, `Residual`, is asked about the map ``residual``.
+    A layer with a norm in front, `Normed`, selects the map ``normed``. Tokens may then have any
+    norm; the normalisation has unbounded slope only near zero. Global bounds hold if no token is
+    smaller than ``floor`` (for LayerNorm after subtracting its mean); without ``x`` and ``floor``,
+    on the whole space, with slope ``1 / √(d ε)``. A layer with a residual connection, `Residual`,
+    selects the map ``residual``.
 
     Args:
-        x: Its input, ``(n, d)``, or None for theorems on all inputs only.
-        radius: Largest token norm; that of ``x`` if None. Not with a norm in front.
-        floor: Smallest token norm, with a norm in front only; that of ``x`` if None.
+        x: Its input, ``(n, d)``; None: only theorems on all inputs.
+        radius: Largest token norm; None: that of ``x``. Not with a norm in front.
+        floor: Smallest token norm, only with a norm in front; None: that of ``x``.
         map: ``attention``, or ``heads`` for the concatenation before the projection.
-        metric: Only bounds in this metric; all if None.
-        names: Only these theorems, or the one; all if None.
-        sharp: Whether forms that may take long are computed: always (True), never (False),
-            or where `Theorem.cost` says that they take a few seconds here (None).
+        metric: Only bounds in this metric; None: all.
+        names: Only these theorems, or this one; None: all.
+        sharp: Whether to compute slow forms: always (True), never (False), or if `Theorem.cost`
+            predicts a few seconds at most (None).
 
     >>> import torch
     >>> from lipscope.attention import DotProduct
@@ -301,7 +300,7 @@ def bounds_at(
     ...     if bound.theorem in ("castin_thm_3_3", "global_rows_capped", "yudin_thm_3"):
     ...         print(bound.theorem, f"{bound.value:.2f}" if bound.applicable else bound.reason)
     castin_thm_3_3 6.12
-    yudin_thm_3 it asks for `x`
+    yudin_thm_3 it needs `x`
     global_rows_capped 2.56
     """
     if metric not in (None, *get_args(Metric)):
@@ -314,8 +313,8 @@ def bounds_at(
             f"`names` should be of theorems in `lipscope.catalogue()`. Found `{unknown[0]}`."
         )
     attention = layer.attention if isinstance(layer, Normed | Residual) else layer
-    told = _BoundsAt(AskedLayer(attention, map, head, x), num_tokens, radius, floor)
-    question = _question(layer, told)
+    args = _BoundsAt(AskedLayer(attention, map, head, x), num_tokens, radius, floor)
+    args = _complete_args(layer, args)
     found = []
     for theorem in catalogue():
         if metric is not None and theorem.metric != metric:
@@ -325,22 +324,22 @@ def bounds_at(
         value, reason = None, ""
         try:
             if "eps" in theorem.needs:
-                raise NotApplicableError("it holds in a ball; ask `certify`")
-            seconds = 0.0 if sharp else expected_seconds(theorem, question.layer)
+                raise NotApplicableError("it holds in a ball; use `certify`")
+            seconds = 0.0 if sharp else expected_seconds(theorem, args.layer)
             if seconds > PATIENCE or (seconds and sharp is False):
                 raise NotApplicableError(how_long(seconds))
-            value = question.answer(theorem)
+            value = args.answer(theorem)
         except NotApplicableError as error:
             reason = str(error)
-        radius = question.radius if question.floor is None else None
-        found.append(theorem.record(value, reason, radius=radius, floor=question.floor))
+        radius = args.radius if args.floor is None else None
+        found.append(theorem.record(value, reason, radius=radius, floor=args.floor))
     return found
 
 
 def expected_seconds(theorem: Theorem, layer: AskedLayer) -> float:
-    """About how long a theorem takes for a layer at its input, on one core; 0 where never long.
+    """Expected time of a theorem for a layer at its input, on one core; 0 if always short.
 
-    It depends on shapes alone, so that the same question always has the same answer.
+    Depends on shapes only, so that repeated calls agree.
     """
     own = layer.attention
     if theorem.cost is None or layer.x is None or not isinstance(own, DotProduct):
@@ -349,7 +348,7 @@ def expected_seconds(theorem: Theorem, layer: AskedLayer) -> float:
     count, bare = own.num_heads if layer.head is None else 1, own.value_width
     if theorem.subject is HeadsAt:
         widths = [count * bare]
-    else:  # what is left of a value behind the projection
+    else:  # the effective value width after the projection
         folded = min(len(own.output), bare) if layer.projected and own.output is not None else bare
         widths = [folded] * count
         if theorem.subject is HeadAt and layer.projected and count > 1:
@@ -358,16 +357,16 @@ def expected_seconds(theorem: Theorem, layer: AskedLayer) -> float:
 
 
 def how_long(seconds: float) -> str:
-    """Why something is left out that takes so long."""
+    """The reason for omitting a slow theorem."""
     return f"it takes about {max(seconds, 1):.0f} s here; `sharp` computes it"
 
 
 @dataclass(frozen=True)
 class _BoundsAt:
-    """The subject of theorems: a layer, an input, what all inputs have in common.
+    """The arguments of an evaluation: a layer, an input, and properties of all inputs.
 
-    For the map ``normed`` the layer has taken up the norm, its ``x`` is on the unit sphere, and the
-    slopes are those at ``x`` and the largest one of all inputs.
+    For the map ``normed`` the layer has absorbed the norm, its ``x`` is on the unit sphere, and the
+    slopes are those at ``x`` and the largest one over all inputs.
     """
 
     layer: AskedLayer
@@ -401,48 +400,48 @@ class _BoundsAt:
         plain = self.residual.second is None and self.residual.outer is None
         if not plain and not isinstance(self.layer.attention, DotProduct):
             raise NotApplicableError(
-                "the rounding of what a norm after it takes is known for dot-product attention"
+                "rounding before a norm after it is known for dot-product attention only"
             )
         heads = None if plain else self.layer.together
         return self.residual.at(self.layer.attention, heads, self.x)
 
 
-def _question(layer: Attention | Normed | Residual, told: _BoundsAt) -> _BoundsAt:
-    """With what follows from what was told; of a norm in front and what is around attention."""
+def _complete_args(layer: Attention | Normed | Residual, args: _BoundsAt) -> _BoundsAt:
+    """Complete the arguments; unwrap a norm in front and the residual path."""
     if isinstance(layer, Normed):
-        return _normed_question(layer, told)
-    if told.floor is not None and not isinstance(layer, Residual):
+        return _absorbed_args(layer, args)
+    if args.floor is not None and not isinstance(layer, Residual):
         raise InputError(
             "`floor` should be left out for attention without a norm in front. Found "
-            f"`floor = {told.floor}`."
+            f"`floor = {args.floor}`."
         )
     if not isinstance(layer, Residual):
-        return _completed(told)
-    head, map, x = told.layer.head, told.layer.map, told.layer.x
+        return _validated(args)
+    head, map, x = args.layer.head, args.layer.map, args.layer.x
     if head is not None or map != "attention":
         raise InputError(
-            "`map` and `head` should be left out for a layer that is added to its input. Found "
+            "`map` and `head` should be left out for a layer with a residual connection. Found "
             f"`map = {map!r}`, `head = {head}`."
         )
-    _ = layer.width, layer.norms  # refused at once
+    _ = layer.width, layer.norms  # validate early
     x = None if x is None else x.detach().to("cpu", torch.float64)
-    return replace(_question(layer.branch, told), residual=layer, x=x)
+    return replace(_complete_args(layer.branch, args), residual=layer, x=x)
 
 
-def _normed_question(layer: Normed, told: _BoundsAt) -> _BoundsAt:
-    """The question about the absorbed layer that answers the one about a layer and its norm."""
-    if told.radius is not None:
+def _absorbed_args(layer: Normed, args: _BoundsAt) -> _BoundsAt:
+    """The equivalent arguments for the layer with its norm absorbed."""
+    if args.radius is not None:
         raise InputError(
-            "`radius` should be left out for a layer with a norm in front, which takes tokens of "
-            f"every norm to one ellipsoid. Found `radius = {told.radius}`."
+            "`radius` should be left out for a layer with a norm in front, which maps tokens of "
+            f"every norm to one ellipsoid. Found `radius = {args.radius}`."
         )
-    if told.layer.map != "attention":
+    if args.layer.map != "attention":
         raise InputError(
             "`map` should be 'attention' for a layer with a norm in front. Found "
-            f"`map = {told.layer.map!r}`."
+            f"`map = {args.layer.map!r}`."
         )
-    told = _completed(told)
-    norm, x, floor = layer.constants, told.layer.x, told.floor
+    args = _validated(args)
+    norm, x, floor = layer.constants, args.layer.x, args.floor
     sphere, slope, smallest = None, None, 0.0
     if x is not None:
         sphere, slope, smallest = norm.direction(x), norm.slope(x), float(norm.size(x).min())
@@ -456,20 +455,20 @@ def _normed_question(layer: Normed, told: _BoundsAt) -> _BoundsAt:
         )
     floor = floor if x is None else min(floor, smallest)
     steepest = torch.tensor([norm.steepest(floor)], dtype=torch.float64)
-    asked = AskedLayer(layer.absorbed, "attention", told.layer.head, sphere)
-    return _BoundsAt(asked, told.num_tokens, 1.0, floor, slope, steepest)
+    absorbed = AskedLayer(layer.absorbed, "attention", args.layer.head, sphere)
+    return _BoundsAt(absorbed, args.num_tokens, 1.0, floor, slope, steepest)
 
 
-def _completed(told: _BoundsAt) -> _BoundsAt:
-    """With what follows from ``x``; one line for what makes no sense."""
-    x, num_tokens, radius, map = told.layer.x, told.num_tokens, told.radius, told.layer.map
-    layer = told.layer.attention
+def _validated(args: _BoundsAt) -> _BoundsAt:
+    """Validate the arguments and complete them from ``x``."""
+    x, num_tokens, radius, map = args.layer.x, args.num_tokens, args.radius, args.layer.map
+    layer = args.layer.attention
     check_layer(layer)
     if map not in ("attention", "heads"):
         raise InputError(f"`map` should be 'attention' or 'heads'. Found `map = {map!r}`.")
-    if told.layer.head is not None:
-        layer.check_head(told.layer.head)
-    if radius is not None and radius != 0:  # which it is of zeros
+    if args.layer.head is not None:
+        layer.check_head(args.layer.head)
+    if radius is not None and radius != 0:  # 0 is valid for zero tokens
         check_positive("radius", radius)
     for name, weight in layer.state_dict().items():
         check_finite_numbers(f"layer.{name}", weight)
@@ -488,10 +487,10 @@ def _completed(told: _BoundsAt) -> _BoundsAt:
                 f"`radius` should be at least the largest token norm of `x`, {largest:.6g}. "
                 f"Found `radius = {radius:g}`."
             )
-        radius = max(radius, largest) if radius > 0 else radius  # outward: no token is left out
+        radius = max(radius, largest) if radius > 0 else radius  # round outward to cover all tokens
     if num_tokens is not None:
         check_count("num_tokens", num_tokens)
-    zeros = x is not None and not bool(x.any())  # the one input whose radius is 0
+    zeros = x is not None and not bool(x.any())  # the only input of radius 0
     if radius == 0 and not zeros:
         raise InputError(f"`radius` should be positive. Found `radius = {radius}`.")
-    return replace(told, layer=replace(told.layer, x=x), num_tokens=num_tokens, radius=radius)
+    return replace(args, layer=replace(args.layer, x=x), num_tokens=num_tokens, radius=radius)

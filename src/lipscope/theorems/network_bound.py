@@ -1,7 +1,7 @@
-"""A bound of a whole network, part by part: how much its output can move when its input moves.
+"""Lipschitz bounds of whole networks, composed from constants of their parts.
 
-The constants of its parts multiply, and those of a residual sum add; each holds for tokens of the
-radius that the parts before it leave. Theorem and proof: ``docs/theory/network-bound.md``.
+Constants multiply along the network and add in residual sums; each holds for tokens of the
+radius that the parts before it produce. Theorem and proof: ``docs/theory/network-bound.md``.
 """
 
 from __future__ import annotations
@@ -45,37 +45,37 @@ from lipscope.theorems.derived.layer_constants import (
 )
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
 
-_ROUNDING = 1e-12  # relative, of the constant of one part
-_FAR, _GRID = 12.0, 240_001  # where slopes of activations are looked for
+_ROUNDING = 1e-12  # relative error of the constant of one part
+_FAR, _GRID = 12.0, 240_001  # range and grid of the search for activation slopes
 
 
 @dataclass(frozen=True, repr=False)
 class PartBound(Shown):
     """One factor of a bound: ``constant = stream + norm * rows * weights``."""
 
-    name: str  # which part it is
-    what: str  # what it does
-    constant: float  # how much it moves
+    name: str  # of the part
+    what: str  # its kind
+    constant: float  # its Lipschitz constant
     stream: float  # weight of the stream in a residual sum, 0 without one
     norm: float  # slope of the norm before the part
-    rows: float  # how much a row of attention moves in its steepest head, 1 of what is token-wise
-    weights: float  # of the weights: values and output of all heads, or a network's maps
-    radius: float  # largest norm of a token that enters it
+    rows: float  # constant of an attention row in its steepest head; 1 for token-wise parts
+    weights: float  # factor of the weights: values and output of all heads, or a network's maps
+    radius: float  # largest norm of an input token
 
 
 @dataclass(frozen=True, repr=False)
 class LipschitzBound(Shown):
-    """How much the output of a network can move, from above.
+    """An upper bound of the Lipschitz constant of a network.
 
-    ``|f(x) - f(y)| <= value |x - y|`` in the norm, for all inputs of the radius.
+    ``|f(x) - f(y)| <= value |x - y|`` in ``norm``, for all inputs of the radius.
 
     Attributes:
         value: The bound, float64, differentiable in the weights. ``float(bound)`` is the same,
             rounded up.
         norm: ``max-token``, the largest norm of a token, or ``frobenius``.
-        radius: Largest norm of a token of the input, infinite for all inputs.
-        num_tokens: Their number, where it counts.
-        parts: Its factors, in order.
+        radius: Largest norm of an input token; infinite for all inputs.
+        num_tokens: Number of tokens, if the bound depends on it.
+        parts: The factors, in order.
     """
 
     value: Float[Tensor, ""]
@@ -91,7 +91,7 @@ class LipschitzBound(Shown):
 
 @pieces.register
 def _bound(found: LipschitzBound) -> Iterator[Piece]:
-    # never for more inputs than it is
+    # round down: the bound must not be printed for more inputs than it covers
     radius = f"{rounded_down(found.radius):.4g}"
     inputs = "all inputs" if math.isinf(found.radius) else f"tokens of norm ≤ {radius}"
     tokens = "" if found.num_tokens is None else f", {found.num_tokens} of them"
@@ -115,31 +115,32 @@ def lipschitz_bound(
     radius: float | Float[Tensor, ""] | None = None,
     num_tokens: int | None = None,
 ) -> LipschitzBound:
-    """How much the output of a whole network can move when its input moves, from above.
+    """An upper bound of the Lipschitz constant of a whole network.
 
-    Its parts each have a constant on tokens of the radius that the parts before them leave; these
-    multiply, and add in residual sums. In ``frobenius`` the largest move of a token is followed as
-    well: where the constants of tokens do not know their number, it counts once and not in every
-    layer. Differentiable in the weights, float64.
+    Each part has a constant on tokens of the radius that the parts before it produce; constants
+    multiply, and add in residual sums. In ``frobenius`` the largest move of a single token is
+    tracked too: if token-wise constants do not depend on the number of tokens, that number enters
+    once and not in every layer. Differentiable in the weights, float64.
 
     Holds for attention in closed form, norms, token-wise networks, weighted residual sums, clips,
-    fixed pools and linear heads, under the model's own masks. Proof:
+    fixed pools and linear heads, with the model's own masks. Proof:
     ``docs/theory/network-bound.md``.
 
     Args:
-        model: What is bounded: parts (`lipscope.models.Network`, `Chain`), an attention layer, a
-            module or open model with a method ``as_network`` that gives parts, or any other module.
-        data: One input of a module that has no such method: its parts are found by running it, from
-            the stream that enters its first block on, to the first tensor that it returns. A
-            tensor, or arguments by name. Of an open model a text; the default one if None.
-        norm: ``max-token``, how far any token (or the scores) can move when no token moves by more
+        model: The network: parts (`lipscope.models.Network`, `Chain`), an attention layer, a
+            module or open model with a method ``as_network`` that returns parts, or any other
+            module.
+        data: One input of a module without that method: its parts are found by running it, from
+            the stream that enters its first block to the first tensor it returns. A tensor, or
+            arguments by name. For an open model a text; None: the default one.
+        norm: ``max-token``, the largest move of a token (or the scores) if no token moves by more
             than 1, or ``frobenius``.
-        radius: Largest norm of a token of the stream; None for all inputs.
-        num_tokens: Number of tokens, where a bound depends on it; without a pool, at most. That of
-            the parts if None; of a `SmoothTransformer` any number up to its ``length``.
+        radius: Largest norm of a token of the stream; None: all inputs.
+        num_tokens: Number of tokens, if the bound depends on it; without a pool, an upper limit.
+            None: that of the parts; for a `SmoothTransformer` any number up to its ``length``.
 
     Raises:
-        InputError: Where no bound is known, or it is infinite: of which part, and what to do.
+        InputError: If no bound is known, or it is infinite; names the part and a remedy.
 
     Source: derived here.
 
@@ -178,7 +179,7 @@ def lipschitz_bound(
         ) from None
     if not bool(run.value.isfinite()):
         raise InputError(
-            "The bound of a network should be a number of float64. Found that the constants of its "
+            "The bound of a network should be finite in float64. Found that the constants of its "
             f"{len(run.parts)} parts multiply to more; scale weights down, or bound fewer blocks."
         )
     return LipschitzBound(run.value, norm, float(r.detach()), num_tokens, tuple(run.parts))
@@ -191,11 +192,11 @@ def lipschitz_bound(
     scope="global",
 )
 def layer_max_token(layer: Attention, num_tokens: int, radius: float) -> float:
-    """How far any token of a whole layer moves when no token moves by more than 1.
+    """Largest move of an output token of a whole layer if every input token moves by at most 1.
 
     ``√(Σ_h c_h) ‖Σ_h (a_h + t_h)² M_h M_h^T / c_h‖^(1/2)``, ``M_h = O_h V_h``, with
     ``a_h = √(1 + β²)`` and ``t_h = α`` for inner products of affine maps; other scores and
-    variants have their own. Or, where that is less, by the one query that all heads read,
+    variants have their own. Or, if smaller, from the query shared by all heads,
     ``‖Σ_h M_h M_h^T / c_h‖^(1/2) (√(Σ_h c_h + T²) + T)``, ``T = R² ‖Σ_h c_h A_h^T A_h‖^(1/2)``.
 
     Holds for any mask and biases, rotary embeddings, soft caps, norms of queries and keys, and the
@@ -232,34 +233,34 @@ def _parts(model: Any, data: Any) -> Network | Chain:
         return own
     if data is None or isinstance(data, str | Path):
         raise InputError(
-            "`data` should be an input of the module, a tensor or tensors by name: it is run to "
-            f"find its parts. Found `{data}`; a text is for an open model with a tokenizer."
+            "`data` should be an input of the module, a tensor or tensors by name: running it "
+            f"finds the parts. Found `{data}`; a text is for an open model with a tokenizer."
         )
     data = checked_data(data)
     return read_parts(model, (data,) if isinstance(data, Tensor) else data)[0]
 
 
 def _pool(network: Network, num_tokens: int | None) -> tuple[Tensor | None, int]:
-    """Weights of the pool, None for the mean of any number up to the second, and that number."""
+    """Weights of the pool (None: the mean of any number of tokens) and the number of tokens."""
     most = len(network.share)
     if num_tokens is None:
         return None if network.of_any_number else network.share, most
     if network.of_any_number and num_tokens <= most:
-        # Entries of float32 would not add up to one.
+        # In float32 the entries would not add up to one.
         share = network.share.new_full((num_tokens,), 1 / num_tokens, dtype=torch.float64)
         return share, num_tokens
     if num_tokens != most and len(network.head):
         raise InputError(
-            f"`num_tokens` should be {most}, as many as are pooled. Found {num_tokens}; leave it "
-            "out, or give an input of another length."
+            f"`num_tokens` should be {most}, the number of pooled tokens. Found {num_tokens}; omit "
+            "it, or give an input of another length."
         )
     return network.share, num_tokens
 
 
 class _Run:
-    """The bound and the radius, up to a part of the network.
+    """The bound and the radius up to some part of the network.
 
-    In the norm ``frobenius`` also ``token``: how far one can move where all together move by 1.
+    In the norm ``frobenius`` also ``token``: the largest move of a token for a joint move of 1.
     """
 
     def __init__(self, norm: BoundNorm, num_tokens: int | None, radius: Tensor) -> None:
@@ -271,9 +272,9 @@ class _Run:
 
     @property
     def largest(self) -> Float[Tensor, ""]:
-        """The largest move of a token over that of all."""
-        some = self.value > 0
-        return torch.where(some, self.token / torch.where(some, self.value, 1.0), 1.0)
+        """The largest move of a token relative to the joint move."""
+        moved = self.value > 0
+        return torch.where(moved, self.token / torch.where(moved, self.value, 1.0), 1.0)
 
     def _multiply(
         self,
@@ -283,7 +284,7 @@ class _Run:
         norm: Tensor | None = None,
         stream: Tensor | None = None,
     ) -> None:
-        """One more factor."""
+        """Multiply by a further factor."""
         one = torch.ones_like(weights)
         norm, rows = one if norm is None else norm, one if rows is None else rows
         stream = 0 * one if stream is None else stream
@@ -294,7 +295,7 @@ class _Run:
             raise InputError(
                 f"`{kind} {at}` should have a finite constant. Found none on "
                 + (
-                    "all inputs: give `radius`, put a norm or a clip before it, or take a variant "
+                    "all inputs: give `radius`, put a norm or a clip before it, or use a variant "
                     "that is Lipschitz on all inputs (L2 attention for given `num_tokens`)."
                     if bool(self.radius.isinf())
                     else f"tokens of norm {self.radius.item():.3g} ({what}); scale weights down"
@@ -307,15 +308,15 @@ class _Run:
         self.value = self.value * own
 
     def through(self, branch: Branch) -> None:
-        """A branch: what it adds to the stream, and what it keeps of it."""
-        slope, tokens = _entered(branch.norm, self.radius)
+        """Apply a branch, including its residual connection."""
+        slope, tokens = _input_tokens(branch.norm, self.radius)
         name = "" if branch.norm is None else f" after {_name(branch.norm)}"
         part = branch.part
         if isinstance(part, Attention):
             what = f"attention, {type(part).__name__}{name}"
             found, each = self._attention(part, tokens)
         elif isinstance(part, Feed):
-            what, found = _of_feed(part) + name, _feed(part, tokens)
+            what, found = _feed_name(part) + name, _feed(part, tokens)
             each = found.constant
         else:
             what = name.removeprefix(" after ") or "identity"
@@ -324,12 +325,12 @@ class _Run:
         kept = torch.as_tensor(branch.skip, dtype=torch.float64, device=slope.device).abs()
         self._multiply(what, found.constant, found.rows, slope, kept)
         token = reach(self.token, kept + reach(slope, each))
-        self.token = torch.minimum(token, self.value)  # no token moves by more than all
+        self.token = torch.minimum(token, self.value)  # a token moves by at most the joint move
         radius = found.radius + reach(kept, self.radius)
         self.radius = radius if bool(radius.isfinite()) else radius.detach()
 
     def _attention(self, part: Attention, tokens: Tokens) -> tuple[Constant, Tensor]:
-        """Its constant in the norm, and that of one token."""
+        """The constant in the norm, and that of a single token."""
         of = functools.partial(attention_constant, part, tokens, num_tokens=self.n)
         try:
             found = of(norm=self.norm, largest=self.largest)
@@ -345,23 +346,23 @@ class _Run:
         except NotApplicableError:
             return found, torch.full_like(found.constant, math.inf)
         n = self.n if part.mask is None else part.mask.shape[-1]
-        if n is not None:  # no rows move by more than the largest of them
+        if n is not None:  # each row moves by at most the largest one
             whole = torch.minimum(found.constant, reach(n**0.5 * self.largest, each))
             found = found._replace(constant=whole)
         return found, each
 
     def pool(self, share: Float[Tensor, " n"] | None) -> None:
-        """A mean of tokens, or one of them; None: the mean of any number of them."""
+        """Apply a pool: weights of tokens, or None for the mean of any number of tokens."""
         size = torch.ones_like(self.radius) if share is None else share.double().abs().sum()
         together = size * self.largest
         if share is not None:
             together = torch.minimum(length(share.double()), together)
         self._multiply("pool", size if self.norm == "max-token" else together)
         self.radius = reach(size, self.radius)
-        self.norm, self.token = "frobenius", self.value  # of one row both norms are the same
+        self.norm, self.token = "frobenius", self.value  # for a single row both norms agree
 
     def score(self, head: Float[Tensor, "c d"]) -> None:
-        """The linear head."""
+        """Apply the linear head."""
         self._multiply("head", spectral_norm(head))
 
 
@@ -373,8 +374,8 @@ def _name(norm: Norm | Clip) -> str:
     return "LayerNorm" if norm.centred else "RMSNorm"
 
 
-def _entered(norm: Norm | Clip | None, radius: Tensor) -> tuple[Tensor, Tokens]:
-    """The slope of what comes before a part's weights, and what these read."""
+def _input_tokens(norm: Norm | Clip | None, radius: Tensor) -> tuple[Tensor, Tokens]:
+    """The slope of the norm or clip before a part's weights, and its output tokens."""
     one = radius.new_ones(())
     if norm is None:
         return one, Tokens(radius)
@@ -394,14 +395,14 @@ def _entered(norm: Norm | Clip | None, radius: Tensor) -> tuple[Tensor, Tokens]:
 # --- token-wise networks
 
 
-def _of_feed(feed: Feed) -> str:
+def _feed_name(feed: Feed) -> str:
     if feed.activation == "identity" and feed.gate is None:
         return "linear map"
     return f"feed, {feed.activation}" + (" gated" if feed.gate is not None else "")
 
 
 def _feed(feed: Feed, tokens: Tokens) -> Constant:
-    """``W_2 diag(s) W_1`` with slopes ``s`` in a range: its middle, and half its width."""
+    """``W_2 diag(s) W_1`` with slopes ``s`` in an interval: its midpoint plus half its width."""
     inner, outer = tokens.weight(feed.inner.double()), feed.outer.double()
     b, shift = tokens.bias(feed.inner.double(), feed.inner_bias), feed.outer_bias.double()
     least, most = slopes(feed.activation)
@@ -420,7 +421,7 @@ def _feed(feed: Feed, tokens: Tokens) -> Constant:
             moves = moves + half * written * taken
         start, hidden = ACTIVATIONS[feed.activation](b), reach(taken, r) + length(b)
     from_zero = length(outer @ start + shift) + reach(moves, r)
-    # No activation is larger than what it takes.
+    # No activation exceeds its argument in magnitude.
     at_most = reach(written, hidden) + length(shift)
     return Constant(moves, torch.minimum(from_zero, at_most))
 
@@ -448,5 +449,5 @@ def slopes(name: ActivationName) -> tuple[float, float]:
     with torch.enable_grad():
         z.requires_grad_()
         (slope,) = torch.autograd.grad(ACTIVATIONS[name](z).sum(), z)
-    off = (2 * _FAR / (_GRID - 1)) ** 2 / 8  # a second derivative of at most 1 between two points
+    off = (2 * _FAR / (_GRID - 1)) ** 2 / 8  # interpolation error, with |second derivative| <= 1
     return float(slope.min()) - off, float(slope.max()) + off

@@ -1,14 +1,14 @@
-"""The catalogue: one theorem is one small function whose signature is its hypothesis.
+"""The theorem catalogue: functions whose signatures state their hypotheses.
 
-The first parameter says for what it holds: `Head`, one head of dot-product attention, for all
-inputs; `HeadAt` or `HeadsAt`, one head or all together at this input ``x``; a subclass of
-`Attention`, a whole layer of that variant. The others say what it needs to know: ``eps`` (for
-inputs in a ball around ``x``), ``num_tokens`` and ``radius`` (for all inputs of that length with
-tokens of at most that norm). One that may be told the
-``slope`` of a norm in front, token by token, knows the map ``normed`` itself, one that may be told
-what is ``around`` attention the map ``residual``; all others reach them by the chain rule
-(`lipscope.theorems.layer_bounds`). What a signature cannot
-say (no mask, no rotary embedding, …) a theorem checks first and raises `NotApplicableError`.
+The type of the first parameter is the subject: `Head`, one head of dot-product attention, for
+all inputs; `HeadAt` or `HeadsAt`, one head or all heads at an input ``x``; a subclass of
+`Attention`, a whole layer of that variant. The others are required arguments: ``eps`` (for inputs
+in a ball around ``x``), ``num_tokens`` and ``radius`` (for all inputs of that length with tokens
+of at most that norm). A theorem with a parameter ``slope`` (of a norm in front, token by token)
+covers the map ``normed`` itself, one with ``around`` (norms and residual path) the map
+``residual``; all others are extended by the chain rule (`lipscope.theorems.layer_bounds`).
+Hypotheses not expressed by the signature (no mask, no rotary embedding, …) are checked first,
+with a `NotApplicableError`.
 """
 
 from __future__ import annotations
@@ -27,45 +27,44 @@ Scope = Literal["local", "ball", "global", "mean-field", "limit"]
 Cost = Callable[[int, int], float]
 DERIVED = "derived here"
 RECALLED = "as recalled"
-"""Said wherever such a theorem is printed: its formula was not seen in print."""
+"""Printed with theorems whose formula was not seen in print."""
 PATIENCE = 5.0
-"""Seconds that a theorem may take on one core without being asked for, as `Theorem.cost` says."""
+"""Maximum predicted time (`Theorem.cost`) of a theorem computed by default, in seconds."""
 
 
 class NotApplicableError(Exception):
-    """A hypothesis of a theorem does not hold; the message says which one and why."""
+    """A hypothesis of a theorem does not hold; the message gives the reason."""
 
 
 @dataclass(frozen=True, repr=False)
 class Theorem:
     """One entry of the catalogue."""
 
-    name: str  # name of its function
-    function: Callable[..., float]  # the function; returns the value as a float
-    statement: str  # where it is stated, such as "Theorem 3.3", and whether that is `RECALLED`
+    name: str  # name of the function
+    function: Callable[..., float]  # returns the value of the bound
+    statement: str  # where it is stated, such as "Theorem 3.3", marked if `RECALLED`
     cite: str  # key of the bibliography, or `DERIVED`
     kind: BoundKind  # ``upper`` or ``lower`` bound of sigma
-    scope: Scope  # for which inputs
-    metric: Metric  # how input and output are measured
+    scope: Scope  # inputs for which it holds
+    metric: Metric  # metric of input and output
     subject: type  # type of the first parameter
-    # what it must be told: ``x`` if the first parameter is about an input, and the names of the
-    # other parameters that have no default
+    # required arguments: ``x`` if the first parameter is at an input, and the other parameters
+    # without a default
     needs: tuple[str, ...]
     by_token: bool  # whether it takes the ``slope`` of a norm in front, one value per token
-    inside: bool  # whether it takes what is ``around`` attention, so that the identity is inside it
-    sound: bool  # false for a statement that is exposed as found although it fails
-    # about how many seconds it takes on one core at a number of tokens and a width of values, where
-    # it may take long; None where it does not. What takes longer than `PATIENCE` is left out unless
-    # sharper forms are asked for
+    inside: bool  # whether it takes ``around`` and includes the identity
+    sound: bool  # false for a published statement that fails
+    # predicted seconds on one core from numbers of tokens and width of values; None if always
+    # fast. Theorems that take longer than `PATIENCE` are computed only on request
     cost: Cost | None
-    note: str  # what a reader must know about it, or ""
+    note: str  # a remark for readers, or ""
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self.stated} [{self.cite}], {self.scope} {self.kind} bound>"
 
     @property
     def stated(self) -> str:
-        """Its statement, and whether it fails."""
+        """The statement, marked if it fails."""
         return self.statement + ("" if self.sound else " (as found; fails)")
 
     @property
@@ -79,10 +78,10 @@ class Theorem:
         return (inspect.getdoc(self.function) or "").splitlines()[0]
 
     def record(self, value: float | None, reason: str = "", **more: Any) -> Bound:
-        """Its value for a layer, or why it has none."""
+        """A record of its value for a layer, or of the reason why it has none."""
         names = ("statement", "cite", "kind", "scope", "metric", "note", "sound")
-        said = {name: getattr(self, name) for name in names}
-        return Bound(theorem=self.name, value=value, reason=reason, **said, **more)
+        fields = {name: getattr(self, name) for name in names}
+        return Bound(theorem=self.name, value=value, reason=reason, **fields, **more)
 
 
 _CATALOGUE: dict[str, Theorem] = {}
@@ -100,9 +99,9 @@ def theorem(
     cost: Cost | None = None,
     note: str = "",
 ) -> Callable[[Callable[..., float]], Callable[..., float]]:
-    """Enter a function into the catalogue, with what `Theorem` says of its entries.
+    """Decorate a function to enter it into the catalogue; arguments as for `Theorem`.
 
-    ``scope`` is read off the signature if None; ``recalled``: its printed formula was not seen.
+    ``scope`` follows from the signature if None; ``recalled``: the printed formula was not seen.
     """
 
     def enter(function: Callable[..., float]) -> Callable[..., float]:
@@ -137,13 +136,13 @@ def theorem(
 
 
 def catalogue() -> list[Theorem]:
-    """Every theorem, in the order in which the papers were registered; plug-ins come last."""
+    """All theorems in the order of registration; plug-ins come last."""
     load_plugins("lipscope.theorems")
     return list(_CATALOGUE.values())
 
 
 def theorem_named(name: str) -> Theorem:
-    """One of the house's own entries."""
+    """A built-in theorem."""
     return _CATALOGUE[name]
 
 

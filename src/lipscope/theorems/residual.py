@@ -1,13 +1,13 @@
-"""What surrounds attention: a norm in front, the stream beside it, norms after it.
+"""Norms before and after attention, and the residual connection: maps ``normed``, ``residual``.
 
-After a norm every token lies on an ellipsoid, whose shape can be taken into the weights:
+After a norm every token lies on an ellipsoid, whose shape can be absorbed into the weights:
 attention of normalised tokens is another attention layer on the unit sphere, and every bound
 for radius 1 holds for all inputs of the model.
 
 The map ``residual`` is ``x -> N_o(x + N_s(f(x)))``; either norm may be missing, and ``f`` may have
 a norm in front. Block ij of its Jacobian is ``L_i J_ij + δ_ij D_i`` with ``D_i`` the derivative of
 ``N_o`` at token i, the identity without it, and ``L_i`` that times the derivative of ``N_s``.
-Bounds go from attention to it by ``1 + ‖J‖``, or take the identity into their diagonal blocks.
+Bounds of attention extend to it by ``1 + ‖J‖``, or by adding the identity to diagonal blocks.
 Proofs: ``docs/theory/local-certificates.md`` and ``global-bounds.md``, on these maps.
 """
 
@@ -33,7 +33,7 @@ from lipscope.theorems.register import NotApplicableError
 class Normed:
     """The map ``normed``, ``x -> f(N(x))``: attention after a normalisation.
 
-    Holds for any normalisation module; bounds from weights read RMSNorm and LayerNorm.
+    Holds for any normalisation module; bounds from weights support RMSNorm and LayerNorm.
 
     >>> layer = DotProduct(*3 * [torch.eye(4)])
     >>> Normed(layer, nn.LayerNorm(4))(torch.ones(2, 4)).shape
@@ -55,7 +55,7 @@ class Normed:
     def linearise(
         self, x: Float[Tensor, "n d"], *, memory: int = 2**30, per_head: bool = False
     ) -> Operator:
-        """The Jacobian at ``x``; the norm's part by automatic differentiation."""
+        """The Jacobian at ``x``; the norm is differentiated automatically."""
         with torch.no_grad():
             u = self.norm(x)
         outer = self.attention.linearise(u, memory=memory, per_head=per_head)
@@ -67,22 +67,22 @@ class Normed:
 
     @cached_property
     def constants(self) -> Norm:
-        """Gain, shift and ε of the norm; `InputError` if it is neither of the two kinds."""
+        """Gain, shift and ε of the norm; `InputError` unless it is RMSNorm or LayerNorm."""
         return norm_of(self.norm, self.attention.query.shape[1])
 
     @cached_property
     def absorbed(self) -> DotProduct:
-        """The attention layer that does the same on the unit sphere, see `absorb`."""
+        """The equivalent attention layer on the unit sphere, see `absorb`."""
         if not isinstance(self.attention, DotProduct):
             raise InputError(
-                "`layer.attention` should be dot-product attention, whose weights can take up "
+                "`layer.attention` should be dot-product attention, whose weights can absorb "
                 f"a norm. Found `{type(self.attention).__name__}`."
             )
         return absorb(self.attention, self.constants)
 
 
 def norm_of(module: nn.Module, width: int) -> Norm:
-    """The LayerNorm or RMSNorm that a module is, found by asking it: see `read_norm`.
+    """Identify a module as LayerNorm or RMSNorm by evaluating it: see `read_norm`.
 
     >>> norm_of(nn.LayerNorm(4), 4).centred, norm_of(nn.RMSNorm(4), 4).centred
     (True, False)
@@ -102,11 +102,11 @@ def norm_of(module: nn.Module, width: int) -> Norm:
 
 
 def absorb(layer: DotProduct, norm: Norm) -> DotProduct:
-    """The layer that does on the unit sphere what ``layer`` does on normalised tokens.
+    """The layer that acts on the unit sphere as ``layer`` acts on normalised tokens.
 
     ``f(N(x)) = f'(u(x))``, ``u`` the norm's `Norm.direction`, with weights ``√d W D_g`` and
-    biases ``b + W β``: for LayerNorm with a shift, attention with biases on a sphere. Where
-    the norm takes the mean away, so do the weights: they see only what tokens can be.
+    biases ``b + W β``: for LayerNorm with a shift, attention with biases on a sphere. If the norm
+    subtracts the mean, so do the weights, restricted to the tokens that can occur.
 
     Holds for every ``ε ≥ 0``: tokens lie in the unit ball.
 
@@ -135,15 +135,15 @@ def absorb(layer: DotProduct, norm: Norm) -> DotProduct:
 class Behind:
     """The derivative of a norm after attention: ``s_i D_g (I - u_i u_i^T) Π`` in row i.
 
-    ``D_g`` has ``√d γ``; ``Π`` takes the mean away (LayerNorm) or does nothing (RMSNorm).
+    ``D_g`` has ``√d γ``; ``Π`` subtracts the mean (LayerNorm) or is the identity (RMSNorm).
     """
 
     norm: Norm
-    # ``s_i`` from above, ``(n,)``; the largest one, ``(1,)``, for all inputs
+    # upper bound of ``s_i``, ``(n,)``; the largest one, ``(1,)``, for all inputs
     slope: Float[Tensor, " n"]
-    # where tokens end up in the unit ball, ``(n, d)``; None for all inputs
+    # normalised tokens in the unit ball, ``(n, d)``; None for all inputs
     u: Float[Tensor, "n d"] | None = None
-    # ``>= `` what rounding of the norm's input changes in the derivative, ``(n,)``
+    # upper bound of the derivative's change from rounding of the norm's input, ``(n,)``
     error: Float[Tensor, " n"] | None = None
 
     @property
@@ -153,7 +153,7 @@ class Behind:
 
     @property
     def sizes(self) -> Float[Tensor, " n"]:
-        """Bounds of the norms of the rows' derivatives."""
+        """Bounds of the norms of the row derivatives."""
         return self.gain.abs().max() * self.slope * (1 + UNIT)
 
     def at(self, rows: slice) -> Float[Tensor, "r d d"]:
@@ -167,12 +167,12 @@ class Behind:
 
 @dataclass(frozen=True)
 class Around:
-    """What stands around attention, at an input or at all of them."""
+    """The norms and the residual path around attention, at one input or for all inputs."""
 
-    tokens: int  # their number; 1 for all inputs
+    tokens: int  # number of tokens; 1 for all inputs
     width: int  # of a token
-    second: Behind | None = None  # ``N_s``, which takes the attention's own output, or None
-    outer: Behind | None = None  # ``N_o``, which takes the sum, or None
+    second: Behind | None = None  # ``N_s``, applied to the attention output, or None
+    outer: Behind | None = None  # ``N_o``, applied to the sum, or None
 
     @cached_property
     def beside(self) -> Float[Tensor, " n"]:
@@ -190,7 +190,7 @@ class Around:
         return self.second is None and self.outer is None
 
     def own(self, rows: slice) -> Float[Tensor, "r d d"]:
-        """``D_i`` of some tokens; of all alike ``(1, d, d)``."""
+        """``D_i`` of some tokens; ``(1, d, d)`` if all are equal."""
         if self.outer is None:
             return torch.eye(self.width, dtype=torch.float64)[None]
         return self.outer.at(rows)
@@ -211,7 +211,7 @@ class Around:
         return outer * (1 + second * value)
 
     def slack(self, hidden: float) -> float:
-        """What rounding may hide of a bound with the identity inside; ``hidden``: without it."""
+        """Rounding error of a bound including the identity; ``hidden``: without it."""
         norm = hidden / UNIT
         second = float(self._sizes(self.second).max())
         inner, outer = (
@@ -226,7 +226,7 @@ class Around:
         return torch.ones(self.tokens, dtype=torch.float64) if norm is None else norm.sizes
 
 
-_KNOWN = 0.01  # largest rounding of a norm's input, beside it, that still says something
+_KNOWN = 0.01  # largest relative rounding of a norm's input for a meaningful bound
 
 
 @dataclass(frozen=True)
@@ -241,8 +241,8 @@ class Residual:
     torch.Size([2, 4])
     """
 
-    branch: Attention | Normed  # ``f``: attention, with a norm in front or without
-    second: nn.Module | None = None  # ``N_s``, a norm of the attention's own output, or None
+    branch: Attention | Normed  # ``f``: attention, with or without a norm in front
+    second: nn.Module | None = None  # ``N_s``, a norm of the attention output, or None
     outer: nn.Module | None = None  # ``N_o``, a norm of the sum, or None
 
     def __call__(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
@@ -262,7 +262,7 @@ class Residual:
         return self.attention.num_heads
 
     def linearise(self, x: Float[Tensor, "n d"], *, memory: int = 2**30) -> Operator:
-        """The Jacobian at ``x``; norms by automatic differentiation."""
+        """The Jacobian at ``x``; norms are differentiated automatically."""
         op = self.branch.linearise(x, memory=memory)
         with torch.no_grad():
             y = self.branch(x)
@@ -280,7 +280,7 @@ class Residual:
 
     @cached_property
     def norms(self) -> tuple[Norm | None, Norm | None]:
-        """Constants of ``N_s`` and ``N_o``; `InputError` if one is of neither kind."""
+        """Constants of ``N_s`` and ``N_o``; `InputError` unless RMSNorm or LayerNorm."""
         second, outer = (
             None if one is None else norm_of(one, self.width) for one in (self.second, self.outer)
         )
@@ -288,20 +288,20 @@ class Residual:
 
     @cached_property
     def width(self) -> int:
-        """Of a token; `InputError` if attention gives tokens of another one."""
+        """Token width; `InputError` if input and output widths differ."""
         layer = self.attention
         reads = layer.query.shape[1]
         concat = layer.num_heads * layer.value_width
         writes = concat if layer.output is None else layer.output.shape[0]
         if reads != writes:
             raise InputError(
-                "`layer` should give tokens of the width that it takes, to be added to them. Found "
+                "`layer` should preserve the token width for the residual sum. Found "
                 f"{reads} and {writes}."
             )
         return reads
 
     def everywhere(self) -> Around:
-        """What is around attention at all inputs: norms are steepest at 0."""
+        """The norms and residual path for all inputs: norms are steepest at 0."""
         second, outer = (
             None if one is None else Behind(one, one.weight.new_tensor([one.steepest(0.0)]))
             for one in self.norms
@@ -309,7 +309,7 @@ class Residual:
         return Around(1, self.width, second, outer)
 
     def at(self, attention: Attention, heads: HeadsAt | None, x: Float[Tensor, "n d"]) -> Around:
-        """What is around attention at ``x``; heads, at their own input, where a norm follows."""
+        """The norms and residual path at ``x``; ``heads`` is needed if a norm follows attention."""
         second, outer = self.norms
         if second is None and outer is None:
             return Around(len(x), self.width)
@@ -327,9 +327,9 @@ class Residual:
 
 
 def _behind_at(norm: Norm, y: Tensor, off: Tensor) -> Behind:
-    """The derivative of a norm at ``y``, every token of which is known up to ``off``.
+    """The derivative of a norm at ``y``, each token of which is known up to ``off``.
 
-    ``u`` moves by at most ``s off``, and ``s`` by the share ``s off``: the derivative by three.
+    ``u`` changes by at most ``s off``, ``s`` by the share ``s off``, the derivative by 3 times.
     """
     size = (norm.size(y) - off).clamp_min(0.0)
     slope = 1 / (size.square() + len(norm.weight) * norm.eps).sqrt()
@@ -341,7 +341,7 @@ def _behind_at(norm: Norm, y: Tensor, off: Tensor) -> Behind:
 
 
 def _biases(layer: Attention) -> float:
-    """``>= `` the norm of what biases write."""
+    """``>= `` the norm of the contribution of the biases."""
     outer = 1.0 if layer.output is None else float(layer.output.norm())
-    given = ((getattr(layer, "value_bias", None), outer), (getattr(layer, "output_bias", None), 1))
-    return sum((float(b.double().norm()) * factor for b, factor in given if b is not None), 0.0)
+    biases = ((getattr(layer, "value_bias", None), outer), (getattr(layer, "output_bias", None), 1))
+    return sum((float(b.double().norm()) * factor for b, factor in biases if b is not None), 0.0)

@@ -1,4 +1,4 @@
-"""Kinds of attention: one variant, one file; being here is what enters it."""
+"""Attention variants, one per file; importing this package registers them."""
 
 import importlib
 import pkgutil

@@ -1,4 +1,4 @@
-"""Dot-product attention on tokens that are brought into a ball first."""
+"""Dot-product attention on tokens projected into a ball: globally Lipschitz."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lipscope.errors import InputError, check_positive
 class ClippedAttention(Biased):
     """Dot-product attention of ``N(x_i)``, ``|N(x)| ≤ R``: Lipschitz on all inputs.
 
-    ``into="clip"``: ``N(x) = x min(1, R / |x|)``, the nearest point of the ball.
-    ``into="normalise"``: ``N(x) = x / √(1 + |x|² / R²)``, a smooth map onto its inside. Both have
-    slopes of at most 1, so the bound G2 on the ball holds everywhere.
+    ``into="clip"``: ``N(x) = x min(1, R / |x|)``, the projection onto the ball.
+    ``into="normalise"``: ``N(x) = x / √(1 + |x|² / R²)``, a smooth map into its interior. Both are
+    1-Lipschitz, so the bound G2 on the ball holds everywhere.
 
     Holds for encoders and decoders, biases of queries, keys and values, and any 0/-inf mask.
 
     Args:
         radius: ``R``, positive.
-        into: How tokens come into the ball.
+        into: How tokens are mapped into the ball.
 
     Source: dot products of [vaswani2017]; the constant is derived here
     (``docs/theory/global-bounds.md``).

@@ -1,4 +1,4 @@
-"""Scaled cosine attention: queries, keys and values of bounded length."""
+"""Scaled cosine attention: normalised queries, keys and values."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class ScaledCosineAttention(InnerProduct):
 
     ``ẑ = z / √(|z|² + ε)`` for the query, key and value of every token and head.
 
-    Holds for encoders and causal decoders. Some code leaves values as they are; that layer is
-    not Lipschitz with the constant of the paper and is not this one.
+    Holds for encoders and causal decoders. Some implementations do not normalise values; that
+    layer does not have the paper's Lipschitz constant and is not implemented here.
 
     Args:
-        temperature: ``τ``, positive; trained where it is a parameter, to any sign, as ``gain``.
+        temperature: ``τ``, positive; a parameter may reach any sign in training, as may ``gain``.
         gain: ``ν``, positive.
         eps: ``ε``, positive.
 
     Raises:
-        InputError: If the shapes do not fit together or a number is not positive; a tensor need
-            only be finite, as training leaves it.
+        InputError: If the shapes do not fit together or a number is not positive; tensors only
+            need to be finite, since training may change their sign.
 
     Source: scaled cosine similarity attention of [lipsformer2023].
 
@@ -65,7 +65,7 @@ class ScaledCosineAttention(InnerProduct):
         self.eps = eps
 
     def norms(self) -> tuple[TokenNorm, TokenNorm, TokenNorm]:
-        """``τ z / √(|z|² + ε)`` and the like, for every head."""
+        """``τ z / √(|z|² + ε)`` for queries; likewise for keys and values of every head."""
         k, one = self.head_width, torch.ones_like(self.gain)
         return (
             self._shortened(self.temperature, k),

@@ -1,4 +1,4 @@
-"""Dot-product attention divided by a bound of itself on a ball."""
+"""Dot-product attention divided by its Lipschitz bound on a ball."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from lipscope.errors import InputError, check_count, check_positive
 
 @variant
 class DividedAttention(Biased):
-    """Dot-product attention, every head divided by a bound of it: 1-Lipschitz heads on a ball.
+    """Dot-product attention with each head divided by its bound: 1-Lipschitz heads on a ball.
 
-    ``P_h X V_h^T / B_h``, ``B_h`` the bound ``by`` of ``P_h X V_h^T`` for at most ``n`` tokens of
-    norm at most ``R``, derived from the weights anew in every pass; gradients go through it.
+    ``P_h X V_h^T / B_h``, with ``B_h`` the bound ``by`` of ``P_h X V_h^T`` for at most ``n``
+    tokens of norm at most ``R``, recomputed from the weights in every pass and differentiable.
 
-    Holds for encoders and decoders, biases of queries, keys and values (those of values are not
-    divided), and masks; ``mean-field`` without mask. Larger tokens are not refused: nothing
-    is promised of them.
+    Holds for encoders and decoders, biases of queries, keys and values (value biases are not
+    divided), and masks; ``mean-field`` without a mask. Larger tokens are accepted, without
+    any guarantee.
 
     Args:
         by: ``theorem-3.3`` of [castin2024] (with biases its Theorem E.3), ``G2``, or the
             ``mean-field`` bound with half the exponent.
-        num_tokens: ``n``; longer inputs are refused.
+        num_tokens: ``n``; longer inputs raise an error.
         radius: ``R``, positive.
 
     Raises:
@@ -75,7 +75,7 @@ class DividedAttention(Biased):
             return on_ball(self, self.by, num_tokens=n, radius=self.radius)
 
     def projections(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Values are divided; a head without values has nothing to divide."""
+        """Divide the values; skipped without value channels."""
         bounds = self.bounds()
         divisor = torch.where(bounds > 0, bounds, 1.0).repeat_interleave(self.value_width)
         return self.query, self.key, (self.value / divisor[:, None]).to(self.value.dtype)
@@ -83,7 +83,7 @@ class DividedAttention(Biased):
     def project_in(
         self, x: Tensor, context: Tensor | None = None, *, biased: bool = True
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As in every layer."""
+        """See `Layer.project_in`."""
         found = (x if context is None else context).shape[-2]
         if max(found, x.shape[-2]) > self.num_tokens:
             raise InputError(

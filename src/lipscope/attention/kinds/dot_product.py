@@ -1,4 +1,4 @@
-"""Dot-product attention: the score ``<q_i, k_j>`` of Vaswani et al."""
+"""Dot-product attention with the score ``<q_i, k_j>`` of Vaswani et al."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class DotProduct(InnerProduct):
     """Attention with ``S_ij = scale <Q x_i + b_Q, K x_j + b_K>``.
 
     Holds for encoders and decoders, grouped keys and values, biases, rotary embeddings, soft-capped
-    scores, normalised queries and keys, and any 0/-inf mask. Bounds from weights ask for less:
+    scores, normalised queries and keys, and any 0/-inf mask. Bounds from weights cover less:
     none holds with a soft cap or with normalised queries or keys.
 
     One head with ``Q = K = V = I`` at zero tokens averages them, so its Jacobian is

@@ -1,4 +1,4 @@
-"""L2 attention with tied weights: the score ``-|x_i W - x_j W|²`` of Kim et al."""
+"""L2 attention with tied weights and the score ``-|x_i W - x_j W|²`` of Kim et al."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lipscope.errors import InputError
 
 
 def phi_inverse(y: float) -> float:
-    """``φ⁻¹(y) = W_0(y / e)`` for ``y ≥ 0``, ``φ(x) = x e^(x+1)``, Lambert's function.
+    """``φ⁻¹(y) = W_0(y / e)`` for ``y ≥ 0``, ``φ(x) = x e^(x+1)``; ``W_0`` is Lambert's function.
 
     >>> x = phi_inverse(9.0)
     >>> round(x * math.exp(x + 1), 12)
@@ -24,16 +24,16 @@ def phi_inverse(y: float) -> float:
 
 @variant
 class L2Attention(Distance):
-    """Attention by distance, Lipschitz on all inputs of one length.
+    """Attention by distance, Lipschitz over all inputs of a fixed length.
 
     ``f^h(X) = P^h X A_h`` with ``P^h_ij ∝ exp(-|x_i W_h - x_j W_h|² / √k)`` and
     ``A_h = W_h W_h^T / √k``; ``F(X) = [f^1 W^{V,1}, …, f^H W^{V,H}] W^O``. Queries and keys
-    share their weights: untied, it is not Lipschitz either.
+    share their weights; with untied weights the layer is not Lipschitz.
 
     Holds for encoders and causal decoders.
 
     Args:
-        query: ``W_h^T`` of all heads, ``(heads * k, d)``: queries and keys alike.
+        query: ``W_h^T`` of all heads, ``(heads * k, d)``, for queries and keys.
         value: ``(W^{V,h})^T`` of all heads, ``(heads * d_v, d)``.
         output: ``(W^O)^T``, ``(d_out, heads * d_v)``, or None for concatenated heads.
 
@@ -62,11 +62,11 @@ class L2Attention(Distance):
 
     @property
     def key(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The weights of the queries."""
+        """The query weights."""
         return self.query
 
     def projections(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``W k^(-1/4)`` for queries and keys, which takes up the scale, and ``W^V A_h``."""
+        """``W k^(-1/4)`` for queries and keys, including the scale, and ``W^V A_h``."""
         w = self.query * self.head_width**-0.25
         by_head = w.unflatten(0, (self.num_heads, -1))
         folded = self.value.unflatten(0, (self.num_heads, -1)) @ by_head.mT @ by_head

@@ -1,4 +1,4 @@
-"""Dot-product attention whose scores are divided by the size of queries, keys and values."""
+"""LipschitzNorm attention: dot products divided by the size of queries, keys and values."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ CONSTANT = math.sqrt(5 + (math.e + 1) ** 2)  # of the map from queries, keys and
 
 @variant
 class LipschitzNormAttention(InnerProduct):
-    """Attention with ``S_ij = <q_i, k_j> / max(uv, uw, vw)``, every token visible.
+    """Attention with ``S_ij = <q_i, k_j> / max(uv, uw, vw)``, without a mask.
 
     ``u = ‖Q‖_F``, ``v = max_j |k_j|``, ``w = max_j |v_j|`` over all tokens, for every head.
 
-    Holds without mask. Where a maximum is attained by several tokens, the derivative is that of
-    their mean, as in automatic differentiation; there the layer has none.
+    Holds without a mask. If several tokens attain a maximum, the layer is not differentiable and
+    the derivative is the mean of theirs, as in automatic differentiation.
 
     Source: the quadratic form of LipschitzNorm in [dasoulas2021], as in the authors' code.
 

@@ -1,4 +1,4 @@
-"""Sigmoid attention: every weight by itself, without a sum to divide by."""
+"""Sigmoid attention: elementwise weights without row normalisation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lipscope.errors import check_finite_number
 
 
 class Sigmoid(Weighting):
-    """``P_ij = 1 / (1 + exp(-s_ij))``: weights between 0 and 1, whose sum is anything."""
+    """``P_ij = 1 / (1 + exp(-s_ij))``: weights between 0 and 1 with arbitrary row sums."""
 
     def weights(self, s: Tensor) -> Tensor:
         """The sigmoid of every score."""
@@ -32,7 +32,7 @@ class Sigmoid(Weighting):
         return self.jvp(at, gp)
 
     def open(self, s: Tensor, shift: Tensor) -> Tensor:
-        """Not those whose weights are all 0 or 1 to rounding, whatever the shifts are."""
+        """Exclude rows whose weights are all 0 or 1 up to rounding for any shift."""
         settled = -math.log(torch.finfo(s.dtype).tiny) + shift[..., None]
         return (s.abs() < settled).any(-1)
 
@@ -41,16 +41,16 @@ class Sigmoid(Weighting):
 class SigmoidAttention(Biased):
     """Attention with weights ``P_ij = σ(scale <q_i, k_j> + b)``, ``b = -log m`` for ``m`` keys.
 
-    Each weight is between 0 and 1; those of a row need not add up to 1. With ``b = -log m`` they
-    add up to about 1 at small scores. ``m`` counts the keys that some token may read, in every
-    head: padding that a mask hides changes nothing.
+    Each weight is between 0 and 1; rows need not add up to 1. With ``b = -log m`` they add up
+    to about 1 at small scores. ``m`` counts the keys that any token may attend to, for every
+    head: masked padding changes nothing.
 
-    Holds for encoders and decoders, biases and any 0/-inf mask. A causal layer that should not see
-    how many tokens follow is given a number as ``offset``. Sigma is not bounded over all
-    inputs; on a ball it is (`sigmoid_ball`).
+    Holds for encoders and decoders, biases and any 0/-inf mask. For a causal layer that must not
+    depend on the number of later tokens, set ``offset`` to a number. Sigma is unbounded over all
+    inputs and bounded on a ball (`sigmoid_ball`).
 
     Args:
-        offset: ``b``; minus the logarithm of the number of keys if None.
+        offset: ``b``; None: minus the logarithm of the number of keys.
 
     Source: sigmoid attention of [ramapuram2024].
 
@@ -77,7 +77,7 @@ class SigmoidAttention(Biased):
         self.offset = offset
 
     def shift(self, num_keys: int, added: Tensor | None = None) -> float | Tensor:
-        """``b``; where a mask hides keys, of every head, and of every sample of a call."""
+        """``b``; per head and sample if a mask hides keys."""
         if self.offset is not None:
             return self.offset
         if self.mask is None and added is None:

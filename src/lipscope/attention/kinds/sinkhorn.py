@@ -1,4 +1,4 @@
-"""Sinkhorn attention: weights whose rows and columns both have fixed sums."""
+"""Sinkhorn attention: weights with fixed row and column sums."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from lipscope.attention.core import InnerProduct, variant
 from lipscope.attention.weighting import At, Weighting
 from lipscope.errors import InputError
 
-# Sinkhorn's own steps before Newton's: these converge from anywhere, those in few steps.
+# Sinkhorn steps before Newton steps: the former converge from anywhere, the latter quickly.
 _FIRST, _MOST = 20, 500
 _LARGEST_STEP = 3.0
-_LEAST = 0.01  # by which sums may be off where rounding leaves no more
-_REFINED = 2  # chord steps that carry the derivatives: as many as orders of them are wanted
+_LEAST = 0.01  # accepted error of the sums if rounding prevents a smaller one
+_REFINED = 2  # chord steps that carry derivatives: one per order of differentiation
 
 
 class Sinkhorn(Weighting):
-    """``P_ij = exp(s_ij + f_i + g_j)`` with rows that add up to 1, columns to ``c = n / m``.
+    """``P_ij = exp(s_ij + f_i + g_j)`` with row sums 1 and column sums ``c = n / m``.
 
-    The derivative is that of the equations for ``f`` and ``g``, whatever steps solved them:
+    The derivative is that of the equations for ``f`` and ``g``, not of the solver's steps:
     ``dP = P (ds + df_i + dg_j)`` with ``H df = P κ / c - ρ``, ``dg = -(κ + P^T df) / c``,
-    ``H = I - P P^T / c``, ``ρ`` and ``κ`` the sums of ``P ds`` over rows and columns. As a map of
-    ``ds`` it is its own transpose.
+    ``H = I - P P^T / c``, ``ρ`` and ``κ`` the row and column sums of ``P ds``. This linear map
+    of ``ds`` is symmetric.
     """
 
     all_rows = True
     kept = 2
 
     def weights(self, s: Tensor) -> Tensor:
-        """The weights; derivatives of first and second order are right."""
+        """The weights, with correct first and second derivatives."""
         f, factor = _Balanced.apply(s.detach())
-        for _ in range(_REFINED):  # f is right already, and each step adds an order
+        for _ in range(_REFINED):  # f is exact already; each step adds a derivative order
             p = _balanced_weights(s, f)
             f = f - torch.cholesky_solve(p.sum(-1, keepdim=True) - 1, factor)
         return _balanced_weights(s, f)
@@ -52,7 +52,7 @@ class Sinkhorn(Weighting):
         return _balance(s)
 
     def again(self, s: Tensor, statistic: Tensor | None) -> At:
-        """From ``f``: only ``H`` is factored anew."""
+        """Rebuild from ``f``: only ``H`` is factored again."""
         assert statistic is not None
         p = _balanced_weights(s, statistic)
         return p, _factor(p)
@@ -76,19 +76,19 @@ class Sinkhorn(Weighting):
 class SinkhornAttention(InnerProduct):
     """Attention with doubly stochastic weights ``P_ij = exp(scale <q_i, k_j> + f_i + g_j)``.
 
-    ``f`` and ``g`` make all rows and columns of ``P`` add up to 1: the limit of Sinkhorn's
-    iteration, to rounding. With ``m`` keys of other tokens, columns add up to ``n / m``.
+    ``f`` and ``g`` make all row and column sums of ``P`` equal to 1: the limit of Sinkhorn's
+    iteration, up to rounding. With ``m`` keys of other tokens, column sums are ``n / m``.
 
-    Holds for encoders, and masks under which such weights exist. A causal mask has only the
-    identity: the first row leaves the first token nothing to give to others.
+    Holds for encoders, and masks under which such weights exist. A causal mask allows only the
+    identity: the first row gives all its weight to the first token, which exhausts its column.
 
     Args:
-        mask: ``(n, n)`` or ``(heads, n, n)``: True where i may read j. Every True must be on
-            a permutation of the tokens that the mask allows.
+        mask: ``(n, n)`` or ``(heads, n, n)``: True where i may attend to j. Every True must lie
+            on a permutation of the tokens that the mask allows.
 
     Raises:
         InputError: If the shapes do not fit together, no doubly stochastic weights are positive
-            where the mask is True, or scores are too far apart for the iteration to end.
+            where the mask is True, or the scores differ too much for convergence.
 
     Source: Sinkformers [sander2022], with the derivative of the limit.
 
@@ -124,7 +124,7 @@ class SinkhornAttention(InnerProduct):
 
 
 class _Balanced(torch.autograd.Function):
-    """``f`` and the factor of ``H``, without a derivative, whatever transform asks."""
+    """``f`` and the factor of ``H``, constant under every transform."""
 
     @staticmethod
     def forward(s: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,7 +150,7 @@ class _Balanced(torch.autograd.Function):
 
 
 def _column_potential(s: Tensor, f: Tensor) -> Tensor:
-    """``g``, with which columns add up to ``n / m``."""
+    """The ``g`` for which column sums are ``n / m``."""
     return math.log(s.shape[-2] / s.shape[-1]) - (s + f).logsumexp(-2, keepdim=True)
 
 
@@ -159,11 +159,10 @@ def _balanced_weights(s: Tensor, f: Tensor) -> Tensor:
 
 
 def _factor(p: Tensor, *, sure: bool = True) -> Tensor:
-    """The Cholesky factor of ``H + 1 1^T / n``: ``H`` does not see what is common to all of ``f``.
+    """The Cholesky factor of ``H + 1 1^T / n``; ``H`` is singular on constant ``f``.
 
-    Nor does it see what is common to tokens that read each other only, or nearly so. What
-    rounding makes of ``f`` there is taken back by ``g``; so ``H`` is solved with, which keeps
-    it there, and never inverted, which would not.
+    ``H`` is also nearly singular on groups of tokens that attend mostly to each other. Rounding
+    errors of ``f`` there cancel in ``g`` if ``H`` is solved with, but not if it is inverted.
     """
     n, m = p.shape[-2:]
     h = torch.diag_embed(p.sum(-1)) - p @ p.mT * (m / n) + 1 / n
@@ -172,17 +171,17 @@ def _factor(p: Tensor, *, sure: bool = True) -> Tensor:
     factor, failed = torch.linalg.cholesky_ex(h + rounding * eye)
     if sure and bool(failed.any()):
         raise InputError(
-            "Scores should be near enough for Sinkhorn's derivative. Found weights that are "
+            "Scores should be close enough for Sinkhorn's derivative. Found weights that are "
             "nearly those of a permutation; scale queries, keys or tokens down."
         )
     return factor
 
 
 def _balance(s: Tensor) -> Tensor:
-    """``f`` that makes rows add up to 1 and columns to ``n / m``, to rounding.
+    """The ``f`` for which row sums are 1 and column sums ``n / m``, up to rounding.
 
-    Sinkhorn's steps, and after some of them Newton's on the sums of the rows wherever they bring
-    these nearer to 1. It ends when the sums are right, and not before.
+    Sinkhorn steps, then Newton steps on the row sums wherever they reduce the error. Stops only
+    when the sums are correct.
     """
     size = s.masked_fill(s == -torch.inf, 0.0).abs().amax((-2, -1), keepdim=True)
     exact = 16 * torch.finfo(s.dtype).eps * (1 + size) * max(1.0, s.shape[-2] / s.shape[-1])
@@ -203,17 +202,17 @@ def _balance(s: Tensor) -> Tensor:
         f = -(s + _column_potential(s, f)).logsumexp(-1, keepdim=True)
     if not bool((off <= exact).all()):
         raise InputError(
-            f"Scores should be near enough for Sinkhorn's iteration. Found sums off by "
+            f"Scores should be close enough for Sinkhorn's iteration. Found sums off by "
             f"{float(off.max()):.1g} after {_MOST} steps; scale queries, keys or tokens down."
         )
     return f
 
 
 def _check_support(mask: Tensor) -> None:
-    """Every True of a mask is on an allowed permutation, or there are no such weights.
+    """Refuse masks with a True that lies on no allowed permutation.
 
-    With one permutation ``π``, these are the pairs ``(i, j)`` for which a chain of allowed
-    exchanges leads from ``π^-1(j)`` back to ``i``: parts of a graph that are strongly connected.
+    Given one permutation ``π``, the valid pairs ``(i, j)`` are those for which a chain of allowed
+    exchanges leads from ``π^-1(j)`` back to ``i``: strongly connected components of a graph.
     """
     for one in mask.reshape(-1, *mask.shape[-2:]).cpu():
         if one.shape[0] != one.shape[1]:
@@ -225,7 +224,7 @@ def _check_support(mask: Tensor) -> None:
                 f"up to 1 otherwise. Found none, {int((~one.any(0)).sum())} tokens being hidden "
                 "from every row."
             )
-        graph = one[:, torch.as_tensor(match).long()]  # row i to the row that holds its column
+        graph = one[:, torch.as_tensor(match).long()]  # row i -> the row matched to its column
         part = torch.as_tensor(
             connected_components(csr_matrix(graph.numpy()), connection="strong")[1]
         )

@@ -1,1 +1,1 @@
-"""Theorems derived here."""
+"""Lipschitz bounds derived here."""

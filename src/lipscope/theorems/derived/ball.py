@@ -1,8 +1,8 @@
-"""The ball certificate of one head: every Jacobian within a radius of X, bounded at once.
+"""The ball certificate of one head: a bound of every Jacobian within a radius of X.
 
-Derived here; statement and proof, line by line, with the names used here (``mu, nu, rho, eta``):
-``docs/theory/ball-certificate.md``. A ball is ``token`` (every token moves by at most ``eps``,
-which contains the next) or ``frobenius`` (all of them together do).
+Derived here; statement and proof, with the names used here (``mu, nu, rho, eta``):
+``docs/theory/ball-certificate.md``. A ball is ``token`` (every token moves by at most ``eps``;
+contains the other) or ``frobenius`` (all tokens together do).
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ class SoftmaxIntervals:
 
     upper: Tensor  # ``U_ij >= P'_ij``
     lower: Tensor  # ``L_ij <= P'_ij``
-    apart: Tensor  # ``>= 1 - P'_ij``, to full accuracy where ``L_ij`` rounds to 1
+    apart: Tensor  # ``>= 1 - P'_ij``, accurate even if ``L_ij`` rounds to 1
     change: Tensor  # ``D_ij >= |P'_ij - P_ij|``
-    free: Tensor  # ``>= 1 - sum_j L_ij``, the weight that may be anywhere, ``(n,)``
+    free: Tensor  # ``>= 1 - sum_j L_ij``, the unassigned weight of a row, ``(n,)``
 
 
 def softmax_over(at: HeadAt, eps: Float[Tensor, " n"], ball: BallName) -> SoftmaxIntervals:
-    """Intervals of ``P'_ij`` over the ball: the box of logits, and Jensen's inequality.
+    """Intervals of ``P'_ij`` over the ball, from the box of logits and Jensen's inequality.
 
     ``P'_ij <= min( box, P_ij exp(jensen_ij) )``: in the box every logit of a row moves by
-    ``eta`` on its own; Jensen's inequality knows that the row's mean moves too.
+    ``eta`` independently; Jensen's inequality uses that the row's mean moves too.
     """
     p, allowed, e = at.p, at.allowed, eps
-    rho = at.rho + at.norm_a * e[:, None]  # of the moved query
+    rho = at.rho + at.norm_a * e[:, None]  # for the moved query
     keyed = rho * e
     rounding = at.rounding[:, None]  # of the logits themselves
     eta = (at.mu * e[:, None] + keyed + rounding).masked_fill(~allowed, 0.0)
     above = at.s + eta - _weight_of_others(at.s - eta)
     below = at.s - eta - _weight_of_others(at.s + eta)
-    # in the log domain: P may underflow where P exp(jensen) does not, and 1 - P where P is 1
+    # in the log domain: P may underflow although P exp(jensen) does not, likewise 1 - P at P = 1
     odds = at.s - _weight_of_others(at.s)
     log_p, rest = torch.nn.functional.logsigmoid(odds), torch.sigmoid(-odds)  # rest = 1 - P
     if ball == "frobenius":
@@ -67,7 +67,7 @@ def softmax_over(at: HeadAt, eps: Float[Tensor, " n"], ball: BallName) -> Softma
     lower = torch.minimum(lower, p)
     apart = torch.maximum(torch.minimum(torch.sigmoid(-below), -torch.expm1(log_lower)), rest)
     least = torch.maximum(torch.sigmoid(-above), -torch.expm1(log_upper))
-    # P - P' = (1 - P') - (1 - P), which keeps its digits where P is near 1
+    # P - P' = (1 - P') - (1 - P) is accurate where P is near 1
     fall = torch.where(p > 0.5, apart - rest, p - lower).clamp_min(0.0)
     rise = torch.where(p > 0.5, rest - least, upper - p).clamp_min(0.0)
     return SoftmaxIntervals(
@@ -80,7 +80,7 @@ def softmax_over(at: HeadAt, eps: Float[Tensor, " n"], ball: BallName) -> Softma
 
 
 def _without(w: Tensor) -> Tensor:
-    """``sum_{l != j} w_il`` of nonnegative numbers, without taking the largest from itself."""
+    """``sum_{l != j} w_il`` of nonnegative numbers, without subtracting the largest from itself."""
     best = w.argmax(-1, keepdim=True)
     alone = w.scatter(-1, best, 0.0).sum(-1, keepdim=True)
     return (w.sum(-1, keepdim=True) - w).clamp_min(0.0).scatter(-1, best, alone)
@@ -89,21 +89,21 @@ def _without(w: Tensor) -> Tensor:
 def _weight_of_others(t: Tensor) -> Tensor:
     """``log sum_{l != j} exp t_il`` without overflow or cancellation."""
     whole = t.logsumexp(-1, keepdim=True)
-    # below the row's maximum a share is at most 1/2, so that 1 - share loses no digit
+    # below the row's maximum a share is at most 1/2, so that 1 - share loses no digits
     rest = whole + torch.log1p(-(t - whole).exp().clamp_max(0.5))
     best = t.argmax(-1, keepdim=True)
     alone = t.scatter(-1, best, -torch.inf).logsumexp(-1, keepdim=True)
     return rest.scatter(-1, best, alone)
 
 
-_SLACK = 1e-10  # float64 rounding of the weighted sums, with room
+_SLACK = 1e-10  # float64 rounding of the weighted sums, with a margin
 
 
 class Ball:
-    """One head over the ball of radius ``eps`` around its centre: every form, lazily.
+    """One head over the ball of radius ``eps`` around its centre; all forms are computed lazily.
 
-    ``eps`` is one for all tokens, or one each (``token`` only); `by_weights` needs ``weighted``.
-    ``scored`` is the same ball around a head that differs in ``V`` alone: scores are taken from it.
+    ``eps`` is shared by all tokens or given per token (``token`` only); `by_weights` needs
+    ``weighted``. ``scored`` is the same ball for a head with another ``V``; its scores are reused.
     """
 
     def __init__(
@@ -127,12 +127,12 @@ class Ball:
 
     @cached_property
     def visible_eps(self) -> Tensor:
-        """Largest move among the tokens that row i reads, ``(n,)``."""
+        """Largest move among the tokens that row i attends to, ``(n,)``."""
         return torch.where(self.c.allowed, self.eps, 0.0).amax(-1)
 
     @cached_property
     def spread(self) -> Tensor:
-        """``>= sqrt(lam_max(Cov_P'(e)))``: how far moves differ within a row, ``(n,)``."""
+        """``>= sqrt(lam_max(Cov_P'(e)))``: the spread of moves within a row, ``(n,)``."""
         apart = self.p.apart.amin(-1).clamp_max(0.5)  # Var <= 4 p (1 - p) eps^2 once p > 1/2
         part = (4 * apart * (1 - apart)).sqrt()
         if self.ball == "frobenius":
@@ -153,10 +153,10 @@ class Ball:
 
     @cached_property
     def sums(self) -> dict[str, Tensor]:
-        """Weighted Gram matrices of ``Vy`` and ``A^T y``, one pass over the rows.
+        """Weighted Gram matrices of ``Vy`` and ``A^T y`` in one pass over the rows.
 
-        ``upper`` holds for any weights ``P'``, ``change`` is weighted with ``D``; ``_y`` is
-        a Gram matrix of ``Vy``, ``(n, k_v, k_v)``, ``_v`` and ``_a`` top eigenvalues of ``Vy`` and
+        ``upper`` holds for any weights ``P'``, ``change`` is weighted with ``D``; ``_y`` is a
+        Gram matrix of ``Vy``, ``(n, k_v, k_v)``, ``_v`` and ``_a`` top eigenvalues for ``Vy`` and
         ``A^T y``.
         """
         c, p = self.c, self.p
@@ -183,15 +183,15 @@ class Ball:
     def _moment(self, rows: slice, y: Tensor, size: Tensor, *others: Tensor) -> list[Tensor]:
         """``>= sum_j P'_ij y_ij y_ij^T``, and its top eigenvalue; ``size`` holds ``|y_ij|``.
 
-        With ``U``; or with ``L``, the rest of the weight put where it counts most. Then the top
-        eigenvalues of other matrices of this size.
+        Uses ``U``, or ``L`` with the rest of the weight placed where it counts most. The other
+        entries are the top eigenvalues for the other matrices of this size.
         """
         upper, lower, free = (w[rows] for w in (self.p.upper, self.p.lower, self.p.free))
         squares = size[rows].masked_fill(~self.c.allowed[rows], 0.0).square()
         free = free * squares.amax(-1)
         gram = _gram(upper[..., None].sqrt() * y)
         top, *tops = eigenvalue(torch.stack([gram, *others]))
-        # lam(U) <= lam(L) + sum_j (U_ij - L_ij) |y_ij|^2: mostly the first is no larger
+        # lam(U) <= lam(L) + sum_j (U_ij - L_ij) |y_ij|^2: usually lam(U) is the smaller one
         near = (~(free >= ((upper - lower) * squares).sum(-1))).nonzero()[:, 0]
         if len(near):
             top = top.clone()
@@ -211,7 +211,7 @@ class Ball:
 
     @cached_property
     def _change_a(self) -> Tensor:
-        """As ``change_v`` of `sums`, of ``A^T y``: not every form asks for it."""
+        """``change_v`` of `sums` for ``A^T y``; only some forms need it."""
         if self.scored is not None:
             return self.scored._change_a
         parts = [
@@ -228,7 +228,7 @@ class Ball:
 
     @cached_property
     def own_change(self) -> Tensor:
-        """``>= ‖V C'_i A - V C_i A‖``, ``(n,)``: what token i's own query adds."""
+        """``>= ‖V C'_i A - V C_i A‖``, ``(n,)``: the change of token i's own-query term."""
         c, sums = self.c, self.sums
         v, a = c.head.norm_v * self.spread, c.norm_a * self.spread
         return (
@@ -262,14 +262,14 @@ class Ball:
         return eigenvalue(whole + sums["upper_y"] * (rho * stretch)[:, None, None])
 
     def _rotary_rows(self, rows: slice, y: Tensor) -> Tensor:
-        """`row` where what reads token j depends on j: centre weighted by U, plus change."""
+        """`row` under rotary embeddings: centre weighted by U, plus change."""
         c, upper = self.c, self.p.upper[rows]
         key_value = c.head.value @ c.head.key.T  # (k_v, k)
         cross = (upper[..., None] * (c.pulled(rows) @ key_value.T)).mT @ y
         gram = _gram((upper.sqrt() * c.rho[rows])[..., None] * y)
         total = upper.sum(-1)[:, None, None] * c.gram_v
         main = eigenvalue(total + cross + cross.mT + gram).sqrt()
-        # o'_i - o_i, from the norms alone: the sums are not known yet
+        # o'_i - o_i from norms alone, since the sums are not available yet
         mean = (self.p.change[rows] * c.nu[rows]).sum(-1) + c.head.norm_v * self.shift[rows]
         query = c.norm_a * self.eps[rows, None]
         block = (c.head.norm_v * self.eps + mean[:, None]) * self.rho[rows] + c.nu[rows] * query
@@ -279,10 +279,10 @@ class Ball:
 
     @cached_property
     def by_weights(self) -> float:
-        """The row-Gram certificate at the centre, blocks stretched by ``U_ij / P_ij``.
+        """The row-Gram certificate at the centre with blocks stretched by ``U_ij / P_ij``.
 
-        ``sqrt(max_j sum_i p_ij ω'_i)``; the weights ``p`` are those found at the centre.
-        Infinite without them.
+        ``sqrt(max_j sum_i p_ij ω'_i)``; the weights ``p`` are those of the centre.
+        Infinite without weights.
         """
         if self.weighted is None:
             return math.inf
@@ -323,12 +323,12 @@ class Ball:
 
     @property
     def cheap(self) -> float:
-        """The better one of both."""
+        """The smaller of the two forms above."""
         return min(self.by_rows, self.by_blocks)
 
     @cached_property
     def change(self) -> float:
-        """``>= ‖J(X') - J(X)‖``: to be added to any bound of ``‖J(X)‖``."""
+        """``>= ‖J(X') - J(X)‖``, to be added to any bound of ``‖J(X)‖``."""
         c, sums = self.c, self.sums
         weights = self.p.change.sum(-1).sqrt() * c.head.norm_v
         if c.rotary is None:
@@ -353,7 +353,7 @@ class Ball:
         return global_rows_capped(self.c.head, len(self.c.x), radius)
 
     def forms(self, local: float | None = None) -> dict[str, float]:
-        """Every form that is finite, by name."""
+        """All finite forms, by name."""
         if local is None:
             local = Ball(self.c, 0.0).cheap
         found = {
@@ -368,11 +368,11 @@ class Ball:
 
 @theorem(cite=DERIVED, statement="ball certificate")
 def ball_certificate(at: HeadAt, eps: float) -> float:
-    """Least of all ball forms: ``‖f(X') - f(X'')‖ <= L ‖X' - X''‖`` within ``eps`` of X.
+    """The smallest ball form: ``‖f(X') - f(X'')‖ <= L ‖X' - X''‖`` within ``eps`` of X.
 
     ``L = min(F1(eps), F2(eps), min(F1, F2)(0) + change(eps), G2(max|x_i| + eps))``.
     Holds for every X', X'' whose tokens are within ``eps`` of those of X, any mask, biases
-    and rotary embedding (G2 then left out).
+    and rotary embedding (without the G2 term).
 
     Source: derived here (``docs/theory/ball-certificate.md``).
     """
@@ -383,7 +383,7 @@ def ball_certificate(at: HeadAt, eps: float) -> float:
 def ball_rows(at: HeadAt, eps: float) -> float:
     """``F2(eps)``, ``F2(eps)² = min_θ max_j ((1+θ) sum_i U_ij w'_i + (1+1/θ) ‖V C'_j A‖²)``.
 
-    Holds as `ball_certificate` does.
+    See `ball_certificate` for the hypotheses.
 
     Source: derived here (``docs/theory/ball-certificate.md``).
     """
@@ -394,7 +394,7 @@ def ball_rows(at: HeadAt, eps: float) -> float:
 def ball_blocks(at: HeadAt, eps: float) -> float:
     """``F1(eps) = ‖U‖ ‖V‖ + max_i ‖V C'_i A‖ + ‖[U_ij |V y'_ij| |a'_i|]‖``.
 
-    Holds as `ball_certificate` does.
+    See `ball_certificate` for the hypotheses.
 
     Source: derived here (``docs/theory/ball-certificate.md``).
     """
@@ -412,7 +412,7 @@ def ball_radius(at: HeadAt, eps: float) -> float:
 
 
 def least(forms: dict[str, float]) -> float:
-    """The least of the forms, which all hold."""
+    """The smallest of the forms, all of which are valid."""
     finite = [value for value in forms.values() if math.isfinite(value)]
     if not finite:
         raise NotApplicableError("no certificate: every form overflows; choose a smaller `eps`")
@@ -420,17 +420,17 @@ def least(forms: dict[str, float]) -> float:
 
 
 def per_token(eps: float | Tensor, num_tokens: int, ball: BallName) -> Float[Tensor, " n"]:
-    """``eps`` as one radius per token."""
+    """Broadcast ``eps`` to one radius per token."""
     of_numbers = isinstance(eps, Tensor | float | int)
-    given = torch.as_tensor(eps if of_numbers else math.nan, dtype=torch.float64).detach().cpu()
-    if not (bool(torch.isfinite(given).all()) and bool((given >= 0).all())):
+    radii = torch.as_tensor(eps if of_numbers else math.nan, dtype=torch.float64).detach().cpu()
+    if not (bool(torch.isfinite(radii).all()) and bool((radii >= 0).all())):
         raise InputError(f"`eps` should be finite and not negative. Found {stated('eps', eps)}.")
-    if given.ndim and (ball == "frobenius" or tuple(given.shape) != (num_tokens,)):
+    if radii.ndim and (ball == "frobenius" or tuple(radii.shape) != (num_tokens,)):
         raise InputError(
             f"`eps` should be one number, or {num_tokens} for the ball `token`. "
-            f"Found shape {tuple(given.shape)}."
+            f"Found shape {tuple(radii.shape)}."
         )
-    return given.expand(num_tokens)
+    return radii.expand(num_tokens)
 
 
 def _gram(w: Tensor) -> Tensor:

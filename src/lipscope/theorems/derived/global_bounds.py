@@ -1,9 +1,8 @@
-"""Bounds for all inputs of a radius that are derived here; proofs in the theory pages.
+"""Global Lipschitz bounds on tokens of bounded norm, derived here.
 
-``docs/theory/global-bounds.md`` proves each of them line by line. They rest on one fact: the
-deviations ``y_ij`` of a row average to zero under its attention, so that row ``i`` of the
-Jacobian without its diagonal term has ``|row_i e|² ≤ w_i Σ_j P_ij |e_j|²`` with
-``w_i = λ_max(V (I + |a_i|² C_i) V^T)``.
+Proofs: ``docs/theory/global-bounds.md``. Key fact: the deviations ``y_ij`` of a row average to
+zero under its attention, so row ``i`` of the Jacobian without its diagonal term satisfies
+``|row_i e|² ≤ w_i Σ_j P_ij |e_j|²`` with ``w_i = λ_max(V (I + |a_i|² C_i) V^T)``.
 
 Throughout ``α = ‖A‖ R²`` and ``β = (‖A‖ R + |b|) R``.
 """
@@ -38,7 +37,7 @@ _CELLS = 4096
 
 @theorem(cite=DERIVED, statement="G1")
 def global_rows(head: Head, num_tokens: int, radius: float) -> float:
-    """Theorem 3.3 by rows: never above it.
+    """Theorem 3.3 by rows; never larger.
 
     ``‖V‖ (√(n κ(β²)) + α)``, ``κ(t) = max_{p≤1} p (1 + t min(1, 4p(1-p)))``.
 
@@ -52,11 +51,11 @@ def global_rows(head: Head, num_tokens: int, radius: float) -> float:
 
 @theorem(cite=DERIVED, statement="G2")
 def global_rows_capped(head: Head, num_tokens: int, radius: float) -> float:
-    """`global_rows` with the largest attention that a ball allows: the best global bound here.
+    """`global_rows` with the largest attention possible on a ball: the best global bound here.
 
     ``‖V‖ (√(max_j Σ_{i sees j} max_{p≤p_i} p (1 + β² min(1, 4p(1-p)))) + α)``,
-    ``p_i = 1 / (1 + (N_i - 1) e^(-2β - r_i))``, ``N_i`` the number of keys that row ``i`` sees,
-    ``r_i`` the range of the bias of their logits (0 without one).
+    ``p_i = 1 / (1 + (N_i - 1) e^(-2β - r_i))``, ``N_i`` the number of keys visible to row ``i``,
+    ``r_i`` the range of its logit bias (0 without one).
 
     Holds for any mask and bias on tokens of norm at most R; not for rotary embeddings. With
     ``N_i = n`` for every row it would fail under a causal mask.
@@ -75,8 +74,8 @@ def mean_field(head: Head, radius: float) -> float:
 
     ``‖V‖ (e^β √(1 + β²) + α)``: a bound of the Wasserstein-2 Lipschitz constant.
 
-    Holds without mask and rotary embedding, for any bias and any number of tokens of norm at
-    most R. Its exponent is that of `castin_prop_3_6` where ``-‖A‖`` is an eigenvalue of A.
+    Holds without a mask or rotary embedding, for any bias and any number of tokens of norm at
+    most R. Its exponent equals that of `castin_prop_3_6` if ``-‖A‖`` is an eigenvalue of A.
 
     Source: derived here (``docs/theory/global-bounds.md``).
     """
@@ -90,7 +89,7 @@ def mean_field(head: Head, radius: float) -> float:
 def causal_mean_field(head: Head, radius: float) -> float:
     """A mean-field constant that holds for causal attention.
 
-    ``‖V‖ (α + 2 (1 + 2β) e^(2β))``, the 2 being that of Hardy's inequality for running means.
+    ``‖V‖ (α + 2 (1 + 2β) e^(2β))``; the factor 2 is Hardy's constant for running means.
 
     Holds for the causal mask, any bias and any number of tokens of norm at most R.
 
@@ -108,23 +107,23 @@ def causal_mean_field_dyadic(head: Head, radius: float) -> float:
     at most ``‖V‖ (α + s (2 log2(c/s) + 1 + 1/(1 - 2^(-1/2))))``.
 
     Holds for the causal mask, any bias and any number of tokens of norm at most R; better
-    than `causal_mean_field` from ``β`` of about 0.9 on.
+    than `causal_mean_field` for ``β`` above about 0.9.
 
     Source: derived here (``docs/theory/global-bounds.md``).
     """
     alpha, beta = _causal_alpha_beta(head, radius)
     same = math.exp(beta) * math.sqrt(1 + beta**2)
     far = (1 + 2 * beta) * math.exp(2 * beta)
-    blocks = math.floor(2 * math.log2(far / same)) + 1  # lags at which `same` is smaller
+    blocks = math.floor(2 * math.log2(far / same)) + 1  # lags for which `same` is smaller
     tail = far * 2 ** (-blocks / 2) / (1 - 2**-0.5)
     return head.norm_v * (alpha + same * blocks + tail)
 
 
 @theorem(cite=DERIVED, statement="Largest token norm", metric="max-token", scope="global")
 def global_max_token(head: Head, radius: float) -> float:
-    """How far any token of the output moves when no token moves by more than 1.
+    """Largest move of an output token if every input token moves by at most 1.
 
-    ``‖V‖ (√(1 + β²) + α)``: no number of tokens in it, no exponential.
+    ``‖V‖ (√(1 + β²) + α)``: independent of the number of tokens, without exponentials.
 
     Holds for any mask, bias and number of tokens of norm at most R; no rotary embedding.
 
@@ -141,7 +140,7 @@ def global_rotary(head: Head, num_tokens: int, radius: float) -> float:
     ``‖V‖ (√(max_j Σ_{i sees j} max_{p≤p_i} p (1 + a R min(1, 2√(p(1-p))))²) + t R)`` with
     ``a = ρ² ‖K‖ (‖Q‖ R + |b_Q|)``, ``t = ρ² ‖Q‖ (‖K‖ R + |b_K|)``,
     ``p_i = 1 / (1 + (N_i - 1) e^(-2g - r_i))``, ``g = ρ² (‖Q‖ R + |b_Q|) (‖K‖ R + |b_K|)`` and
-    ``ρ`` the largest norm of a rotation, 1 unless the embedding scales.
+    ``ρ`` the largest norm of a rotation: 1 unless the embedding scales.
 
     Holds for any mask and bias on tokens of norm at most R.
 
@@ -160,12 +159,12 @@ def global_rotary(head: Head, num_tokens: int, radius: float) -> float:
 
 @theorem(cite=DERIVED, statement="Two clusters, γ*", kind="lower")
 def two_cluster_star(head: Head, num_tokens: int, radius: float) -> float:
-    """Proposition 3.4 where ``A`` needs no real eigenvalue.
+    """Proposition 3.4 without the assumption that ``A`` has a real eigenvalue.
 
     ``√(n-1) p (1 + 2 γ* R² (1-p))`` for ``V = I``, ``γ* = max_{|v|≤1} (|A v| - <v, A v>) / 2``,
     ``p = 1 / (1 + (n-1) e^(-2 γ* R²))``; the norm of the first column of blocks for any ``V``.
 
-    Holds without mask and for causal ones. ``γ*`` is at least the ``γ`` of Proposition 3.4.
+    Holds without a mask and for causal masks. ``γ*`` is at least the ``γ`` of Proposition 3.4.
 
     Source: derived here (``docs/theory/global-bounds.md``).
     """
@@ -178,14 +177,14 @@ def two_cluster_star(head: Head, num_tokens: int, radius: float) -> float:
 
 @theorem(cite=DERIVED, statement="An opposed pair", kind="lower")
 def opposed_pair_gain(head: Head, num_tokens: int, radius: float) -> float:
-    """The gain of two tokens that share the attention of all others, moved against each other.
+    """The gain of moving two tokens that attract all attention against each other.
 
     ``√2 |V z| |a| √(Σ_{i>=3} p_i²)`` for tokens ``f ± z`` and ``r``, ``a = A r + b ⟂ z``,
-    ``p_i = 1 / (2 + (N_i - 2) e^(-<a, f - r>))``. Without bias at most ``√(n/2) R² ‖A‖ ‖V‖``, and
-    near it for large ``R² ‖A‖`` where V is as large on what is perpendicular to ``a``.
+    ``p_i = 1 / (2 + (N_i - 2) e^(-<a, f - r>))``. Without a bias at most ``√(n/2) R² ‖A‖ ‖V‖``,
+    nearly attained for large ``R² ‖A‖`` if ``V`` attains its norm orthogonally to ``a``.
 
-    Holds for three tokens and more, without mask and for causal ones, with biases of the queries,
-    up to rounding.
+    Holds for at least three tokens, without a mask and for causal masks, with query biases, up to
+    rounding.
 
     Source: derived here (``docs/theory/inputs.md``).
     """
@@ -193,7 +192,7 @@ def opposed_pair_gain(head: Head, num_tokens: int, radius: float) -> float:
     head.without_positions()
     found = pair_directions(head, num_tokens, radius)
     if found is None:
-        raise NotApplicableError("no two tokens share what it reads")
+        raise NotApplicableError("no two tokens attract the attention of the others")
     return found.gain
 
 
@@ -210,8 +209,8 @@ def kappa(t: float) -> float:
 def _rotary_gain(p_max: Tensor, c: float) -> Tensor:
     """An upper bound of ``max_{p≤p_max} p (1 + c min(1, 2√(p(1-p))))²``.
 
-    Beyond 1/2 the first factor grows and the second falls: on each of many cells their
-    largest values are at its two ends.
+    Beyond 1/2 the first factor grows and the second falls: on each cell of a fine grid, their
+    maxima are at opposite ends.
     """
     ends = torch.linspace(0.5, 1.0, _CELLS + 1, dtype=torch.float64)
     left, right = ends[:-1], ends[1:]
@@ -222,14 +221,14 @@ def _rotary_gain(p_max: Tensor, c: float) -> Tensor:
 
 
 def _largest_attention(head: Head, num_tokens: int, gap: float) -> Tensor:
-    """``1 / (1 + (N_i - 1) e^(-2 gap - r_i))``: no weight of row ``i`` can be larger."""
+    """``1 / (1 + (N_i - 1) e^(-2 gap - r_i))``, an upper bound of the weights of row ``i``."""
     seen = head.visible(num_tokens).to(torch.float64)
     apart = -2 * gap - head.bias_range(num_tokens)
     return 1 / (1 + (seen - 1).clamp_min(0) * apart.exp())
 
 
 def _largest_column(head: Head, rows: Tensor) -> float:
-    """``max_j Σ_{i sees j} rows_i``; without mask and for causal ones token 1 is seen by all."""
+    """``max_j Σ_{i sees j} rows_i``; all rows see token 1 without a mask and with a causal one."""
     if head.layer.mask is None and head.layer.window is None:
         return float(rows.sum())
     allowed = head.allowed(len(rows)).to(rows.dtype)
@@ -248,38 +247,38 @@ def _causal_alpha_beta(head: Head, radius: float) -> tuple[float, float]:
     return _alpha_beta(head, radius)
 
 
-# --- variants other than dot products and L2; one head has scores ``<A x_i, x_j>``
+# --- other variants than dot products and L2; a single head has scores ``<A x_i, x_j>``
 
 
 @theorem(cite=DERIVED, statement="G2 on clipped tokens")
 def clipped_everywhere(layer: ClippedAttention, num_tokens: int) -> float:
-    """Attention on tokens brought into a ball, for all inputs.
+    """Attention on tokens projected into a ball, for all inputs.
 
-    G2 (`global_rows_capped`) at the layer's own radius: what brings tokens into the ball has
-    slopes of at most 1.
+    G2 (`global_rows_capped`) at the layer's radius: the projection into the ball is
+    1-Lipschitz.
 
     Holds for any mask and biases, on all inputs of n tokens.
 
     Source: derived here (``docs/theory/global-bounds.md``).
     """
-    _mask_of(layer, num_tokens)
+    _check_mask(layer, num_tokens)
     return float(layer.in_double().constant(num_tokens))
 
 
 @theorem(cite=DERIVED, statement="G2 over the divisor")
 def divided_ball(layer: DividedAttention, num_tokens: int, radius: float) -> float:
-    """Attention divided by its own bound: G2 over the divisor, head by head.
+    """Attention divided by its own bound: G2 over the divisor, for each head.
 
-    At most 1 for every head on the ball that the layer was made for, ``√H ‖W_O‖`` in all: G2 is
-    the least of the three divisors.
+    At most 1 for every head on the layer's ball, ``√H ‖W_O‖`` in total: G2 is the smallest of
+    the three divisors.
 
-    Holds for any mask and biases, on at most as many tokens as the layer takes.
+    Holds for any mask and biases, for at most the layer's number of tokens.
 
     Source: derived here (``docs/theory/global-bounds.md``).
     """
     if num_tokens > layer.num_tokens:
         raise NotApplicableError(f"it takes at most {layer.num_tokens} tokens")
-    _mask_of(layer, num_tokens)
+    _check_mask(layer, num_tokens)
     own = layer.in_double()
     bounds = own.bounds()
     heads = on_ball(own, "G2", num_tokens=num_tokens, radius=radius)
@@ -288,11 +287,11 @@ def divided_ball(layer: DividedAttention, num_tokens: int, radius: float) -> flo
 
 @theorem(cite=DERIVED, statement="Doubly stochastic weights")
 def sinkhorn_ball(layer: SinkhornAttention, radius: float) -> float:
-    """Sinkhorn attention on tokens of norm at most R, however many.
+    """Sinkhorn attention on any number of tokens of norm at most R.
 
-    ``‖V‖ (1 + 2 α)`` for every head: no root and no exponential.
+    ``‖V‖ (1 + 2 α)`` for every head: without a square root of n or an exponential.
 
-    Holds for every mask that the layer takes, on tokens of norm at most R.
+    Holds for every mask that the layer accepts, on tokens of norm at most R.
 
     Source: derived here (``docs/theory/global-bounds.md``).
     """
@@ -314,7 +313,7 @@ def sigmoid_ball(layer: SigmoidAttention, num_tokens: int, radius: float) -> flo
 
     Source: derived here (``docs/theory/global-bounds.md``).
     """
-    _mask_of(layer, num_tokens)
+    _check_mask(layer, num_tokens)
     at = _heads_in_ball(layer, num_tokens, radius)
     moves, _, _ = sigmoid_moves(at)
     return float(of_heads(moves, at.layer.output))
@@ -325,7 +324,7 @@ def _heads_in_ball(layer: Attention, num_tokens: int | None, radius: float) -> L
     return LayerHeads(layer.in_double(), tokens, num_tokens)
 
 
-def _mask_of(layer: Attention, num_tokens: int) -> None:
+def _check_mask(layer: Attention, num_tokens: int) -> None:
     if layer.mask is not None and layer.mask.shape[-1] != num_tokens:
         raise NotApplicableError(
             f"its mask was made for {layer.mask.shape[-1]} tokens, not for {num_tokens}"

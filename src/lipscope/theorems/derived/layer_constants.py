@@ -1,7 +1,7 @@
-"""Constants of whole attention layers in two norms, as functions of weights that are trained.
+"""Lipschitz constants of whole attention layers in two norms, differentiable in the weights.
 
-``max-token``: how far any token of the output moves when no token moves by more than 1.
-``frobenius``: sigma. Both for all inputs whose tokens have norm at most ``R``, or for all inputs.
+``max-token``: largest move of an output token if every input token moves by at most 1.
+``frobenius``: sigma. Both hold for tokens of norm at most ``R``, or for all inputs.
 Proofs: ``docs/theory/network-bound.md``.
 """
 
@@ -34,16 +34,16 @@ from lipscope.theorems.head import UNIT
 from lipscope.theorems.register import NotApplicableError
 
 BoundNorm = Literal["max-token", "frobenius"]
-_TOKENS = "the number of tokens counts in it: give `num_tokens`"
+_TOKENS = "the bound depends on the number of tokens: give `num_tokens`"
 
 
 def length(v: Tensor) -> Float[Tensor, "*b"]:
-    """``|v|`` over the last axis, with a derivative at zero."""
+    """``|v|`` over the last axis, differentiable at zero."""
     return torch.linalg.vector_norm(v, dim=-1)
 
 
 def product_above(left: Float[Tensor, "*b k d"], right: Float[Tensor, "*b k c"]) -> Tensor:
-    """``>= ‖L^T R‖``: with what rounding can hide where the products cancel."""
+    """``>= ‖L^T R‖``, including rounding errors where the products cancel."""
     return product_norm(left, right) + UNIT * _size(left) * _size(right)
 
 
@@ -52,7 +52,7 @@ def _size(matrix: Tensor) -> Float[Tensor, "*b"]:
 
 
 def reach(slope: Tensor, radius: Tensor) -> Tensor:
-    """``slope * radius``, where 0 times an infinite radius is 0; no derivative where infinite."""
+    """``slope * radius`` with 0 times infinity = 0; without a derivative if infinite."""
     if bool(torch.isfinite(radius).all()):
         return slope * radius
     slope, radius = slope.detach(), radius.detach()
@@ -61,9 +61,9 @@ def reach(slope: Tensor, radius: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a part takes: ``y = G u + shift``, ``|u| <= radius``, ``G`` diagonal, maybe centred.
+    """The input of a part: ``y = G u + shift``, ``|u| <= radius``, ``G`` diagonal, maybe centred.
 
-    Weights take ``G`` up: a part that reads ``y`` is another one that reads ``u``.
+    ``G`` is absorbed into the weights: a map of ``y`` becomes another map of ``u``.
     """
 
     radius: Float[Tensor, ""]
@@ -94,12 +94,12 @@ class Tokens:
 
 
 class Constant(NamedTuple):
-    """How much a part moves, from above, and how large the tokens are that it gives."""
+    """The Lipschitz constant of a part and the norm bound of its output tokens."""
 
     constant: Float[Tensor, ""]
     radius: Float[Tensor, ""]
     rows: Float[Tensor, ""] | None = None
-    """Of attention: how much a row of its steepest head moves before values are projected."""
+    """For attention: the constant of a row in the steepest head, before value projection."""
 
 
 def heads_norm(
@@ -107,7 +107,7 @@ def heads_norm(
 ) -> Float[Tensor, ""]:
     """``>= ‖[s_1 M_1 … s_H M_H]‖ = ‖Σ_h s_h² M_h M_h^T‖^(1/2)``, ``M_h = L_h R_h``.
 
-    With what rounding can hide where products cancel; a derivative in all three.
+    Includes rounding errors where products cancel; differentiable in all three arguments.
     """
     scales = [one.detach().abs().amax().clamp_min(1e-150) for one in (left, right, sizes)]
     left, right, sizes = (x / y for x, y in zip((left, right, sizes), scales, strict=True))
@@ -124,11 +124,11 @@ def heads_norm(
 def heads_together(
     left: Float[Tensor, "h o k"], right: Float[Tensor, "h k d"], sizes: Float[Tensor, " h"]
 ) -> Float[Tensor, ""]:
-    """``max |Σ_h M_h z_h|`` over ``|z_h| <= s_h``, from above, for ``M_h = L_h R_h``.
+    """Upper bound of ``max |Σ_h M_h z_h|`` over ``|z_h| <= s_h``, for ``M_h = L_h R_h``.
 
-    ``√(Σ_h c_h) ‖Σ_h s_h² M_h M_h^T / c_h‖^(1/2)``, the less of two choices of shares
-    ``c_h > 0``: ``s_h ‖M_h‖``, at which it is never above ``Σ_h s_h ‖M_h‖``, and its square, the
-    best one where heads write to spaces that are orthogonal.
+    ``√(Σ_h c_h) ‖Σ_h s_h² M_h M_h^T / c_h‖^(1/2)``, the smaller value for two choices of shares
+    ``c_h > 0``: ``s_h ‖M_h‖``, which never exceeds ``Σ_h s_h ‖M_h‖``, and its square, the best
+    choice if heads write to orthogonal spaces.
 
     >>> eye = torch.eye(2, dtype=torch.float64)
     >>> left = torch.stack([eye[:, :1], eye[:, 1:]])  # two heads that write to two coordinates
@@ -146,7 +146,7 @@ def heads_together(
 
 
 class LayerHeads:
-    """The weights of a layer by head, in float64, for the tokens that enter it."""
+    """The weights of a layer by head, in float64, adapted to its input tokens."""
 
     def __init__(
         self,
@@ -167,35 +167,35 @@ class LayerHeads:
         weights, biases = layer.projections(), (layer.query_bias, layer.key_bias, layer.value_bias)
         whole = [w.double() for w in weights]
         self.q, self.k, self.v = (
-            self._apart(tokens.weight(w), parts) for w, parts in zip(whole, (h, g, g), strict=True)
+            self._split(tokens.weight(w), parts) for w, parts in zip(whole, (h, g, g), strict=True)
         )
         self.bq, self.bk, self.bv = (
-            self._apart(tokens.bias(w, b), parts)
+            self._split(tokens.bias(w, b), parts)
             for w, b, parts in zip(whole, biases, (h, g, g), strict=True)
         )
         width = h * layer.value_width
         eye = torch.eye(width, dtype=torch.float64, device=self.v.device)
         out = eye if layer.output is None else layer.output.double()
         self.o = out.unflatten(1, (h, -1)).movedim(1, 0)
-        given = layer.output_bias
-        self.bo = out.new_zeros(len(out)) if given is None else given.double()
+        bias = layer.output_bias
+        self.bo = out.new_zeros(len(out)) if bias is None else bias.double()
 
-    def _apart(self, w: Tensor, parts: int) -> Tensor:
+    def _split(self, w: Tensor, parts: int) -> Tensor:
         times = self.layer.num_heads // parts
         return w.unflatten(0, (parts, -1)).repeat_interleave(times, 0)
 
     def together(self, right: Tensor, sizes: Tensor) -> Tensor:
-        """`heads_together` through the output projection."""
+        """`heads_together` including the output projection."""
         return heads_together(self.o, right, sizes)
 
     @property
     def norm_a(self) -> Float[Tensor, " h"]:
-        """``‖A_h‖``, scale in it."""
+        """``‖A_h‖``, including the scale."""
         return self.scale * product_above(self.k, self.q)
 
     @property
     def along_query(self) -> Float[Tensor, " h"]:
-        """``|K^T b_Q|``, scale in it."""
+        """``|K^T b_Q|``, including the scale."""
         return self.scale * product_above(self.k, self.bq[..., None])
 
     @property
@@ -204,15 +204,15 @@ class LayerHeads:
         return self.scale * product_above(self.q, self.bk[..., None])
 
     def writes(self, mean: Tensor, biased: float = 1.0) -> Float[Tensor, ""]:
-        """``>= |y_i|`` where the heads' own parts are at most ``mean``; rows may read nothing."""
+        """``>= |y_i|`` if the heads contribute at most ``mean``; rows may be fully masked."""
         fixed = biased * (self.o @ self.bv[..., None])[..., 0].sum(0) + self.bo
         return mean + torch.maximum(length(fixed), length(self.bo))
 
 
 class _Query(NamedTuple):
-    """How heads read their one query: a row's own move is at most ``own |L^T R e_i|``.
+    """Terms of heads that share one query: a row's own move is at most ``own |L^T R e_i|``.
 
-    Where ``others`` is known, its mean over others is at most ``base`` with
+    If ``others`` is known, its mean over others is at most ``base`` with
     ``others |L^T R x_i| / radius + bias``: the root of their squares (``plain``), or their sum.
     """
 
@@ -225,7 +225,7 @@ class _Query(NamedTuple):
     plain: bool = False
 
     def means(self, counted: Float[Tensor, " h"]) -> Float[Tensor, ""]:
-        """The root of the sum of squares of means, times ``counted``, by what they read."""
+        """The root of the sum of squares of means, times ``counted``, in terms of the query."""
         if self.base is None or self.others is None or self.bias is None:
             return counted.new_tensor(math.inf)
         read = heads_norm(self.right.mT, self.left, counted * self.others)
@@ -234,9 +234,9 @@ class _Query(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """What a row of a head moves by: ``others`` in a mean over what it reads, ``own`` by itself.
+    """The moves of a head's row: ``others`` in a mean over the tokens read, ``own`` by itself.
 
-    ``logits``: how far apart those of a row can be, None where that is not known.
+    ``logits``: largest difference between the logits of a row, None if unknown.
     """
 
     others: Float[Tensor, " h"]
@@ -253,13 +253,13 @@ def attention_constant(
     num_tokens: int | None = None,
     largest: float | Float[Tensor, ""] = 1.0,
 ) -> Constant:
-    """The constant of an attention layer on tokens of a radius, and the radius of what it gives.
+    """The constant of an attention layer on tokens of a given radius, and its output radius.
 
-    Infinite where the radius is, unless the layer is Lipschitz on all inputs. In the norm
-    ``frobenius`` of moves of which no token has more than ``largest`` of the whole.
+    Infinite if the radius is, unless the layer is globally Lipschitz. In the norm ``frobenius``
+    for moves in which no token has more than the share ``largest``.
 
     Raises:
-        NotApplicableError: Where none is known, and why.
+        NotApplicableError: If no constant is known, with the reason.
     """
     at = LayerHeads(layer, tokens, num_tokens, largest)
     if isinstance(layer, SigmoidAttention):
@@ -277,7 +277,7 @@ def _softmax(at: LayerHeads, norm: BoundNorm) -> Constant:
     layer, value_norm = at.layer, at.layer.norms()[2]
     right, radius, gain = at.v, at.radius.expand(layer.num_heads), 1.0
     if isinstance(layer, L2Attention):
-        # values are `W_V W W^T`, and `W^T x` is what the scores read
+        # values are `W_V W W^T`, and scores depend on `W^T x`
         raw = layer.projections()[0].double().unflatten(0, (layer.num_heads, -1))
         right = layer.value.double().unflatten(0, (layer.num_heads, -1)) @ raw.mT
         gain = spectral_norm(at.q)
@@ -307,11 +307,11 @@ def _softmax(at: LayerHeads, norm: BoundNorm) -> Constant:
 def _one_query(
     at: LayerHeads, right: Tensor, query: _Query, root: Tensor, means: Tensor, moves: Tensor
 ) -> Float[Tensor, ""]:
-    """Heads that read one query: it cannot be the worst one for each of them.
+    """Bound for heads that share one query, which cannot be the worst case for all of them.
 
     ``‖Σ_h M_h M_h^T / c_h‖^(1/2) (√(Σ_h c_h u_h²) + ‖Σ_h c_h D_h^T D_h‖^(1/2))`` for means of at
-    most ``u_h`` and own moves of at most ``|D_h e_i|``, the less at two choices of ``c_h > 0``.
-    What ``u_h`` has of the query is summed like its moves, where that is less.
+    most ``u_h`` and own moves of at most ``|D_h e_i|``, the smaller value for two choices of
+    ``c_h > 0``. The query's part of ``u_h`` is summed like its moves if that is smaller.
     """
     alike, found = torch.ones_like(moves), []
     for shares in (alike, product_norm(at.o.mT, right) / moves.clamp_min(1e-150)):
@@ -323,15 +323,15 @@ def _one_query(
 
 
 def _plain(layer: Attention) -> bool:
-    """Whether scores are ``<A x_i + b, x_j>`` and something that does not move."""
+    """Whether scores are ``<A x_i + b, x_j>`` plus constants."""
     normed = any(norm is not None for norm in layer.norms())
     return layer.rotary is None and layer.softcap is None and not normed
 
 
 def _column_root(at: LayerHeads, row: _Row, norm: BoundNorm) -> Tensor:
-    """What a mean over what a row reads is multiplied by.
+    """The factor of a mean over the tokens that a row attends to.
 
-    The root of a column's sum, or ``√n largest`` where that is less.
+    The root of a column sum, or ``√n largest`` if that is smaller.
     """
     if norm == "max-token":
         return row.others.new_ones(())
@@ -357,13 +357,13 @@ def _inner_products(at: LayerHeads) -> _Row:
 
 
 def _scores(at: LayerHeads, radius: Tensor, slope: Tensor) -> _Row:
-    """Scores that are no plain products: ``slope + a r`` and ``t r`` by their two slopes."""
+    """Scores other than plain products: ``slope + a r`` and ``t r`` from their two slopes."""
     layer, r = at.layer, at.radius
     query, key, _ = layer.norms()
     lq, q = _normed(query, at.q, at.bq, r, layer.head_width)
     lk, k = _normed(key, at.k, at.bk, r, layer.head_width)
     rotation = 1.0 if layer.rotary is None else layer.rotary.norm(layer.head_width)
-    turned = at.scale * rotation**2  # of queries and of keys
+    turned = at.scale * rotation**2  # for queries and keys
     a, t = (turned * reach(x, y) for x, y in ((lk, q), (lq, k)))
     if layer.rotary is None and query is None and key is None:
         moved = reach(at.norm_a, r)
@@ -371,14 +371,14 @@ def _scores(at: LayerHeads, radius: Tensor, slope: Tensor) -> _Row:
     logits = 2 * turned * q * k
     if layer.softcap is not None:
         logits = logits.clamp_max(2 * layer.softcap)
-    given = None
-    if query is None or len(query.weight) == layer.head_width:  # no norm of all heads together
+    shared = None
+    if query is None or len(query.weight) == layer.head_width:  # no norm across heads
         steep = turned * lq / spectral_norm(at.q).clamp_min(1e-150)
         read = steep * reach(lk, radius)
-        given = _Query(_eye(at.q), at.q, steep * reach(k, radius))
+        shared = _Query(_eye(at.q), at.q, steep * reach(k, radius))
         if bool((others := reach(read, r)).isfinite().all()):
-            given = given._replace(base=slope, others=others, bias=read * length(at.bq))
-    return _Row(slope + reach(a, radius), reach(t, radius), logits, given)
+            shared = shared._replace(base=slope, others=others, bias=read * length(at.bq))
+    return _Row(slope + reach(a, radius), reach(t, radius), logits, shared)
 
 
 def _eye(right: Float[Tensor, "h k d"]) -> Float[Tensor, "h k k"]:
@@ -386,27 +386,27 @@ def _eye(right: Float[Tensor, "h k d"]) -> Float[Tensor, "h k k"]:
 
 
 def _distances(at: LayerHeads, gain: Tensor) -> _Row:
-    """``-|x̂_i - x̂_j|²``: on a ball, or for so many tokens, whichever is less."""
+    """``-|x̂_i - x̂_j|²``: on a ball, or for a fixed number of tokens, whichever is smaller."""
     r2 = reach(gain.square(), at.radius.square())
     others, own = (1 + 4 * reach((4 * r2 - 1).clamp_min(0), r2)).sqrt(), 2 * r2
     logits, mask = 4 * r2, at.layer.mask
     itself = mask is None or bool(mask.diagonal(dim1=-2, dim2=-1).all())
-    if at.n is not None and itself:  # the lemma needs that a token reads itself
+    if at.n is not None and itself:  # the lemma requires that a token attends to itself
         f = phi_inverse(at.n - 1.0)
         less = others + own < 1 + 4 * f
         others, own = (
             torch.where(less, ball, torch.full_like(ball, everywhere))
             for ball, everywhere in ((others, 1 + 2 * f), (own, 2 * f))
         )
-        # what holds everywhere is proved for the sum of a column of ones alone
+        # the global constant is proved only for the sum of a column of ones
         logits = torch.where(less, logits, math.inf)
     return _Row(others, own, logits, _Query(_eye(at.q), at.q, own))
 
 
 def sigmoid_moves(at: LayerHeads) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights that do not add up to 1: of ``n`` tokens, or of any number by ``b = -log m``.
+    """Unnormalised weights: for ``n`` tokens, or for any number with ``b = -log m``.
 
-    How much each head moves before the output projection, sizes of its values, sums of weights.
+    Returns each head's constant before the output projection, value norms and sums of weights.
     """
     layer, n, r = at.layer, at.n, at.radius
     assert isinstance(layer, SigmoidAttention)
@@ -420,7 +420,7 @@ def sigmoid_moves(at: LayerHeads) -> tuple[Tensor, Tensor, Tensor]:
     else:
         b = torch.as_tensor(layer.shift(n), dtype=torch.float64, device=r.device).flatten()
         top = n * torch.sigmoid(scores + b)
-        nearest = (b.abs() - scores).clamp_min(0).sigmoid()  # to the steepest point, 0
+        nearest = (b.abs() - scores).clamp_min(0).sigmoid()  # closest to 0, the steepest point
         steep = n * nearest * (1 - nearest)
     size = reach(norm_v, r) + length(at.bv)
     return norm_v * top + reach(size * (2 * reach(a, r) + linear), steep), size, top
@@ -447,7 +447,7 @@ def _of_all_rows(at: LayerHeads, norm: BoundNorm) -> Constant:
 
 
 def _entrance(enter: TokenNorm | Clip, size: Tensor) -> tuple[Tensor, Tensor]:
-    """Slope and radius of what tokens go through before they are projected."""
+    """Slope and output radius of the map applied to tokens before projection."""
     if isinstance(enter, Clip):
         return size.new_ones(()), size.clamp_max(enter.radius)
     weight, k = enter.weight.double().abs().amax(), len(enter.weight)
@@ -455,7 +455,7 @@ def _entrance(enter: TokenNorm | Clip, size: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _shortened(weight: Tensor, k: int, eps: float, size: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest slope of ``w z / √(|z|²/k + ε)``, and its largest size for ``|z| <= size``."""
+    """Largest slope of ``w z / √(|z|²/k + ε)``, and its largest norm for ``|z| <= size``."""
     floor = math.sqrt(k * eps)
     slope = weight * (math.sqrt(k) / floor if floor else math.inf)
     finite = torch.where(size.isfinite(), size, 1.0)
@@ -467,14 +467,14 @@ def _shortened(weight: Tensor, k: int, eps: float, size: Tensor) -> tuple[Tensor
 def _normed(
     norm: TokenNorm | None, w: Tensor, b: Tensor, radius: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:
-    """Slope and size of queries, keys or values of every head, through their norm if any."""
+    """Slope and norm of each head's queries, keys or values, including an optional norm layer."""
     slope = spectral_norm(w)
     size = reach(slope, radius) + length(b)
     if norm is None:
         return slope, size
     g, k = norm.weight.double().abs(), len(norm.weight)
     weight = g.amax()
-    if k != width:  # one norm of all heads, or of those that groups share
+    if k != width:  # one norm across all heads, or across shared groups
         times = len(w) * width // k
         slope = spectral_norm(w[::times].flatten(0, 1))
         size = reach(slope, radius) + length(b[::times].flatten())

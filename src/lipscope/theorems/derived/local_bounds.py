@@ -1,4 +1,4 @@
-"""Local certificates of one head: upper bounds of sigma at this very input.
+"""Local certificates of one head: upper bounds of sigma at a given input.
 
 All of them split the Jacobian into ``T1 + T3``, the blocks ``P_ij V B_ij`` with
 ``B_ij = I + y_ij a_ij^T``, and ``T2``, the diagonal blocks ``V C_i A``. They hold for any
@@ -22,7 +22,7 @@ from lipscope.theorems.residual import Around
 
 @theorem(cite=DERIVED, statement="F1: three norms")
 def local_norms(at: HeadAt, slope: Tensor | None = None) -> float:
-    """Norms of the three parts of the Jacobian, added.
+    """The sum of the norms of the three parts of the Jacobian.
 
     ``‖[P_ij s_j]‖ ‖V‖ + max_i ‖V C_i A‖ s_i + ‖[P_ij |V y_ij| |a_ij| s_j]‖``.
 
@@ -40,11 +40,11 @@ def local_rows(at: HeadAt, slope: Tensor | None = None, around: Around | None = 
 
     ``min_θ sqrt(max_j s_j^2 ((1 + θ) sum_i P_ij w_i + (1 + 1/θ) ‖V C_j A‖^2))`` over ``θ > 0``,
     with ``w_i`` the top eigenvalue of ``V (sum_j P_ij B_ij B_ij^T) V^T``, which is
-    ``V (I + |a_i|^2 C_i) V^T`` without rotary embedding.
+    ``V (I + |a_i|^2 C_i) V^T`` without a rotary embedding.
 
-    Holds for any mask, bias and rotary embedding, at ``x``; exact as attention becomes
-    one-hot, and for equal tokens. A residual map of one head has ``l_i^2 w_i`` for ``w_i`` and
-    ``l_j ‖V C_j A‖ s_j + ‖D_j‖`` for the second part.
+    Holds for any mask, bias and rotary embedding, at ``x``; exact in the limit of one-hot
+    attention, and for equal tokens. A residual map of one head replaces ``w_i`` by ``l_i^2 w_i``
+    and the second part by ``l_j ‖V C_j A‖ s_j + ‖D_j‖``.
     """
     s, w, own = at.columns(slope), _row_norms(at), at.drift
     if around is None:
@@ -71,12 +71,12 @@ def local_rows_scalar(at: HeadAt, slope: Tensor | None = None) -> float:
 
 @theorem(cite=DERIVED, statement="F3c: norms of blocks")
 def local_blocks(at: HeadAt, slope: Tensor | None = None, around: Around | None = None) -> float:
-    """Norm of the matrix of the blocks' norms, off the diagonal in closed form.
+    """Norm of the matrix of block norms, closed-form off the diagonal.
 
-    ``‖[β_ij s_j]‖`` with ``β_ii = ‖J_ii‖`` and, else,
+    ``‖[β_ij s_j]‖`` with ``β_ii = ‖J_ii‖`` and, for i ≠ j,
     ``β_ij = P_ij min(‖V‖ ‖I + y a^T‖, ‖V‖ + |V y| |a|)``, where
     ``‖I + y a^T‖ = (g + sqrt(g^2 + 4 + 4 <y, a>)) / 2``, ``g = |y| |a|``. A residual map of one
-    head has ``‖D_i + L_i J_ii‖`` on the diagonal, ``‖L_i‖ β_ij`` else.
+    head has ``‖D_i + L_i J_ii‖`` on the diagonal and ``‖L_i‖ β_ij`` off it.
 
     Holds for any mask and bias, at ``x``; not for rotary embeddings.
     """
@@ -102,12 +102,12 @@ def local_blocks(at: HeadAt, slope: Tensor | None = None, around: Around | None 
     cost=lambda tokens, width: 3e-10 * tokens * width**3,
 )
 def local_max_token(at: HeadAt, slope: Tensor | None = None) -> float:
-    """`global_max_token` with what attention does at this input.
+    """`global_max_token` with the attention weights at this input.
 
     ``max_i (√(w_i Σ_j P_ij s_j²) + ‖V C_i A‖ s_i)``, ``s_j = 1`` without a norm in front.
 
-    Holds for any mask and bias at ``x``; no rotary embedding. ``n`` eigenproblems of the
-    head's width.
+    Holds for any mask and bias at ``x``; no rotary embedding. Costs ``n`` eigenproblems of the
+    head width.
 
     Source: derived here (``docs/theory/global-bounds.md``).
     """
@@ -140,12 +140,12 @@ def of_both_parts(columns: Float[Tensor, " n"], own: Float[Tensor, " n"]) -> flo
     """``min_θ sqrt(max_j (1 + θ) c_j + (1 + 1/θ) t_j²)`` over ``θ > 0``.
 
     Bounds ``‖T + D‖`` for ``‖T E‖² ≤ Σ_j c_j |e_j|²`` and ``D`` block diagonal with norms ``t_j``;
-    never above ``max_j √c_j + max_j t_j``, which is one ``θ``. Any ``θ`` gives a bound, so
-    that the search need not be exact.
+    never above ``max_j √c_j + max_j t_j``, which one ``θ`` attains. Any ``θ`` gives a bound, so
+    the search may be inexact.
 
     Source: derived here (``docs/theory/local-certificates.md``, F2).
 
-    One column each, where both are equal at ``θ = 9/4``:
+    One nonzero term per column, equal at ``θ = 9/4``:
 
     >>> round(of_both_parts(torch.tensor([4.0, 0.0]), torch.tensor([0.0, 3.0])) ** 2, 6)
     13.0
@@ -156,7 +156,7 @@ def of_both_parts(columns: Float[Tensor, " n"], own: Float[Tensor, " n"]) -> flo
     columns, squares = columns.double() / size**2, (own.double() / size).square()
     first = float((squares.max() / columns.max().clamp_min(1e-300)).sqrt())
     middle = columns.new_tensor([max(first, 1e-150)])
-    best, width = math.inf, 20.0  # in powers of two; each round narrows the grid sixteenfold
+    best, width = math.inf, 20.0  # log2 scale; each round narrows the grid sixteenfold
     for _ in range(6):
         theta = middle * 2.0 ** torch.linspace(-width, width, 65).double()
         values = ((1 + theta) * columns[:, None] + (1 + 1 / theta) * squares[:, None]).amax(0)
@@ -167,7 +167,7 @@ def of_both_parts(columns: Float[Tensor, " n"], own: Float[Tensor, " n"]) -> flo
 
 def _trace(p: Tensor, v: Tensor) -> Tensor:
     """Traces of the covariances of the rows of ``v`` under every row of ``p``."""
-    v = v - v.mean(0)  # covariances do not see it, rounding does
+    v = v - v.mean(0)  # leaves covariances unchanged and reduces rounding
     return (p @ v.square().sum(-1) - (p @ v).square().sum(-1)).clamp_min(0)
 
 
@@ -178,7 +178,7 @@ def _row_norms(at: HeadAt) -> Tensor:
     for rows in at.chunks:
         y, p = at.y(rows), at.p[rows, :, None]
         grams = at.gram_v + (y * p * at.rho[rows, :, None].square()).mT @ y
-        if at.rotary is not None:  # else the weighted sum of y is zero
+        if at.rotary is not None:  # otherwise the weighted sum of y is zero
             mixed = (at.pulled(rows) @ cross).mT @ (y * p)
             grams = grams + mixed + mixed.mT
         found.append(eigenvalue(grams))
@@ -186,7 +186,7 @@ def _row_norms(at: HeadAt) -> Tensor:
 
 
 def _diagonal_norms(at: HeadAt, slope: Tensor | None, around: Around | None) -> Tensor:
-    """``‖J_ii‖`` without rotary embedding, exactly, with what is in front and around, ``(n,)``."""
+    """``‖J_ii‖`` without rotary embedding, exactly, with norm and residual path, ``(n,)``."""
     head, norms = at.head, []
     for rows in at.chunks:
         i = torch.arange(rows.start, rows.stop)

@@ -1,11 +1,11 @@
-"""The row-Gram certificate: all heads together, far sharper than sums over heads.
+"""The row-Gram certificate: a local bound for all heads jointly.
 
 For any positive weights ``p_ij``, the Cauchy–Schwarz inequality on row ``i`` gives
 ``|sum_j J_ij e_j|^2 <= ω_i sum_j p_ij |e_j|^2`` with ``ω_i`` the top eigenvalue of
-``sum_j J_ij J_ij^T / p_ij``. Hence ``‖J‖^2 <= max_j sum_i p_ij ω_i``. The heads are summed
-inside ``J_ij``, before any norm. The weights only decide how sharp the bound is; they are
-found by alternating between the directions that carry ``ω_i`` and the Perron vector of
-what those directions see. Proof: ``docs/theory/local-certificates.md``.
+``sum_j J_ij J_ij^T / p_ij``. Hence ``‖J‖^2 <= max_j sum_i p_ij ω_i``. Heads are summed inside
+``J_ij`` before any norm is taken, which is far sharper than summing bounds of heads. The weights
+affect only the sharpness; they come from alternating between the eigenvectors of ``ω_i`` and
+the Perron vector of the block norms along these. Proof: ``docs/theory/local-certificates.md``.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from lipscope.theorems.head import UNIT, HeadAt, HeadsAt
 from lipscope.theorems.register import DERIVED, theorem
 from lipscope.theorems.residual import Around
 
-PROBES = 8  # directions of a row's output space that one round follows
-_CHUNK = 2**23  # bytes of the largest tensor of the rows that are taken at a time
-_FLOOR = 1e-6  # smallest weight beside the largest one
-_PERRON = 100  # steps to the Perron vector at the most; the weights need no more of it
-_CANCELLATION = 1e-13  # rounding of a difference of matrices, beside the trace of the first
+PROBES = 8  # directions of a row's output space in each round
+_CHUNK = 2**23  # bytes of the largest tensor of a chunk of rows
+_FLOOR = 1e-6  # smallest weight relative to the largest one
+_PERRON = 100  # maximum number of Perron iterations; the weights need no more accuracy
+_CANCELLATION = 1e-13  # rounding of a matrix difference relative to the trace of the first matrix
 
 
-def _kept(make: Callable[[Any, slice], Any]) -> Callable[[Any, slice], Any]:
-    """Keep what is made of the last rows: pass after pass asks for all those of a short input."""
+def _cache_last(make: Callable[[Any, slice], Any]) -> Callable[[Any, slice], Any]:
+    """Cache the result for the last rows: repeated passes over a short input use the same rows."""
 
-    def ask(self: JacobianRows, rows: slice) -> Any:
+    def cached(self: JacobianRows, rows: slice) -> Any:
         if make not in self.kept or self.kept[make][0] != rows:
             self.kept[make] = rows, make(self, rows)
         return self.kept[make][1]
 
-    return ask
+    return cached
 
 
 class JacobianRows:
     """The rows of the Jacobian of several heads, ``J_ij = W Y_ij``.
 
-    Through a norm in front a block is followed by ``s_j (I - x_j x_j^T)``, whose square is
-    ``s_j^2 (I - κ_j x_j x_j^T)`` with ``κ_j = 2 - |x_j|^2``: what a block does along ``x_j`` is
-    taken off its Gram matrix.
+    A norm in front multiplies a block by ``s_j (I - x_j x_j^T)``, whose square is
+    ``s_j^2 (I - κ_j x_j x_j^T)`` with ``κ_j = 2 - |x_j|^2``: the action of a block along ``x_j``
+    is subtracted from its Gram matrix.
 
     In a residual map a block is ``L_i J_ij + δ_ij D_i`` (`Around`): rows are multiplied by ``L_i``,
-    and the diagonal block, formed whole, adds ``L_i J_ii D_i^T``, its transpose and ``D_i D_i^T``.
+    and the full diagonal block adds ``L_i J_ii D_i^T``, its transpose and ``D_i D_i^T``.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class JacobianRows:
         self.kept: dict[Callable[..., Any], tuple[slice, Any]] = {}
         heads, n, kv = at.v.shape
         self.concat = heads * kv
-        # ‖W Y‖ = ‖R Y‖ for W = U R; without projection R is the identity.
+        # ‖W Y‖ = ‖R Y‖ for W = U R; without a projection R is the identity.
         self.factor = at.output
         if at.output is not None and around is None:
             self.factor = torch.linalg.qr(at.output, mode="r").R
@@ -84,19 +84,19 @@ class JacobianRows:
         self.own_queries = at.x @ at.query.mT
 
     def weights(self, seen: Tensor) -> Tensor:
-        """Weights that equalise the columns if blocks were numbers ``sqrt(seen)``."""
+        """Weights that equalise the columns for scalar blocks ``sqrt(seen)``."""
         size = seen.sqrt()
         most = size.max()
-        if not 0 < most < math.inf:  # all blocks are zero, or overflow: any weights hold
+        if not 0 < most < math.inf:  # all blocks are zero or overflow: any weights are valid
             return self.support.to(size)
         size = size / most
-        # A block that no probe saw still needs a positive weight, and one that no number
-        # can tell from zero beside the others.
+        # Blocks that no probe detects, or that are negligible relative to the others, still need
+        # a positive weight.
         size = size.clamp_min(_FLOOR).masked_fill(~self.support, 0.0)
         perron = torch.ones(len(size), dtype=size.dtype)
         for _ in range(_PERRON // 10):
             before = perron
-            for _ in range(10):  # grows by less than n^2 a time
+            for _ in range(10):  # each step grows by less than n^2
                 perron = size.T @ (size @ perron)
             perron = perron / perron.norm()
             if float((perron - before).abs().max()) < UNIT:
@@ -119,7 +119,7 @@ class JacobianRows:
         return torch.cat(parts)
 
     def probe(self, weights: Tensor, probes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Lower values of ``ω_i``, the directions that carry them, and what these see."""
+        """Lower bounds of ``ω_i``, their directions, and the squared block norms along these."""
         omega, directions, seen = [], [], []
         for rows in self._chunks():
             product, basis = self._products(weights, rows), probes[rows]
@@ -130,8 +130,8 @@ class JacobianRows:
                 return weights.new_full((len(weights),), math.inf), probes, weights
             values, turn = torch.linalg.eigh(small)
             omega.append(values[:, -1])
-            # Directions near the top share the weight: one alone would leave the others
-            # to the next round, and the search would swing between them.
+            # Directions near the top share the weight: a single one would leave the others to
+            # the next round, and the search would oscillate between them.
             share = (values.clamp_min(0) / values[:, -1:].clamp_min(1e-300)) ** 4
             share = share / share.sum(-1, keepdim=True)
             directions.append(basis @ turn)
@@ -142,11 +142,11 @@ class JacobianRows:
         """``sum_m |J_ij^T z_m|^2``, ``(n, n)``."""
         return torch.cat([self._seen(probes[rows], rows) for rows in self._chunks()])
 
-    # Below, r rows are in front of every tensor, heads next.
+    # Below, the leading axis of every tensor is the rows r, then heads.
 
-    @_kept
+    @_cache_last
     def _at_rows(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Weights of the values, and values less the row's mean: ``(r, H, n)`` and ``(…, k_v)``."""
+        """Value weights, and values minus the row mean: ``(r, H, n)`` and ``(…, k_v)``."""
         return self.at.p[:, rows].transpose(0, 1), self.at.y(rows).transpose(0, 1)
 
     def _itself(self, rows: slice) -> tuple[Tensor, Tensor]:
@@ -158,17 +158,17 @@ class JacobianRows:
         """``R_j^T R_i q_i``, ``(r, H, m, k)``."""
         return self.at.pulled(rows).transpose(0, 1)
 
-    @_kept
+    @_cache_last
     def _covariance(self, rows: slice) -> Tensor:
         return self.at.covariance(rows).transpose(0, 1)
 
     def _query(self, rows: slice) -> Tensor:
-        """What ``K_h^T`` reads in the diagonal block, ``(r, H, k)``."""
+        """The query factor of the diagonal block, ``(r, H, k)``."""
         q = self.at.q[:, rows]
         return (q if self.at.rotary is None else self.at.turned_back(rows, q)).transpose(0, 1)
 
     def _seen(self, probes: Tensor, rows: slice) -> Tensor:
-        """Some rows of `seen`: ``J_ij^T z = sum_h c_hj (V_h^T z_h + a_hj <y_hj, z_h>)``."""
+        """`seen` for some rows: ``J_ij^T z = sum_h c_hj (V_h^T z_h + a_hj <y_hj, z_h>)``."""
         at = self.at
         heads, _, kv = at.v.shape
         z = probes if self.around is None else self.around.back(rows, probes)
@@ -184,7 +184,7 @@ class JacobianRows:
             pulled += torch.einsum("rhjm,rhjk,hkd->rjmd", heights, reads, at.key)
             pulled[diagonal(rows, 1)] += here
             return self._through_norm(rows, parts, pulled.square().sum((2, 3)), probes)
-        # Sums of squares from inner products of heads: no vector of d numbers per token.
+        # Sums of squares from inner products of heads, without d-dimensional vectors per token.
         a = (self._query(rows)[:, :, None] @ at.key)[:, :, 0]
         flat = through.flatten(2)
         mixed = (through @ a.mT[:, None]).transpose(2, 3).flatten(2)  # (r, h, (g, m))
@@ -198,7 +198,7 @@ class JacobianRows:
         return self._through_norm(rows, parts, seen, probes)
 
     def _through_norm(self, rows: slice, parts: Tensor, seen: Tensor, probes: Tensor) -> Tensor:
-        """What is left of rows of `seen` after the norm; the diagonal with what is beside."""
+        """Rows of `seen` after the norm in front, including the residual on the diagonal."""
         if self.slope is not None:
             along = self._along(rows).transpose(1, 2).flatten(2) @ parts.flatten(1, 2)
             seen = self.slope.square() * (seen - self.kappa * along.square().sum(-1))
@@ -208,7 +208,7 @@ class JacobianRows:
         return seen.clamp_min(0)
 
     def _own_blocks(self, rows: slice) -> Tensor:
-        """``J_ii`` as they stand, ``(r, d_out, d)``, after the norm in front."""
+        """The blocks ``J_ii``, ``(r, d_out, d)``, after the norm in front."""
         at = self.at
         c, y = self._itself(rows)
         a = self._query(rows)[:, :, None] @ at.key
@@ -221,7 +221,7 @@ class JacobianRows:
         return self.slope[rows, None, None] * (blocks - (blocks @ x) * x.mT)
 
     def _along(self, rows: slice) -> Tensor:
-        """``Y_ij x_j``, what a move of every token along itself does, ``(r, H, n, k_v)``."""
+        """``Y_ij x_j``: the effect of moving each token along itself, ``(r, H, n, k_v)``."""
         c, y = self._at_rows(rows)
         inner = (self._pulled(rows) * self.own_keys).sum(-1, keepdim=True)  # <a_ij, x_j>
         along = c[..., None] * (self.at.v + inner * y)
@@ -230,7 +230,7 @@ class JacobianRows:
         return along
 
     def _products(self, weights: Tensor, rows: slice) -> Callable[[Tensor], Tensor]:
-        """What `_grams` do to some directions each, ``(r, width, m)``; formed if it must be."""
+        """Products of `_grams` with some directions, ``(r, width, m)``; formed only if needed."""
         factor = self.factor
         if factor is None or self.around is not None:
             grams = self._grams(weights, rows)
@@ -248,7 +248,7 @@ class JacobianRows:
         return (grams + grams.mT) / 2
 
     def _beside(self, weights: Tensor, rows: slice, grams: Tensor) -> Tensor:
-        """Gram matrices with what is around attention."""
+        """Gram matrices including the residual path."""
         assert self.around is not None
         grams = self.around.through(rows, self.around.through(rows, grams).mT)
         beside = self.around.own(rows)
@@ -270,7 +270,7 @@ class JacobianRows:
         if at.rotary is not None:
             mixed, quadratic = self._rotary_terms(self._pulled(rows), scaled, y, weighted)
         else:
-            # V_h a_g for every pair of heads, and <a_h, a_g>.
+            # V_h a_g for all pairs of heads, and <a_h, a_g>.
             along = self.value_key.view(self.concat, heads, -1)
             through = torch.einsum("chk,rhk->rch", along, query)
             mixed = (scaled @ y.mT).view(-1, heads, 1, heads, kv)
@@ -292,7 +292,7 @@ class JacobianRows:
         return torch.where(self.support[rows], self.slopes / weights[rows], 0.0)
 
     def _sizes(self, rows: slice) -> Tensor:
-        """Of the parts of every block, head by head, before they cancel, ``(r, H, n)``."""
+        """Norms of the parts of each block by head, before cancellation, ``(r, H, n)``."""
         c, y = self._at_rows(rows)
         sizes = c * (self.value_size + y.norm(dim=-1) * self._reach(rows))
         covariance = self._covariance(rows).flatten(2).norm(dim=2)
@@ -300,11 +300,11 @@ class JacobianRows:
         return sizes
 
     def _reach(self, rows: slice) -> Tensor:
-        """``>= |a_ij|``, in what the keys' weights and queries are, ``(r, H, 1)``."""
+        """``>= |a_ij|`` in terms of the key weights and queries, ``(r, H, 1)``."""
         return (self.key_size * self.at.q[:, rows].norm(dim=-1)).T[..., None]
 
     def _hidden(self, weights: Tensor, rows: slice) -> Tensor:
-        """What rounding may take off ``ω_i``, in units of what cancels in its Gram matrix."""
+        """Rounding error of ``ω_i``, in units of the terms that cancel in its Gram matrix."""
         inverse = self._inverse(weights, rows)
         outer = self.outer_squares
         grams = (self._sizes(rows).square() @ inverse[..., None])[..., 0] @ outer
@@ -318,7 +318,7 @@ class JacobianRows:
     def _rotary_terms(
         self, pulled: Tensor, scaled: Tensor, y: Tensor, weighted: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The terms with one and with two factors ``a_hj``, which depend on ``j``."""
+        """The terms linear and quadratic in ``a_hj``, which depend on ``j``."""
         _, heads, _, k = pulled.shape
         kv = self.concat // heads
         mixed, quadratic = [], []
@@ -341,7 +341,7 @@ class JacobianRows:
         # Y Q_g^T for every g: c_h (V_h + y_h a_h^T) Q_g^T
         a_query = query[:, :, None] @ self.key_query.view(heads, k, -1)  # (r, H, 1, H k)
         y_query = self.value_query.view(heads, kv, -1) + y[..., None] * a_query
-        # (Y + S / 2) S^T and its transpose, head by head: S is block diagonal before Q.
+        # (Y + S / 2) S^T and its transpose, by head: S is block diagonal before Q.
         half = c[..., None, None] * y_query + cov @ self.query_gram.view(heads, k, -1) / 2
         half = half.flatten(1, 2).unflatten(2, (heads, k)).transpose(1, 2)
         crossed = (half @ cov.mT).transpose(1, 2).flatten(2)
@@ -349,7 +349,7 @@ class JacobianRows:
 
 
 def diagonal(rows: slice, axis: int = 2) -> tuple[slice | Tensor, ...]:
-    """Where row ``i`` meets token ``i`` in ``(r, …, n, …)``, the tokens on the given axis."""
+    """Index of row ``i`` at token ``i`` in ``(r, …, n, …)``, with tokens on the given axis."""
     i = torch.arange(rows.start, rows.stop)
     between: tuple[slice, ...] = (slice(None),) * (axis - 1)
     return (i - rows.start, *between, i)
@@ -361,12 +361,12 @@ def _expand(matrices: Tensor, times: int) -> Tensor:
 
 
 class JacobianColumns(JacobianRows):
-    """Its transpose, row by row: block ``ji`` is ``J_ij^T``.
+    """The transposed Jacobian by rows: block ``ji`` is ``J_ij^T``.
 
-    With ``B`` the weights of values and keys below each other, ``J_kj = R_kj B`` where ``R_kj`` is
-    ``W [P_kj I, P_kj y_kj q_kj^T]``, head by head; the diagonal block has its covariance besides.
-    All is seen in an orthonormal basis of what the weights read, if that is smaller than a token
-    and nothing is added to it.
+    With ``B`` the value and key weights stacked, ``J_kj = R_kj B`` where ``R_kj`` is
+    ``W [P_kj I, P_kj y_kj q_kj^T]`` for each head; the diagonal block also has its covariance.
+    Computed in an orthonormal basis of the row space of the weights, if that is smaller than a
+    token and nothing is added to the output.
     """
 
     def __init__(
@@ -381,7 +381,7 @@ class JacobianColumns(JacobianRows):
         )
         self.tokens = at.x if basis is None else at.x @ basis
         unread = torch.zeros_like(at.x) if basis is None else at.x - self.tokens @ basis.T
-        # 1 - κ |x|^2 with the basis's part of x, which cancels to (1 - |x|^2)^2 in all of it
+        # 1 - κ |x|^2 with the basis part of x; equals (1 - |x|^2)^2 in the full space
         left = (1 - at.x.square().sum(-1)).square() + self.kappa * unread.square().sum(-1)
         self.left = left.sqrt()
         self.width = self.tokens.shape[1]
@@ -390,10 +390,10 @@ class JacobianColumns(JacobianRows):
         self.outer = outer.view(-1, heads, kv).transpose(0, 1)  # (H, width out, k_v)
         self.outer_gram = outer.T @ outer
         self.support = self.support.T
-        self.slopes = torch.ones_like(self.slopes)  # which `_bent` sees to
+        self.slopes = torch.ones_like(self.slopes)  # `_bent` applies them
 
     def squares(self) -> tuple[Tensor, Tensor]:
-        """Squared norms of the columns, from below and above, as far as rounding may hide them."""
+        """Squared column norms from below and above, allowing for rounding."""
         ones = torch.ones_like(self.support, dtype=self.at.x.dtype)
         hidden = torch.cat([self._hidden(ones, rows) for rows in self._chunks()])
         above = self.eigenvalues(ones)
@@ -404,13 +404,13 @@ class JacobianColumns(JacobianRows):
         if self.slope is None:
             return m
         x = self.tokens[rows, :, None]
-        # the root of the basis's part of (I - x x^T)^2 = I - κ x x^T
+        # the root of (I - x x^T)^2 = I - κ x x^T restricted to the basis
         root = (1 - self.left[rows, None, None]) / (x.mT @ x).clamp_min(1e-300)
         return self.slope[rows, None, None] * (m - x @ (x.mT @ m) * root)
 
-    @_kept
+    @_cache_last
     def _at_rows(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Weights of the values, and values less the mean of the row that reads them."""
+        """Value weights, and values minus the mean of the reading row."""
         at = self.at
         y = at.v[:, rows, None] - at.o[:, None]
         return at.p[:, :, rows].permute(2, 0, 1), y.transpose(0, 1)
@@ -422,7 +422,7 @@ class JacobianColumns(JacobianRows):
         return q.permute(2, 0, 1, 3)
 
     def _seen(self, probes: Tensor, rows: slice) -> Tensor:
-        """Sizes of ``J_kj z``, ``(r, n)``."""
+        """Norms of ``J_kj z``, ``(r, n)``."""
         z = self._bent(rows, probes)[:, None]
         c, y = self._at_rows(rows)
         along = self._readers(rows) @ (self.key @ z)  # (r, H, n, m)
@@ -435,7 +435,7 @@ class JacobianColumns(JacobianRows):
         return written.square().sum((2, 3))
 
     def _products(self, weights: Tensor, rows: slice) -> Callable[[Tensor], Tensor]:
-        """What `_grams` do to some directions each, ``(r, width, m)``, head by head."""
+        """Products of `_grams` with some directions, ``(r, width, m)``, by head."""
         if self.around is not None:
             return super()._products(weights, rows)
         a, m, k, own, y, q, cov, inverse = self._parts(weights, rows)
@@ -467,10 +467,10 @@ class JacobianColumns(JacobianRows):
         return product
 
     def _parts(self, weights: Tensor, rows: slice) -> tuple[Tensor, ...]:
-        """Gram matrices before their weights, ``V^T A V + V^T M K + (…)^T + K^T C K`` each.
+        """Unweighted Gram matrices, ``V^T A V + V^T M K + (…)^T + K^T C K`` each.
 
-        ``A``, ``M`` and ``C``; then, as their diagonal block has more, ``P_jj``, ``P_jj y_jj`` and
-        ``q_j``, of which it is made without the covariance, the covariance, and ``1 / p_jj``.
+        ``A``, ``M`` and ``C``; then, for the larger diagonal block, ``P_jj``, ``P_jj y_jj`` and
+        ``q_j`` (the block without its covariance), the covariance, and ``1 / p_jj``.
         """
         inverse = self._inverse(weights, rows)
         heads, _, kv = self.at.v.shape
@@ -525,43 +525,43 @@ class JacobianColumns(JacobianRows):
         return self.key_size * self.at.q.norm(dim=-1)
 
 
-_ROUNDS = 6  # of the search for weights; more of them gain next to nothing
-_SLACK = 1e-10  # float64 rounding of sums of n terms, with room
+_ROUNDS = 6  # of the search for weights; further rounds gain almost nothing
+_SLACK = 1e-10  # float64 rounding of sums of n terms, with a margin
 
 
 def weighing(tokens: int, width: int) -> float:
-    """Seconds that the certificate takes on one core, about.
+    """Approximate time of the certificate on one core, in seconds.
 
     For every token, by rows and by columns: six rounds of a Gram matrix of the heads' concatenated
-    ``width`` and a final one whose eigenvalues are found. Fitted to 1 to 16 heads of
-    width 16 to 64 at 8 to 256 tokens, with torch 2 on a core of 50 GFLOP/s: within a factor of 2.
+    ``width`` and a final eigenvalue computation. Fitted to 1 to 16 heads of width 16 to 64 at 8 to
+    256 tokens, with torch 2 on a core of 50 GFLOP/s: within a factor of 2.
     """
     return tokens * (0.005 + width**2 * (7e-7 + 1.4e-9 * width + 6e-9 * tokens))
 
 
 @theorem(cite=DERIVED, statement="row-Gram certificate, one head", cost=weighing)
 def row_gram(at: HeadAt, slope: Tensor | None = None, around: Around | None = None) -> float:
-    """Rows by Cauchy–Schwarz under weights chosen for this input, one head.
+    """Rows by Cauchy–Schwarz with weights chosen for this input, one head.
 
-    The lesser of ``sqrt(max_j sum_i p_ij ω_i)``, ``ω_i = λ_max(sum_j J_ij J_ij^T / p_ij)``, and the
-    same of the transpose; the diagonal blocks keep their covariance term inside.
+    The smaller of ``sqrt(max_j sum_i p_ij ω_i)``, ``ω_i = λ_max(sum_j J_ij J_ij^T / p_ij)``, and
+    the same for the transpose; diagonal blocks include their covariance term.
 
-    Holds for any mask, bias and rotary embedding, at ``x``, whatever the weights; exactly
-    as it stands through a norm in front, whose derivative is a part of ``J_ij``. A residual map of
-    one head has its identity inside ``J_ii``.
+    Holds for any mask, bias and rotary embedding, at ``x``, for any weights, and unchanged with a
+    norm in front, whose derivative is part of ``J_ij``. A residual map of one head includes its
+    identity in ``J_ii``.
     """
     return weighted_heads(at, slope, around).value
 
 
 @theorem(cite=DERIVED, statement="row-Gram certificate, all heads", cost=weighing)
 def row_gram_joint(at: HeadsAt, slope: Tensor | None = None, around: Around | None = None) -> float:
-    """The same with all heads and the output projection in one matrix per row.
+    """The row-Gram certificate with all heads and the output projection in one matrix per row.
 
-    The lesser of ``sqrt(max_j sum_i p_ij ω_i)``, ``ω_i = λ_max(sum_j J_ij J_ij^T / p_ij)`` with
-    ``J_ij = sum_h W_h J^h_ij``, and the same of the transpose.
+    The smaller of ``sqrt(max_j sum_i p_ij ω_i)``, ``ω_i = λ_max(sum_j J_ij J_ij^T / p_ij)`` with
+    ``J_ij = sum_h W_h J^h_ij``, and the same for the transpose.
 
-    Holds for any mask, bias and rotary embedding, at ``x``, and through a norm in front; a residual
-    map has its identity inside ``J_ii``, and norms after it in every row (then by rows alone).
+    Holds for any mask, bias and rotary embedding, at ``x``, and with a norm in front; a residual
+    map includes its identity in ``J_ii``, and later norms in every row (then by rows only).
     Cost: ``n`` matrices of the width of the concatenated heads in each of seven rounds.
     """
     return weighted_heads(at, slope, around).value
@@ -569,13 +569,13 @@ def row_gram_joint(at: HeadsAt, slope: Tensor | None = None, around: Around | No
 
 @theorem(cite="castin2024", statement="Lemma 3.8, over row-Gram certificates", cost=weighing)
 def castin_lemma_3_8(at: HeadsAt) -> float:
-    """Several heads by the sum over heads, as stated: what one head at a time can give.
+    """The sum over heads, as stated: the best bound from individual heads.
 
     ``Σ_h ‖W_h‖ c_h`` with ``c_h`` the row-Gram certificate of head ``h`` before the output
     projection ``[W_1 … W_H]``; ``Σ_h c_h`` for concatenated heads.
 
-    Holds for any mask, bias and rotary embedding, at ``x``. Equal to sigma where every ``c_h`` is
-    exact and the heads move the output the same way; `row_gram_joint` sums heads before any norm.
+    Holds for any mask, bias and rotary embedding, at ``x``. Equal to sigma if every ``c_h`` is
+    exact and the heads move the output in one direction; `row_gram_joint` sums heads first.
 
     Source: Lemma 3.8 of [castin2024], ``Lip(f) ≤ Σ_h ‖W_h‖ Lip(f_h)``, at one input.
     """
@@ -588,7 +588,7 @@ def castin_lemma_3_8(at: HeadsAt) -> float:
 
 @dataclass(frozen=True)
 class Weighted:
-    """A row-Gram certificate: its value, and what it was computed from."""
+    """A row-Gram certificate with the data of its computation."""
 
     value: float
     rows: JacobianRows
@@ -598,23 +598,23 @@ class Weighted:
 def weighted_heads(
     at: HeadsAt | HeadAt, slope: Tensor | None = None, around: Around | None = None
 ) -> Weighted:
-    """The lesser of the certificates by rows and by columns, with the rows and their weights."""
+    """The smaller certificate, by rows or by columns, with its rows and weights."""
     at = at if isinstance(at, HeadsAt) else HeadsAt(at.heads, at.x)
     rows = weighted_rows(JacobianRows(at, slope, around))
     if around is not None and not around.plain:
-        return rows  # a column's matrix would not factor over the rows that read it
+        return rows  # a column's matrix would not factor over the rows attending to it
     columns = weighted_rows(JacobianColumns(at, slope, around), below=rows.value)
     return replace(rows, value=min(rows.value, columns.value))
 
 
 def weighted_rows(rows: JacobianRows, *, below: float = math.inf) -> Weighted:
-    """The certificate with the best weights found; infinite where it is surely not ``below``."""
+    """The certificate with the best weights found; infinite if certainly not ``below``."""
     best, weights = math.inf, rows.support.to(torch.float64)
-    # the same Gaussian directions at every call: their mean square is a Frobenius norm
+    # the same Gaussian directions in every call: their mean square is a Frobenius norm
     generator = torch.Generator().manual_seed(0)
     probes = torch.randn(rows.width, PROBES, generator=generator, dtype=torch.float64)
     probes = (probes / math.sqrt(rows.width * PROBES)).expand(len(rows.at.x), -1, -1)
-    seen = rows.seen(probes)  # squared: what the probes see of every block
+    seen = rows.seen(probes)  # squared norms of all blocks along the probes
     for round_ in range(_ROUNDS):
         candidate = rows.weights(seen)
         omega, probes, fresh = rows.probe(candidate, probes)
@@ -625,7 +625,7 @@ def weighted_rows(rows: JacobianRows, *, below: float = math.inf) -> Weighted:
             best, weights = value, candidate
         share = 2 / (round_ + 2)
         seen = (1 - share) * seen + share * fresh
-    # The probes bound each eigenvalue from below; what is reported uses the exact ones.
+    # Probes bound eigenvalues from below; the reported value uses exact ones.
     if below <= best < math.inf:
         return Weighted(math.inf, rows, weights)
     value = _weighted_bound(weights, rows.eigenvalues(weights)) * (1 + _SLACK)
@@ -636,18 +636,18 @@ def _weighted_bound(weights: Tensor, omega: Tensor) -> float:
     return float((weights * omega[:, None]).sum(0).max().sqrt())
 
 
-# --- one token's column, ``D_s = (J_is)_i``: what the moves of token ``s`` alone do. With ``R_s``
-# the Jacobian without it, ``‖D_s‖² ≤ ‖J‖² ≤ ‖D_s‖² + ‖R_s‖²``. Proofs: ``docs/theory/sink.md``
+# --- the column ``D_s = (J_is)_i`` of one token: the effect of moving token ``s`` alone. With the
+# remaining Jacobian ``R_s``, ``‖D_s‖² ≤ ‖J‖² ≤ ‖D_s‖² + ‖R_s‖²``. Proofs: ``docs/theory/sink.md``
 
 
 @theorem(cite=DERIVED, statement="one token's column", kind="lower", cost=weighing)
 def sink_column(at: HeadsAt) -> float:
-    """Sigma of moves of one token alone, the one for which it is largest.
+    """Sigma of moving a single token, maximised over tokens.
 
     ``max_s ‖D_s‖``, ``‖D_s‖² = λ_max(sum_i J_is^T J_is)``: attention weights move with the token.
 
-    Holds for any mask, bias and rotary embedding, at ``x``. Equal to sigma as attention becomes
-    one-hot (Theorem 3.7 of [castin2024]); where it is uniform, ``1 / √n`` of it.
+    Holds for any mask, bias and rotary embedding, at ``x``. Equal to sigma in the limit of one-hot
+    attention (Theorem 3.7 of [castin2024]); ``1 / √n`` of it for uniform attention.
     """
     low, _ = JacobianColumns(at).squares()
     return max(float(low.max().sqrt()) * (1 - _SLACK) - at.slack, 0.0)
@@ -655,13 +655,13 @@ def sink_column(at: HeadsAt) -> float:
 
 @theorem(cite=DERIVED, statement="one token's column, and a bound of the rest", cost=weighing)
 def sink_column_upper(at: HeadsAt, slope: Tensor | None = None) -> float:
-    """`sink_column`'s token exactly, all others by the row-Gram certificate.
+    """The exact column of `sink_column`, plus the row-Gram certificate for the other tokens.
 
-    ``√(‖D_s‖² + c²)`` with ``c ≥ ‖R_s‖`` the lesser of the certificates by rows and by columns of
-    the Jacobian without column ``s``.
+    ``√(‖D_s‖² + c²)`` with ``c ≥ ‖R_s‖`` the smaller certificate, by rows or by columns, of the
+    Jacobian without column ``s``.
 
-    Holds for any mask, bias and rotary embedding, at ``x``, and through a norm in front. Equal to
-    sigma where attention is uniform, and as it becomes one-hot on ``s``.
+    Holds for any mask, bias and rotary embedding, at ``x``, and with a norm in front. Equal to
+    sigma for uniform attention, and in the limit of one-hot attention on ``s``.
     """
     rows, columns = JacobianRows(at, slope), JacobianColumns(at, slope)
     _, high = columns.squares()

@@ -1,1 +1,1 @@
-"""Theorems of the literature: one paper, one file."""
+"""Lipschitz bounds from the literature, one file per paper."""

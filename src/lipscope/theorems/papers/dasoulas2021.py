@@ -19,12 +19,12 @@ PUBLISHED = math.exp(math.sqrt(3)) + 2 * math.sqrt(6)
 def dasoulas_lipschitz_norm(layer: LipschitzNormAttention) -> float:
     """Attention with normalised scores, for any number of tokens.
 
-    ``(e^√3 + 2√6) ‖[W_Q; W_K; W_V]‖`` a head: the constant of the map from queries, keys and
-    values, times the norm of the three projections together; heads add up as ``‖W_O‖ √(Σ_h …²)``.
+    ``(e^√3 + 2√6) ‖[W_Q; W_K; W_V]‖`` per head: the constant of the map from queries, keys and
+    values, times the norm of the stacked projections; heads combine to ``‖W_O‖ √(Σ_h …²)``.
 
-    Holds for self-attention without mask, all inputs.
+    Holds for self-attention without a mask, for all inputs.
 
-    Source: [dasoulas2021], with as many keys as queries; the authors' code, the constant recalled.
+    Source: [dasoulas2021], for as many keys as queries; the authors' code, constant as recalled.
     """
     return PUBLISHED / CONSTANT * lipschitz_norm_improved(layer)
 
@@ -33,10 +33,10 @@ def dasoulas_lipschitz_norm(layer: LipschitzNormAttention) -> float:
 def lipschitz_norm_improved(layer: LipschitzNormAttention) -> float:
     """Attention with normalised scores, for any number of tokens.
 
-    ``√(5 + (e+1)²) ‖[W_Q; W_K; W_V]‖`` a head, 4.34 in place of 10.55; heads add up as
+    ``√(5 + (e+1)²) ‖[W_Q; W_K; W_V]‖`` per head, 4.34 instead of 10.55; heads combine to
     ``‖W_O‖ √(Σ_h …²)``.
 
-    Holds for self-attention without mask, all inputs.
+    Holds for self-attention without a mask, for all inputs.
 
     Source: derived here (``docs/theory/global-bounds.md``).
     """

@@ -1,7 +1,7 @@
-"""Emadi: the exact norm of the softmax from maximum to sum, and what follows [emadi2026].
+"""Emadi: the exact norm of the softmax from maximum to sum, and a bound [emadi2026].
 
-Only the abstract could be had. It states ``‖L(p)‖_{∞→1} = θ(p)``; the bound for a whole head
-below follows from it by two lines, in the geometry of the paper (largest token norm).
+Only the abstract was available. It states ``‖L(p)‖_{∞→1} = θ(p)``; the bound of a head below
+follows in two lines, in the paper's geometry (max-token norm).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lipscope.theorems.register import theorem
 
 @theorem(cite="emadi2026", statement="Abstract: the balanced-mass factor", metric="max-token")
 def emadi_balanced_mass(at: HeadAt) -> float:
-    """Attention's change by the balanced-mass factor of every row.
+    """Bound of attention from the balanced-mass factor of every row.
 
     ``‖V‖ + max_i θ(P_i) (|a_i| + max_j |A^T x_j|) max_j |V (x_j - c)|``, ``c`` the mean token.
 
@@ -43,7 +43,7 @@ def balanced_mass(p: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
 
     Holds for every probability vector.
 
-    Source: [emadi2026], whose balanced-mass factor this is.
+    Source: the balanced-mass factor of [emadi2026].
 
     >>> balanced_mass(torch.tensor([0.75, 0.125, 0.125])).item()
     0.75

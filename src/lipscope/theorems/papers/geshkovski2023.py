@@ -14,8 +14,8 @@ def geshkovski_mean_field(head: Head, radius: float) -> float:
 
     ``‖V‖ (1 + 3 ‖A‖ R²) e^(2 ‖A‖ R²)``.
 
-    Holds without mask, bias of queries and rotary embedding. Sigma at any input with tokens
-    of norm at most R is at most this: sequences are measures on equal atoms.
+    Holds without a mask, query bias and rotary embedding. It bounds sigma at any input with tokens
+    of norm at most R, since sequences are measures with equal atoms.
 
     Source: [geshkovski2023], in the form of Theorem 3.5 of [castin2024].
     """

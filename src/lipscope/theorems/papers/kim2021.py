@@ -22,16 +22,16 @@ from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
 
 @theorem(cite="kim2021", statement="Theorem 3.1", kind="lower")
 def kim_thm_3_1(head: Head, num_tokens: int, radius: float) -> float:
-    """Dot-product attention is not Lipschitz: growth with R² from one token at the origin.
+    """Dot-product attention is not Lipschitz: growth in R² from one token at the origin.
 
-    ``‖V (I + m R² u u^T A)‖ / n``: the block of the token at the origin with itself, while
-    ``m`` others, an even number, stand at ``±R u``.
+    ``‖V (I + m R² u u^T A)‖ / n``: the diagonal block of the token at the origin, with ``m``
+    others, an even number, at ``±R u``.
 
-    Holds without mask; for causal ones the token at the origin comes last. ``u`` is the
-    better of the top left singular vector of ``A`` and the top right one of ``V``.
+    Holds without a mask; for causal masks the token at the origin comes last. ``u`` is the
+    better one of the top left singular vector of ``A`` and the top right one of ``V``.
 
-    Source: Theorem 3.1 of [kim2021]; the input is that of a shorter proof with one token at
-    the origin (``docs/theory/global-bounds.md``).
+    Source: Theorem 3.1 of [kim2021], at the input of a shorter proof with one token at the
+    origin (``docs/theory/global-bounds.md``).
     """
     head.plain()
     n = num_tokens
@@ -46,11 +46,11 @@ def kim_thm_3_1(head: Head, num_tokens: int, radius: float) -> float:
 
 @theorem(cite="kim2021", statement="Theorem 3.2, infinity norm", metric="infinity", recalled=True)
 def kim_thm_3_2_infinity(layer: L2Attention, num_tokens: int) -> float:
-    """L2 attention: largest entry of the output's move per largest entry of the input's.
+    """L2 attention: largest entry of the output's move relative to that of the input's.
 
     ``(4 φ⁻¹(N-1) + 1/√k) ‖W^{O T}‖_∞ max_h ‖W_h‖_∞ ‖W_h^T‖_∞ max_h ‖W^{V,h T}‖_∞``.
 
-    Holds for all inputs of N tokens, without mask and for causal ones.
+    Holds for all inputs of N tokens, without a mask and for causal masks.
 
     Source: Theorem 3.2 of [kim2021].
     """
@@ -73,8 +73,8 @@ def kim_thm_3_2(layer: L2Attention, num_tokens: int) -> float:
 
     ``√(N/k) (4 φ⁻¹(N-1) + 1) √(Σ_h ‖W_h‖⁴ ‖W^{V,h}‖²) ‖W^O‖``.
 
-    Holds for all inputs of N tokens, without mask and for causal ones. The power of
-    ``‖W_h‖`` is 4: attention is quadratic in ``W_h``.
+    Holds for all inputs of N tokens, without a mask and for causal masks. The power of
+    ``‖W_h‖`` is 4, since attention is quadratic in ``W_h``.
 
     Source: Theorem 3.2 of [kim2021].
     """
@@ -85,11 +85,11 @@ def kim_thm_3_2(layer: L2Attention, num_tokens: int) -> float:
 
 @theorem(cite=DERIVED, statement="Kim et al., Theorem 3.2, smaller constant")
 def kim_thm_3_2_improved(layer: L2Attention, num_tokens: int) -> float:
-    """L2 attention in the Frobenius norm: the diagonal term needs no root of N.
+    """L2 attention in the Frobenius norm, without √N in the diagonal term.
 
     ``k^(-1/2) (√N (1 + 2 φ⁻¹(N-1)) + 2 φ⁻¹(N-1)) √(Σ_h ‖W_h‖⁴ ‖W^{V,h}‖²) ‖W^O‖``.
 
-    Holds for all inputs of N tokens, without mask and for causal ones.
+    Holds for all inputs of N tokens, without a mask and for causal masks.
 
     Source: derived here (``docs/theory/global-bounds.md``).
     """
@@ -100,7 +100,7 @@ def kim_thm_3_2_improved(layer: L2Attention, num_tokens: int) -> float:
 def tight_input(num_tokens: int) -> Float[Tensor, "n 1"]:
     """An input at which L2 attention nearly attains the infinity-norm constant.
 
-    One token at 0, half of the others at ``c``, half at ``-c``, ``c² = 1 + φ⁻¹(N-1)``, for
+    One token at 0, half of the others at ``c`` and half at ``-c``, ``c² = 1 + φ⁻¹(N-1)``, for
     one head of width 1 with all weights 1.
 
     Source: derived here (``docs/theory/global-bounds.md``).
@@ -119,7 +119,7 @@ def tight_input(num_tokens: int) -> Float[Tensor, "n 1"]:
 def tight_value(num_tokens: int) -> float:
     """``‖J‖_∞`` at `tight_input`: ``4 φ⁻¹ - 1 + 2 / (1 + φ⁻¹)``, ``φ⁻¹ = φ⁻¹(N-1)``.
 
-    The bound is ``4 φ⁻¹ + 1``: at most 2 above it, for every odd N.
+    The bound ``4 φ⁻¹ + 1`` exceeds it by at most 2, for every odd N.
 
     >>> n = 101
     >>> round((4 * phi_inverse(n - 1.0) + 1) / tight_value(n), 3)
@@ -142,5 +142,5 @@ def _visible_self(layer: L2Attention) -> None:
 
 
 def _infinity(matrix: Tensor) -> float:
-    """Largest sum of magnitudes of a row."""
+    """Largest row sum of magnitudes."""
     return float(matrix.abs().sum(1).max())

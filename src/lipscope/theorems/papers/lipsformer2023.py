@@ -10,11 +10,11 @@ from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
 def lipsformer_cosine(layer: ScaledCosineAttention, num_tokens: int) -> float:
     """Scaled cosine attention, for all inputs of N tokens.
 
-    ``ν ε^(-1/2) (2N(N-1) τ ‖W_K‖ + 2(N-1) τ ‖W_Q‖ + 2N ‖W_V‖)`` for one head; heads add up
-    as ``‖W_O‖ √(Σ_h …²)``. Of ``ν`` and ``τ`` that training turned negative, their sizes.
+    ``ν ε^(-1/2) (2N(N-1) τ ‖W_K‖ + 2(N-1) τ ‖W_Q‖ + 2N ‖W_V‖)`` for one head; heads combine to
+    ``‖W_O‖ √(Σ_h …²)``. Negative ``ν`` and ``τ`` (after training) count by magnitude.
 
-    Holds without mask: it is never below `lipsformer_cosine_improved` for ``N ≥ 2``, nor below
-    sigma for ``N = 1``.
+    Holds without a mask: at least `lipsformer_cosine_improved` for ``N ≥ 2``, and at least sigma
+    for ``N = 1``.
 
     Source: [lipsformer2023].
     """
@@ -31,10 +31,10 @@ def lipsformer_cosine(layer: ScaledCosineAttention, num_tokens: int) -> float:
 
 @theorem(cite=DERIVED, statement="LipsFormer's constant, improved")
 def lipsformer_cosine_improved(layer: ScaledCosineAttention, num_tokens: int) -> float:
-    """Scaled cosine attention with deviations in place of sizes.
+    """Scaled cosine attention, with deviations instead of norms.
 
     ``ν ε^(-1/2) (√c ‖W_V‖ + τ ‖W_Q‖ + τ √c ‖W_K‖)``, ``c = min(N, e^(2τ))``, or ``N`` under a
-    mask; heads add up as ``‖W_O‖ √(Σ_h …²)``. Of ``ν`` and ``τ`` below zero, their sizes.
+    mask; heads combine to ``‖W_O‖ √(Σ_h …²)``. Negative ``ν`` and ``τ`` count by magnitude.
 
     Holds for any mask on all inputs of N tokens.
 

@@ -1,4 +1,4 @@
-"""Yudin, Gaponov, Kudriashov and Rakhuba: local bounds by the softmax's spectrum [yudin2025]."""
+"""Yudin, Gaponov, Kudriashov and Rakhuba: local bounds from the softmax spectrum [yudin2025]."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _BISECTIONS = 60
 
 @theorem(cite="yudin2025", statement="Theorem 3")
 def yudin_thm_3(at: HeadAt) -> float:
-    """Attention and the change of attention, the latter by the softmax's spectrum.
+    """Local bound from the norm of attention and the spectrum of the softmax.
 
     ``‖V‖ (‖P‖ + 2 ‖X‖² ‖A‖ max_i top_two(P_i))``, ``top_two(p) = p_(1) (1 - p_(1) + p_(2))``.
 
     Holds for any mask at ``x``; not for biases of queries or rotary embeddings.
 
-    Source: Theorem 3 of [yudin2025], as quoted by an implementation of it.
+    Source: Theorem 3 of [yudin2025], as quoted in an implementation.
     """
     head = at.head
     head.without_rotary()
@@ -34,7 +34,7 @@ def yudin_thm_3(at: HeadAt) -> float:
 
 @theorem(cite="yudin2025", statement="Theorem 3, centred")
 def yudin_centred(at: HeadAt) -> float:
-    """Theorem 3 without what the softmax does not see.
+    """Theorem 3 without shifts that leave the softmax unchanged.
 
     ``‖V‖ ‖P‖ + max_i ‖L(P_i)‖ · ‖X_c V^T‖ (‖X_c A‖ + ‖X A^T + 1 b^T‖)``, ``X_c`` the tokens
     minus their mean.
@@ -55,23 +55,23 @@ def yudin_centred(at: HeadAt) -> float:
 
 
 def norm_of_rows(p: Tensor) -> float:
-    """``‖P‖`` of a matrix without negative entries, never below it.
+    """An upper bound of ``‖P‖`` for a matrix without negative entries.
 
-    For any ``v > 0``: ``‖P‖² ≤ max_j (P^T P v)_j / v_j`` (Collatz and Wielandt). With the
-    vector of a power iteration that is ``‖P‖`` up to a thousandth, at the cost of products.
+    For any ``v > 0``: ``‖P‖² ≤ max_j (P^T P v)_j / v_j`` (Collatz and Wielandt). A vector from
+    power iteration gives ``‖P‖`` within a thousandth, from matrix products only.
     """
     v = torch.ones_like(p[0])
     best = float("inf")
     for _ in range(64):
         image = p.T @ (p @ v)
         best = min(best, float((image / v).max()))
-        # Entries that die out would make the ratio there a ratio of roundings.
+        # Vanishing entries would give ratios of rounding errors.
         v = image / image.max() + 1e-4
     return math.sqrt(best)
 
 
 def _largest_softmax_norm(p: Tensor) -> float:
-    """``max_i ‖L(P_i)‖``: rows in the order of top_two, until no other can be larger."""
+    """``max_i ‖L(P_i)‖``: rows by decreasing top_two, until no other row can be larger."""
     ceiling, order = top_two(p).sort(descending=True)
     best, start = 0.0, 0
     while start < len(p) and float(ceiling[start]) > best:
@@ -100,14 +100,14 @@ def top_two(p: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
 
 
 def softmax_norm(p: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
-    """``‖L(p)‖``, up to the rounding of 60 bisections and never below it by more.
+    """``‖L(p)‖`` by 60 bisections, never below it by more than rounding.
 
-    The root in ``[p_(2), p_(1)]`` of ``Σ_i p_i² / (p_i - λ) = 1``: the upper end of the last
-    interval is returned.
+    The root in ``[p_(2), p_(1)]`` of ``Σ_i p_i² / (p_i - λ) = 1``; returns the upper end of the
+    last interval.
 
     Holds for every probability vector.
 
-    Source: the secular equation of a diagonal matrix minus one of rank one [golub1973].
+    Source: the secular equation of a diagonal matrix minus a rank-one matrix [golub1973].
     """
     if p.shape[-1] < 2:
         return torch.zeros_like(p[..., 0])
@@ -116,7 +116,7 @@ def softmax_norm(p: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
     first = top[..., 0]
     for _ in range(_BISECTIONS):
         mid = (low + high) / 2
-        # Only the largest entry is above λ; all other terms are negative.
+        # Only the largest entry exceeds λ; all other terms are negative.
         terms = p.square() / (p - mid[..., None])
         value = torch.where(terms.isfinite(), terms, 0.0).sum(-1)
         above = (value > 1) | (mid >= first)
@@ -125,5 +125,5 @@ def softmax_norm(p: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
 
 
 def rest_of_top(p: Tensor) -> Tensor:
-    """``1 - p_(1)`` as the sum of the others, which does not cancel."""
+    """``1 - p_(1)`` as the sum of the others, without cancellation."""
     return p.scatter(-1, p.argmax(-1, keepdim=True), 0.0).sum(-1)
