@@ -357,7 +357,6 @@ def top_singular_batch(
     max_steps: int = 300,
     memory: int = DEFAULT_MEMORY,
     watch: Watch | None = None,
-    found: Callable[[int, TopSingular], None] | None = None,
 ) -> list[TopSingular]:
     """`top_singular` of ``b`` operators that share their products, for example heads.
 
@@ -367,8 +366,7 @@ def top_singular_batch(
 
     ``watch`` is called after every step with a function that gives the intervals ``(sigma, upper)``
     so far, one an entry. The start alone may make them fail, so all intervals of a run hold at once
-    with probability ``1 - delta`` an entry; what ``watch`` raises ends the run. ``found`` is called
-    with each entry and its answer once that is there, while others go on.
+    with probability ``1 - delta`` an entry; what ``watch`` raises ends the run.
     """
     _check_solver(op, tol, delta, max_steps)
     stop = _Stop(tol, delta, op)
@@ -383,8 +381,6 @@ def top_singular_batch(
                 answers[i] = top
                 if left:
                     left.discard(i)
-                if found is not None:
-                    found(i, top)
             if watch is not None:
                 watch(
                     lambda run=run: [
