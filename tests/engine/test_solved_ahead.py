@@ -23,7 +23,7 @@ MODELS = {
     "llama": f"random:llama:{SIZES},num_key_value_heads=1,vocab_size=300",
     "qwen3": f"random:qwen3:{SIZES},num_key_value_heads=1,head_dim=4,vocab_size=300",
 }
-SOLVER = "lipscope.engine.solve_queue.solve_ahead"
+SOLVER = "lipscope.engine.solve_queue.solved_together"
 ALIKE = ("sigma", "upper", "relative", "input_norm", "top_share")
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom."
 
@@ -55,14 +55,14 @@ EACH = [
 
 @pytest.mark.parametrize(("name", "options"), EACH)
 def test_rows_are_those_of_one_layer_at_a_time(name: str, options: dict, two, monkeypatch) -> None:
-    model, solved = ls.load_model(MODELS[name]), []
+    model, shared = ls.load_model(MODELS[name]), []
     usual = resolve_name(SOLVER)
-    monkeypatch.setattr(SOLVER, lambda asked: solved.append(asked) or usual(asked))
+    monkeypatch.setattr(SOLVER, lambda q, found: shared.append(len(q)) or usual(q, found))
     ahead = rows(model, **options)
-    assert len(solved) == len(ahead) > 1
+    assert sum(shared) == len(ahead) > 1
     torch.set_num_threads(1)
     alone = rows(model, **options)
-    assert len(solved) == len(ahead)
+    assert sum(shared) == len(ahead)
     for one, other in zip(ahead, alone, strict=True):
         assert (one.id, one.status, one.products) == (other.id, other.status, other.products)
         assert (one.derivative_error is None) == (other.derivative_error is None)
@@ -71,7 +71,7 @@ def test_rows_are_those_of_one_layer_at_a_time(name: str, options: dict, two, mo
 
 
 @pytest.mark.parametrize("options", [{"per_head": True}, {"map": "block"}, {"metric": "max-token"}])
-def test_what_is_not_small_is_solved_as_before(options: dict, two, monkeypatch) -> None:
+def test_what_shares_nothing_is_solved_as_before(options: dict, two, monkeypatch) -> None:
     monkeypatch.setattr(SOLVER, None)
     found = ls.measure(MODELS["bert"], TEXT, lengths=6, layers=[0, 1], **options)
     assert len(found) > 1 and all(row.sigma for row in found)
@@ -89,13 +89,36 @@ def test_a_layer_that_fails_fails_alone(two, monkeypatch) -> None:
     assert [row.sigma for row in again] == pytest.approx([row.sigma for row in alone])
 
 
+def test_an_answer_does_not_wait_for_those_that_share_its_products(two, monkeypatch) -> None:
+    """The second of a group goes on only when the row of the first is there."""
+    made, waited = threading.Event(), []
+
+    def solver(questions, found) -> None:
+        for i, one in enumerate(questions):
+            if i == 1:
+                waited.append(made.wait(60))
+            solve = resolve_name("lipscope.engine.answer.Solve")(one)
+            solve.solve()
+            found(i, solve)
+
+    monkeypatch.setattr(SOLVER, solver)
+    for at in ls.load_model(MODELS["bert"]).layers(TEXT, lengths=12, watch=unwatched):
+        assert at.rows()
+        if at.layer == 1:
+            made.set()
+    assert waited
+    assert all(waited)
+
+
 def test_nothing_is_told_of_a_layer_after_its_answer(two, monkeypatch) -> None:
     usual, ended, told = resolve_name(SOLVER), set(), []
 
-    def solver(asked) -> object:
-        solve = usual(asked)
-        ended.add(asked.job.layer)
-        return solve
+    def solver(questions, found) -> None:
+        def tell(i: int, solve: object) -> None:
+            ended.add(questions[i][2].layer)
+            found(i, solve)
+
+        usual(questions, tell)
 
     def watch(layer: int | None):
         return lambda now: told.append(layer in ended)

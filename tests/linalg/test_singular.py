@@ -213,7 +213,10 @@ def test_a_batch_gives_the_rows_of_single_runs():
         (20,),
         dtype=torch.float64,
     )
-    tops = top_singular_batch(op, [seeded(i) for i in range(3)])
+    found = {}
+    tops = top_singular_batch(op, [seeded(i) for i in range(3)], found=found.__setitem__)
+    assert [found[i] for i in range(3)] == tops
+    assert [*found] == sorted(range(3), key=lambda i: (tops[i].products, i))  # as they end
     for i, top in enumerate(tops):
         matrix = matrices[i]
         single = Operator(

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lipscope.attention import joined
 from lipscope.display import rounded_down, rounded_up
 from lipscope.engine.checks import COPIES, OF_TEXT, parse_tokens
 from lipscope.engine.plan import Job, Shape, heads_one_by_one, row_id
@@ -33,6 +34,7 @@ from lipscope.linalg import (
     over_leading,
     restrict,
     start_named,
+    together,
     top_singular_batch,
 )
 from lipscope.measures import own_operator
@@ -209,9 +211,13 @@ class Solve:
 
     def solve(self) -> list[TopSingular]:
         """Sigma of all heads together, or of each."""
-        self.tops = tops = self._top(self.operator, "sigma")
-        self.seconds = (time.perf_counter() - self._began) / len(self.heads)
+        tops = self._top(self.operator, "sigma")
+        self.keep(tops, (time.perf_counter() - self._began) / len(self.heads))
         return tops
+
+    def keep(self, tops: list[TopSingular], seconds: float) -> None:
+        """Keep sigma, and how long a head took."""
+        self.tops, self.seconds = tops, seconds
 
     def _jacobian(self) -> Operator:
         """That of the map; for copies against each other, what tokens do by their own queries."""
@@ -428,6 +434,55 @@ class Solve:
         if not (one.positional or one.causal or one.window or one.mask is not None):
             return None
         return "copies of a token share its position and read what it reads"
+
+
+def solved_together(questions: Sequence[Question], found: Callable[[int, Solve], None]) -> None:
+    """Solves of layers of one specification: where they are alike, one product serves them all.
+
+    ``found`` is called with each question's index and its solve, once that is over.
+    """
+    began = time.perf_counter()
+    solves = [Solve(one) for one in questions]
+    first = solves[0]
+
+    def join(some: Sequence[int]) -> Operator | None:
+        jacobian = joined([solves[i].jacobian for i in some])
+        scales = [scale for i in some if (scale := solves[i].scale) is not None]
+        scale = torch.stack(scales) if scales else None
+        if jacobian is None:
+            return None
+        return restrict(jacobian, move=first.move, read=first.read, scale=scale)
+
+    shared = together(join, [one.operator for one in solves])
+    if shared is None:
+        for i, one in enumerate(solves):
+            one.solve()
+            found(i, one)
+        return
+
+    spent, left, last = 0.0, len(solves), began
+
+    def keep(i: int, top: TopSingular) -> None:
+        nonlocal spent, left, last
+        now = time.perf_counter()
+        spent, left, last = spent + (now - last) / left, left - 1, now
+        solves[i].keep([top], spent)  # all of them add up to the time that they took together
+        found(i, solves[i])
+
+    def watch(now: Callable[[], Sequence[tuple[float, float]]]) -> None:
+        for i, one in enumerate(solves):
+            if one.watch is not None and one.tops is None:
+                one.watch(lambda i=i: now()[i : i + 1])
+
+    top_singular_batch(
+        shared,
+        [one.generator(None, "sigma") for one in solves],
+        memory=first.memory // 2,
+        watch=watch,
+        found=keep,
+        tol=first.spec.tol,
+        delta=first.spec.delta,
+    )
 
 
 def _embedded(vector: Tensor, index: Tensor | None, n: int) -> Tensor:

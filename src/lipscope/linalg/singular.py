@@ -356,6 +356,7 @@ def top_singular_batch(
     max_steps: int = 300,
     memory: int = DEFAULT_MEMORY,
     watch: Watch | None = None,
+    found: Callable[[int, TopSingular], None] | None = None,
 ) -> list[TopSingular]:
     """`top_singular` of ``b`` operators with joint products, for example heads.
 
@@ -366,7 +367,7 @@ def top_singular_batch(
     ``watch`` is called after every step with a function that returns the current intervals
     ``(sigma, upper)``, one per entry. They depend on chance only through the start, so all
     intervals of a run hold simultaneously with probability ``1 - delta`` per entry; an exception in
-    ``watch`` ends the run.
+    ``watch`` ends the run. ``found`` is called with each entry and its result as it finishes.
     """
     _check_solver(op, tol, delta, max_steps)
     stop = _Stop(tol, delta, op)
@@ -381,6 +382,8 @@ def top_singular_batch(
                 answers[i] = top
                 if left:
                     left.discard(i)
+                if found is not None:
+                    found(i, top)
             if watch is not None:
                 watch(
                     lambda run=run: [
