@@ -178,7 +178,7 @@ class Spec:
         ("frobenius",), _when_used("metrics"), "or token-relative, max-token, infinity.", left=True
     )
     move: str = _question(
-        "all", checks.word, "first, last, not-first, a:b, a%:b%, copies.", named=True
+        "all", checks.word, "first, last, not-first, a:b (inclusive), a%:b%, copies.", named=True
     )
     read: str = _question("all", checks.word, "Outputs that are read.", named=True)
     side: Side = _question("self", _when_used("side"), "Across: query, key.", named=True)
@@ -511,8 +511,6 @@ def _text_contents(source: Entries) -> dict[str, str]:
             )
         except InputError as problem:
             source.fail(str(problem), "texts", i)
-        if not texts[name].strip():
-            source.fail(f"`texts` should not be empty. Found no words in `{entry}`.", "texts", i)
     return texts
 
 
