@@ -178,7 +178,7 @@ class Spec:
         ("frobenius",), _when_used("metrics"), "or token-relative, max-token, infinity.", left=True
     )
     move: str = _question(
-        "all", checks.word, "first, last, not-first, a:b (inclusive), a%:b%, copies.", named=True
+        "all", checks.word, "first, last, not-first, a:b, a%:b%, copies.", named=True
     )
     read: str = _question("all", checks.word, "Outputs that are read.", named=True)
     side: Side = _question("self", _when_used("side"), "Across: query, key.", named=True)
