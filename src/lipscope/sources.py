@@ -244,13 +244,14 @@ def read_text(path: str | Path, option: str, kind: str = "a readable file") -> s
 
 
 def read_texts(path: str | Path, option: str, kind: str = "a readable file") -> str:
-    """`read_text`; of a folder, of its ``.txt`` files by their names, a blank line apart."""
-    if not os.path.isdir(path):
-        return read_text(path, option, kind)
-    files = sorted(Path(path).glob("*.txt"))
+    """`read_text`, with words; of a folder, of its ``.txt`` files by name, a blank line apart."""
+    files = sorted(Path(path).glob("*.txt")) if os.path.isdir(path) else [path]
     if not files:
         raise InputError(f"{option} should be {kind}. Found `{path}`, a folder without .txt files.")
-    return "\n\n".join(read_text(file, option) for file in files)
+    found = "\n\n".join(read_text(file, option, kind) for file in files)
+    if not found.strip():
+        raise InputError(f"{option} should not be empty. Found no words in `{path}`.")
+    return found
 
 
 def decode_text(content: bytes, option: str, where: str) -> str:

@@ -77,6 +77,20 @@ def test_completion_script(command, monkeypatch, shell: str) -> None:
     assert "_LIPSCOPE_COMPLETE" in result.out
 
 
+def test_a_catalogue_in_two_forms_is_refused(command) -> None:
+    result = command("theorems", "--jsonl", "--markdown")
+    assert result.status == 2 and not result.out
+    assert "Found `--markdown` and `--jsonl`; choose one." in result.err
+
+
+@pytest.mark.parametrize("verb", ["measure", "certify"])
+def test_an_empty_text_is_named(command, verb: str) -> None:
+    Path("blank.txt").write_text("  \n", encoding="utf-8")
+    result = command(verb, "random:bert", "--text", "blank.txt", "--length", "4")
+    assert result.status == 2
+    assert "`--text` should not be empty. Found no words in `blank.txt`." in result.err
+
+
 def test_an_unknown_option_ends_with_status_two(command) -> None:
     result = command("theorems", "--no-such-option")
     assert result.status == 2 and "--no-such-option" in result.err

@@ -415,12 +415,11 @@ def _of_decision(found: Sequence[engine.DecisionCertificate]) -> Iterator[str]:
     )
     if one.ball == "token":
         return
-    moves = _MOVES["frobenius" if one.ball == "joint" else "token"]
     if math.isinf(one.radius):
         yield f"{one.ball:<14}certified at any radius: {one.note}"
         return
     below = pages.number(one.radius, 4, rounded_down)
-    yield f"{one.ball:<14}certified radius {below}: the decision stands while {moves} by less"
+    yield f"{one.ball:<14}certified radius {below}: the decision stands while {one.moves} by less"
     attack = "no attack changed it"
     if one.attack is not None:
         attack = f"an attack changes it at {pages.number(one.attack)}"

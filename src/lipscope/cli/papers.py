@@ -44,6 +44,10 @@ def theorems(**options: Any) -> None:
     """List every bound: statement, source, scope, metric."""
     from lipscope.theorems import catalogue
 
+    pages_asked = [one for one in ("families", "variants", "markdown", "jsonl") if options[one]]
+    if pages_asked[1:]:
+        found = " and ".join(f"`--{one}`" for one in pages_asked)
+        raise InputError(f"The catalogue is printed in one form. Found {found}; choose one.")
     choices = {"kind": ("upper", "lower")}
     choices |= {"scope": ("local", "ball", "global", "mean-field", "limit")}
     choices |= {"cite": tuple(dict.fromkeys(one.cite for one in catalogue()))}

@@ -98,16 +98,23 @@ class DecisionCertificate(NetworkCertificate):
         """Whether an attack changed the decision within the radius."""
         return self.attack is not None and 0 < self.attack < self.radius
 
+    @property
+    def moves(self) -> str:
+        """Which tokens move, in words; of a range both ends do."""
+        first, last, count = self.tokens[0], self.tokens[-1], len(self.tokens)
+        if count == 1:
+            return f"token {first} moves"
+        some = f"{first}:{last}" if last - first + 1 == count else str(list(self.tokens))[1:-1]
+        how = "each move" if self.ball == "each" else "together move"
+        return f"tokens {some} {how}"
+
     def as_bound(self) -> Bound:
         """The record that stands beside the row of sigma."""
-        first, last, count = self.tokens[0], self.tokens[-1], len(self.tokens)
-        alone = f"_{first}" if self.ball == "token" else ""
-        moving = f"{first}:{last}" if last - first + 1 == count else str(list(self.tokens))[1:-1]
-        moves = f"tokens {moving} move" if count > 1 else f"token {first} moves"
+        alone = f"_{self.tokens[0]}" if self.ball == "token" else ""
         return Bound(
             id=self.id or "",
             theorem=f"decision_{self.ball}{alone}",
-            statement=f"{self.decision_name} stays ahead of {self.rival_name} while {moves}",
+            statement=f"{self.decision_name} stays ahead of {self.rival_name} while {self.moves}",
             **_OF_RADII,
             metric=_METRICS[self.ball],
             value=finite(self.radius),

@@ -511,8 +511,6 @@ def _text_contents(source: Entries) -> dict[str, str]:
             )
         except InputError as problem:
             source.fail(str(problem), "texts", i)
-        if not texts[name].strip():
-            source.fail(f"`texts` should not be empty. Found no words in `{entry}`.", "texts", i)
     return texts
 
 
