@@ -461,6 +461,22 @@ def test_what_is_not_known_is_refused(name: str) -> None:
     assert "\n" not in str(problem.value)
 
 
+def test_a_part_that_hides_its_stream_is_refused() -> None:
+    model, inputs = bert()()
+    for p in model.parameters():
+        p.data.mul_(1e8)
+    with pytest.raises(InputError, match="rounding hides the sum"):
+        read_network(model, inputs)
+
+
+def test_one_token_has_a_head_too() -> None:
+    model, inputs = bert()()[0], {"input_ids": IDS[:, :1]}
+    network, x = read_network(model, inputs)
+    with torch.no_grad():
+        own = model(**inputs).logits[0]
+        assert (network(x) - own).norm() <= INSIDE * own.norm()
+
+
 def test_disagreement_is_refused() -> None:
     _, _, network, x = read("pre")
     first = network.branches[0]

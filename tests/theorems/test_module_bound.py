@@ -241,6 +241,29 @@ def test_checks_are_no_part_of_a_network() -> None:
     assert found == plain
 
 
+@pytest.mark.parametrize("how", ["a number", "the first input", "a buffer", "a list"])
+def test_what_is_kept_between_passes_is_refused(how: str) -> None:
+    def keeping(h: Tensor) -> Tensor:
+        kept: Any = model
+        if how == "a number":
+            kept.count += 1
+            return h if kept.count < 1000 else 9 * h
+        if how == "the first input":
+            kept.size = h.detach().std() if kept.size is None else kept.size
+            return h / kept.size
+        if how == "a list":
+            kept.seen.append(1)
+            return h * (1 + len(kept.seen) // 1000)
+        kept.ema += 1
+        return h * kept.ema
+
+    model = AmongBlocks(keeping).double()
+    model.count, model.size, model.seen = 0, None, []
+    model.register_buffer("ema", torch.zeros(1, dtype=DOUBLE))
+    with pytest.raises(ls.InputError, match="keep nothing of a pass"):
+        ls.lipschitz_bound(model, gaussian(1, 3, 8), radius=2.0)
+
+
 @pytest.mark.parametrize("how", ["a hook", "a forward"])
 def test_attention_is_what_its_class_computes(how: str) -> None:
     model, x = AmongBlocks(lambda h: h).double(), gaussian(1, 3, 8)

@@ -37,7 +37,7 @@ from lipscope.models.tracing.calls import Trace
 from lipscope.models.tracing.map_endpoints import LayerMap
 from lipscope.models.tracing.maps import build_map
 from lipscope.models.tracing.prepare import implementation_for, prepared, swapped
-from lipscope.models.tracing.recorder import Inputs, to_device
+from lipscope.models.tracing.recorder import Inputs, kept_between_passes, to_device
 from lipscope.models.tracing.sites import (
     AttentionCall,
     attention_sites,
@@ -276,7 +276,13 @@ def _traced(model: nn.Module, inputs: Inputs, modules: str | None) -> Iterator[T
         implementation=implementation_for(model, closed=True),
     ) as (own, _):
         given, sites = to_device(inputs, _CPU, torch.float64), _sites(own, modules)
-        record = trace(own, given, sites, norms=True, blocks=True, dtype=torch.float64)
+        with kept_between_passes(own) as changed:
+            record = trace(own, given, sites, norms=True, blocks=True, dtype=torch.float64)
+        if changed:
+            raise InputError(
+                f"`{type(model).__name__}` should keep nothing of a pass for the next one. Found "
+                f"that its forward pass changes `{min(changed)}`."
+            )
         if record.draws:
             raise InputError(
                 f"`{type(model).__name__}` should give the same output every time. Found that its "

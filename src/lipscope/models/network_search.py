@@ -129,7 +129,7 @@ class Search:
         self.layers: dict[int, Attention] = {}
         self.uses: dict[int, tuple[int, str]] = {}  # what parameters that are factors weigh
         self.read_norms: dict[nn.Module, Norm | None] = {}
-        self.furthest = _State(self.function.x)
+        self.furthest, self.hidden = _State(self.function.x), False
         self.real = _unpadded(self.record.inputs, len(function.x))
 
     def found(self) -> Found:
@@ -156,6 +156,11 @@ class Search:
         own = self._as_network()
         self.own = own if self.linked else copy.deepcopy(own)
         found = self._follow(_State(self.function.x))
+        if found is None and self.hidden:
+            raise InputError(
+                "A decision needs scores. Found a model that ends in its hidden state; pass it "
+                "with its head, or say what it decides (`between`, `read_out`)."
+            )
         if found is None:
             raise self._stuck()
         return found
@@ -200,6 +205,7 @@ class Search:
                     own = scaled(part, self._own(factor, (at, "part")))
                     yield state.then(Branch(own, norm, skip), z, then)
                 if self.view.holds(p):
+                    _check_seen(p, (v, y))
                     yield state.then(Branch(part, norm, skip=False), p, then)
         for norm, y, time in normed:
             yield state.then(Branch(None, norm, skip=False), y, time)
@@ -342,10 +348,8 @@ class Search:
         """The network if the output follows from here, by linear maps alone."""
         final, pooled = self.view.output, state.share
         if self.head is None and same(state.v, final):
-            raise InputError(
-                "A decision needs scores. Found a model that ends in its hidden state; pass it "
-                "with its head, or say what it decides (`between`, `read_out`)."
-            )
+            self.hidden = True  # unless another way leads to scores: of one token several do
+            return None
         for weight, bias, o in self._scaled_chains(state.v, state.time):
             if len(o) == 1 and same(o, final):
                 alone = torch.ones(1, dtype=torch.float64)
@@ -556,6 +560,16 @@ def _agreeing(call: AttentionCall, layer: Attention | None, kind: type[_Kind]) -
             "another output; leave out padding, which may read no token."
         )
     return layer
+
+
+def _check_seen(p: Tensor, beside: tuple[Tensor, ...]) -> None:
+    """Refuse a part that hides, by rounding, whether the stream is added to it."""
+    if any(p.shape == v.shape and bool(v.any()) and same(v + p, p) for v in beside):
+        raise InputError(
+            "What a part gives should leave its stream to be seen where both are added. Found "
+            "that it is a billion times as large, so that rounding hides the sum; scale its "
+            "weights down."
+        )
 
 
 def _is_causal(layer: Attention, call: AttentionCall) -> bool:
