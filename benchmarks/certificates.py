@@ -25,7 +25,7 @@ from lipscope.theorems.derived.local_bounds import (
     local_rows_scalar,
 )
 from lipscope.theorems.derived.row_gram import row_gram, row_gram_joint
-from lipscope.theorems.layer_bounds import AskedLayer
+from lipscope.theorems.layer_bounds import LayerSubject
 
 LOCAL = {
     "F1": local_norms,
@@ -129,7 +129,7 @@ def _at_input(case: Case) -> dict[str, Any]:
         {"sigma": top.sigma, **{name: form(head) for name, form in LOCAL.items()}}
         for head, top in zip(heads, tops, strict=True)
     ]
-    joint = row_gram_joint(AskedLayer(layer, x=x).together)
+    joint = row_gram_joint(LayerSubject(layer, x=x).together)
     return {"sigma": sigma, "joint": joint, "heads": each}
 
 
@@ -156,7 +156,7 @@ def measure_times(*, quick: bool) -> Raw:
     for n in (16,) if quick else (32, 128):
         layer, x = _double(source("minilm").cases(source("minilm").windows([n], 1)[0], (3,))[0])
         began = time.perf_counter()
-        row_gram_joint(AskedLayer(layer, x=x).together)
+        row_gram_joint(LayerSubject(layer, x=x).together)
         local = time.perf_counter() - began
         began = time.perf_counter()
         certify_ball(layer, x, eps=1e-2)

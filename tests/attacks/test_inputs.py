@@ -136,7 +136,7 @@ def test_opposed_pair_where_keys_attract_themselves(radius: float) -> None:
 
 
 def test_opposed_pair_needs_a_second_dimension() -> None:
-    with pytest.raises(ls.InputError, match="no two tokens share what head 0 reads"):
+    with pytest.raises(ls.InputError, match="no two tokens attract the attention of head 0"):
         attacks.opposed_pair(line(), num_tokens=5, radius=1.0)
     with pytest.raises(ls.InputError, match="at least 3"):
         attacks.opposed_pair(drawn(0), num_tokens=2, radius=1.0)
@@ -162,9 +162,9 @@ def test_opposed_pair_where_values_see_little_else_than_what_keys_read() -> None
 
 def test_nothing_is_built_of_nothing() -> None:
     zero, eye = torch.zeros(3, 3).double(), torch.eye(3).double()
-    with pytest.raises(ls.InputError, match="no two tokens share"):
+    with pytest.raises(ls.InputError, match="no two tokens attract"):
         attacks.opposed_pair(ls.DotProduct(zero, eye, eye), num_tokens=6, radius=2.0)
-    with pytest.raises(ls.InputError, match="no two tokens share"):
+    with pytest.raises(ls.InputError, match="no two tokens attract"):
         attacks.opposed_pair(ls.DotProduct(eye, eye, zero), num_tokens=6, radius=2.0)
     built = attacks.large_radius(ls.DotProduct(zero, zero, eye), num_tokens=6, radius=1e9)
     assert bool(built.x.isfinite().all())

@@ -16,7 +16,7 @@ from agreement import gaussian
 from lipscope import InputError
 from lipscope.control import restraints
 from lipscope.control.restraint import cap_singular_values
-from lipscope.theorems import AskedLayer
+from lipscope.theorems import LayerSubject
 from lipscope.theorems.derived.row_gram import JacobianRows, weighted_rows
 from opened import layer_of
 from tiny import encoder, tiny
@@ -109,7 +109,7 @@ def test_row_gram_is_the_certificate_and_its_gradient_that_of_the_value(family):
     weight, held = weight_of(m), ls.restrain(m, IDS[:1], "row-gram", layers=[0])
     layer, x = captured(m, 0)
     value = held.penalty()
-    fixed = weighted_rows(JacobianRows(AskedLayer(layer, x=x).together))
+    fixed = weighted_rows(JacobianRows(LayerSubject(layer, x=x).together))
     assert float(value.detach()) == pytest.approx(fixed.value, rel=1e-9)
     assert float(value.detach()) >= dense(m, 0)
     with torch.no_grad():

@@ -454,7 +454,7 @@ def test_animations(tmp_path) -> None:
         (lambda: gaussian_flow(single(ONE), ONE[0], -ONE, [1.0]), "semidefinite"),
         (lambda: gaussian_flow(single(ONE), ONE[0], eye(2), [1.0]), "`covariance`"),
         (lambda: gaussian_flow(single(ONE), ONE, ONE, [1.0]), "`mean`"),
-        (lambda: closure(single(ONE, causal=True)), "normal law"),
+        (lambda: closure(single(ONE, causal=True)), "normality is preserved"),
         (lambda: sigma_along(single(ONE), torch.ones(2000, 1), [1.0]), "at most 1,024"),
         (lambda: sigma_along(single(ONE), TokenMeasure(ONE), [1.0]), "Found a measure"),
         (lambda: sigma_through(single(ONE), TokenMeasure(ONE), step=0.1, layers=1), "a measure"),

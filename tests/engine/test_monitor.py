@@ -173,7 +173,7 @@ def test_a_loss_that_is_no_number_names_the_layer_that_went_furthest():
     with torch.no_grad():
         net.transformer.h[1].attn.c_proj.weight.mul_(30.0)
     monitor.read()
-    words = r"finite loss\. Found nan at step 1; sigma of layer 1 \(transformer\.h\.1\.attn\) went"
+    words = r"finite loss\. Found nan at step 1; sigma of layer 1 \(transformer\.h\.1\.attn\) changed"
     with pytest.raises(InputError, match=words):
         monitor.see(float("nan"))
     with pytest.raises(InputError, match=r"`loss` should be one number\. Found `\(4,\)`"):

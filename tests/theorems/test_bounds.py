@@ -20,7 +20,7 @@ from lipscope.linalg import infinity_norm, linearise, max_token_norm, top_singul
 from lipscope.theorems import (
     DERIVED,
     RECALLED,
-    AskedLayer,
+    LayerSubject,
     NotApplicableError,
     absorb,
     bounds_at,
@@ -60,7 +60,7 @@ def test_no_upper_bound_is_violated(count: int) -> None:
             "max-token": max_token_norm(_product_with(dense, op), dense=0).lower,
         }
         radius = float(x.norm(dim=1).max())
-        shared = AskedLayer(layer, part, x=x)
+        shared = LayerSubject(layer, part, x=x)
         for theorem in asked:
             if theorem.name in COSTLY and index >= 8 * count:
                 continue
@@ -122,7 +122,7 @@ def test_orderings() -> None:
     for _, layer, x in all_cases(3):
         if layer.num_heads > 1 and isinstance(layer, DotProduct):
             continue
-        shared = AskedLayer(layer, x=x)
+        shared = LayerSubject(layer, x=x)
         given = {"num_tokens": len(x), "radius": float(x.norm(dim=1).max())}
         values = {}
         for name in {*itertools.chain(*chains)}:

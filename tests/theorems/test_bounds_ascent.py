@@ -6,7 +6,7 @@ import torch
 from layers import draw
 from lipscope import to_dense
 from lipscope.attacks import ascend
-from lipscope.theorems import AskedLayer, NotApplicableError, catalogue, evaluate
+from lipscope.theorems import LayerSubject, NotApplicableError, catalogue, evaluate
 from searched import searched
 
 REGIMES = ("medium", "sharp", "causal", "masked", "biased, causal", "heads", "rotary")
@@ -37,7 +37,7 @@ def test_no_upper_bound_is_violated_where_ascent_leads(count: int, regime: str) 
         sigma = float(torch.linalg.matrix_norm(to_dense(layer.linearise(x)), 2))
         at_start = float(torch.linalg.matrix_norm(to_dense(layer.linearise(start)), 2))
         assert sigma >= at_start * (1 - 1e-3), "the ascent should end above its start"
-        shared = AskedLayer(layer, x=x)
+        shared = LayerSubject(layer, x=x)
         for theorem in asked:
             if "eps" in theorem.needs:
                 continue

@@ -25,10 +25,10 @@ from lipscope.attention import (
 )
 from lipscope.linalg import nonnegative_norm
 from lipscope.theorems import (
-    AskedLayer,
     Head,
     HeadAt,
     HeadsAt,
+    LayerSubject,
     NotApplicableError,
     Theorem,
     ball,
@@ -202,7 +202,7 @@ def test_every_variant_on_every_kind_of_input(variant: str) -> None:
                 "infinity": dense.abs().sum(-1).amax(-1),
             }
             radius = float(points.norm(dim=-1).max())
-            shared = [AskedLayer(layer, x=x) for x in points]
+            shared = [LayerSubject(layer, x=x) for x in points]
             for theorem in asked:
                 if theorem.metric not in truth:
                     continue  # not for rotary embeddings, nor for other variants

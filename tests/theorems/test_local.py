@@ -9,7 +9,7 @@ import torch
 
 from lipscope import DotProduct, to_dense
 from lipscope.attention import Rotary
-from lipscope.theorems import AskedLayer, HeadAt, HeadsAt, NotApplicableError, heads_of
+from lipscope.theorems import HeadAt, HeadsAt, LayerSubject, NotApplicableError, heads_of
 from lipscope.theorems.derived.local_bounds import (
     local_blocks,
     local_norms,
@@ -66,7 +66,7 @@ def one_head(layer, x) -> HeadAt:
 
 
 def all_heads(layer, x) -> HeadsAt:
-    return AskedLayer(layer, x=x).together
+    return LayerSubject(layer, x=x).together
 
 
 def truth(layer, x):
@@ -184,7 +184,7 @@ def test_all_are_exact_for_equal_tokens_but_for_the_rank_one_part():
 
 def test_heads_at_an_input_are_made_once_for_all_theorems():
     layer, x = draw(1, heads=2)
-    asked = AskedLayer(layer, x=x)
+    asked = LayerSubject(layer, x=x)
     first, second = (list(asked.each(HeadAt)) for _ in range(2))
     assert [a is b for a, b in zip(first, second, strict=True)] == [True, True]
     assert first[0] is not next(iter(asked.each(HeadAt, bare=True)))
@@ -197,7 +197,7 @@ def test_heads_at_an_input_are_made_once_for_all_theorems():
 def test_heads_together_are_the_heads_one_by_one(rotary):
     layer, x = draw(1, heads=3, rotary=rotary)
     together = all_heads(layer, x)
-    for h, one in enumerate(AskedLayer(layer, x=x).each(HeadAt, bare=True)):
+    for h, one in enumerate(LayerSubject(layer, x=x).each(HeadAt, bare=True)):
         for name in ("q", "k", "v", "p", "o"):
             assert torch.allclose(getattr(together, name)[h], getattr(one, name), rtol=1e-13)
         assert torch.allclose(together.covariance(slice(1, 4))[h], one.covariance(slice(1, 4)))

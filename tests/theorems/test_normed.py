@@ -13,7 +13,7 @@ from lipscope import Operator, to_dense
 from lipscope.attention import DotProduct
 from lipscope.linalg import max_token_norm
 from lipscope.records.comparison import by_row, looseness
-from lipscope.theorems import AskedLayer, HeadAt, Normed, bounds_at, catalogue, norm_of
+from lipscope.theorems import HeadAt, LayerSubject, Normed, bounds_at, catalogue, norm_of
 from lipscope.theorems.derived.local_bounds import local_norms, local_rows
 from lipscope.theorems.derived.row_gram import JacobianRows, row_gram_joint
 from opened import layer_of
@@ -160,7 +160,7 @@ def test_row_grams_take_the_norm_exactly(regime: str, kind: type) -> None:
     weights = torch.rand(n, n, generator=torch.Generator().manual_seed(0)).double() + 0.1
     gram = torch.einsum("iajb,icjb,ij->iac", dense, dense, 1 / weights)
     u, slope = layer.constants.direction(x), layer.constants.slope(x)
-    together = AskedLayer(layer.absorbed, x=u).together
+    together = LayerSubject(layer.absorbed, x=u).together
     rows = JacobianRows(together, slope)
     expected = torch.linalg.eigvalsh(gram)[:, -1]
     assert torch.allclose(rows.eigenvalues(weights), expected, rtol=1e-9)
@@ -178,7 +178,7 @@ def test_slopes_by_token_are_sharper_than_the_chain_rule() -> None:
         x[0] *= 20  # one large token: only its own column is damped
         layer = Normed(attention, norm(nn.RMSNorm, 5, 1e-5, seed))
         u, slope = layer.constants.direction(x), layer.constants.slope(x)
-        asked = AskedLayer(layer.absorbed, x=u)
+        asked = LayerSubject(layer.absorbed, x=u)
         (head,) = asked.each(HeadAt)
         for form, at in ((local_norms, head), (local_rows, head), (row_gram_joint, asked.together)):
             through = form(at, slope)

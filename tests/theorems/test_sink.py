@@ -12,14 +12,14 @@ from hostile import EXTENDED, KINDS, hostile, jacobian
 from layers import all_cases, eye, sigma, single, value
 from lipscope import to_dense
 from lipscope.attention import Attention
-from lipscope.theorems import AskedLayer, NotApplicableError, bounds_at
+from lipscope.theorems import LayerSubject, NotApplicableError, bounds_at
 from searched import searched
 
 ROUNDING = 1e-9
 
 
 def both(layer: Attention, x: torch.Tensor, part: str = "attention") -> tuple[float, float]:
-    shared = AskedLayer(layer, part, x=x)
+    shared = LayerSubject(layer, part, x=x)
     return value("sink_column", shared), value("sink_column_upper", shared)
 
 

@@ -1,7 +1,7 @@
-"""Inputs that make sigma large, built and found; moves that a certificate must survive; text edits.
+"""Worst-case inputs for sigma, adversarial moves within a ball, and token edits of a text.
 
-``A = K^T Q / sqrt(k)``, logits ``<A x_i, x_j>``, tokens of norm at most ``R``. The head decides
-where the tokens go; what is measured is the layer with its biases, heads and projection.
+``A = K^T Q / sqrt(k)``, logits ``<A x_i, x_j>``, tokens of norm at most ``R``. A head determines
+where tokens are placed; the whole layer is measured, with biases, heads and projection.
 """
 
 from lipscope.attacks.ascent import (

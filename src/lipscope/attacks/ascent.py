@@ -1,4 +1,4 @@
-"""Gradient ascent on sigma inside a ball of tokens, and a check of sigma by finite steps.
+"""Gradient ascent on sigma over a ball of tokens, and confirmation of sigma by finite steps.
 
 ``d sigma = <u, (dJ) v>`` for the top singular pair of a simple singular value, so the
 gradient of ``X -> <u, J(X) v>`` at fixed ``u, v`` is that of sigma.
@@ -27,22 +27,22 @@ from lipscope.linalg import (
     top_singular,
 )
 
-_KRYLOV_STEPS = 2  # from the last iterate's singular vector: enough to follow it
-_FEWEST = 4  # starts that go on to the end
+_KRYLOV_STEPS = 2  # from the previous singular vector: enough to follow it
+_FEWEST = 4  # minimum number of starts that continue
 _RATE = 0.1  # in units of the radius
-_COPIES = 24  # score-sized tensors that are alive during one gradient, roughly
-_SMALLEST_SCALE = 0.1  # random starts have norms between this share of the radius and all of it
+_COPIES = 24  # approximate number of score-sized tensors alive during a gradient
+_SMALLEST_SCALE = 0.1  # smallest norm of random starts relative to the radius
 
 
 @dataclass(frozen=True)
 class Ascent:
-    """The worst input that was found, measured again."""
+    """The worst input found, measured again."""
 
     x: Float[Tensor, "n d"]  # the input, ``(n, d)``: the best of all iterates of all restarts
     top: TopSingular  # sigma there from a fresh random start, so that its ``upper`` holds
-    found: float  # the value that the ascent had seen there: a lower bound of sigma, in float32
-    start_values: Float[Tensor, " r"]  # the value at each start, ``(restarts,)``
-    best_values: Float[Tensor, " r"]  # the best of each restart until it ended, ``(restarts,)``
+    found: float  # the value during the ascent: a lower bound of sigma, in float32
+    start_values: Float[Tensor, " r"]  # value at each start, ``(restarts,)``
+    best_values: Float[Tensor, " r"]  # best value of each restart, ``(restarts,)``
 
 
 def ascend(
@@ -58,31 +58,31 @@ def ascend(
 ) -> Ascent:
     """Maximise sigma over inputs whose tokens have norm at most ``radius``.
 
-    ``max_X sigma(X)``, by ascent along ``grad <u, J(X) v>`` with momentum, whether or not sigma
-    falls on the way. Every iterate, the starts too, is projected onto the ball, and the best
-    value over all iterates is kept. After each quarter of the steps the better half of a batch goes
-    on, four starts at least (successive halving). The search is in float32, whatever the layer is.
+    ``max_X sigma(X)``, by ascent along ``grad <u, J(X) v>`` with momentum, which need not be
+    monotone. Every iterate, including the starts, is projected onto the ball, and the best value
+    over all iterates is returned. After each quarter of the steps the better half of a batch
+    continues, at least four starts (successive halving). The search is always in float32.
 
-    Holds for every variant, mask and number of heads, rotary embeddings included: a lower
-    bound of the largest sigma, never a proof that nothing is worse. The winner is measured
-    again from a random start drawn after everything else: choosing an input by a run, or
-    warm-starting the run, makes its start depend on the Jacobian, which voids ``upper``.
+    Holds for every variant, mask and number of heads, including rotary embeddings: a lower
+    bound of the largest sigma, never a proof of optimality. The winner is measured again from a
+    random start drawn after everything else: choosing an input by a run, or warm-starting the run,
+    makes its start depend on the Jacobian, which voids ``upper``.
 
     Args:
         layer: The layer; the map is the whole layer.
-        restarts: Number of starts that are drawn, besides those given.
+        restarts: Number of random starts, in addition to ``start``.
         start: One input ``(n, d)`` or several, for example constructions.
-        generator: Source of starts; torch's global one if None.
-        memory: Bytes for one batch of restarts, roughly; halving is within a batch.
+        generator: Source of starts; None: torch's global generator.
+        memory: Approximate bytes of a batch of restarts; halving is within a batch.
 
     Source: derived here (``docs/theory/inputs.md``).
     """
     check_size(num_tokens, radius)
     for name, count in (("restarts", restarts), ("steps", steps)):
         check_count(name, count, least=0)
-    given = _start_inputs(layer, num_tokens, radius, restarts, start, generator)
-    search = copy.deepcopy(layer).float()  # twice as fast; the winner is measured as the layer is
-    x = clamp(given.float(), radius)
+    inputs = _start_inputs(layer, num_tokens, radius, restarts, start, generator)
+    search = copy.deepcopy(layer).float()  # twice as fast; the winner uses the layer's precision
+    x = clamp(inputs.float(), radius)
     v = _randn(tuple(x.shape), generator).to(x)
     scores = layer.num_heads * num_tokens**2 + 8 * num_tokens * x.shape[-1]
     size = max(1, memory // (_COPIES * scores * x.element_size()))
@@ -90,9 +90,9 @@ def ascend(
     with few_threads(len(batches[0][0]) * num_tokens * x.shape[-1]):
         parts = [_ascend_batch(search, xs, vs, radius, steps) for xs, vs in batches]
     first, values, points = (torch.cat(list(part)) for part in zip(*parts, strict=True))
-    # NaN (a start that overflows) must lose, which argmax alone would not see to.
+    # NaN (a start that overflows) must lose, which argmax alone does not ensure.
     winner = int(values.nan_to_num(nan=-1.0).argmax())
-    best = clamp(points[winner].to(given), radius)  # rounding must not leave the ball
+    best = clamp(points[winner].to(inputs), radius)  # rounding must not leave the ball
     top = top_singular(layer.linearise(best), generator=generator)
     return Ascent(best, top, float(values[winner]), first, values)
 
@@ -109,8 +109,8 @@ def sigma_gradient(
     ``grad_X <J(X)^T u, v>`` with ``u, v`` the top Ritz pair after ``steps`` steps of
     Golub–Kahan from ``v``; by reverse mode twice.
 
-    Holds where the top singular value is simple; elsewhere the result is a subgradient-like
-    direction of one branch. The value is a Ritz value, hence a lower bound.
+    Holds where the top singular value is simple; elsewhere the result is a subgradient of one
+    branch. The value is a Ritz value, hence a lower bound.
     """
     tape = Tape(f, x)
     op = Operator(
@@ -131,8 +131,8 @@ def confirm(
     The ratio tends to ``‖J u‖`` as ``eta -> 0``: to sigma for the top right singular vector.
     By Lemma 3.1 of [castin2024] it is at most the largest sigma on the segment.
 
-    Holds for every layer; computed in float64, where the difference keeps its digits. ``eta`` is a
-    tenth of ``‖X‖`` (of 1 at ``X = 0``), a hundredth and so on.
+    Holds for every layer; computed in float64 for an accurate difference. ``eta`` is a tenth of
+    ``‖X‖`` (of 1 at ``X = 0``), a hundredth and so on.
     """
     if direction.shape != x.shape or not direction.norm() > 0:
         raise InputError("`direction` should be a nonzero tensor of the shape of `x`.")
@@ -148,13 +148,13 @@ def confirm(
 
 
 def clamp(x: Float[Tensor, "*b n d"], radius: float) -> Float[Tensor, "*b n d"]:
-    """The nearest input whose tokens have norm at most ``radius``."""
+    """Project tokens onto the ball of norm at most ``radius``."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return torch.where(norm > radius, x * (radius / norm), x)
 
 
 def check_size(num_tokens: int, radius: float, *, least: int = 1) -> None:
-    """Raise for a number of tokens or a radius that no input can have."""
+    """Validate a number of tokens and a radius."""
     check_count("num_tokens", num_tokens, least)
     check_positive("radius", radius)
 
@@ -162,7 +162,7 @@ def check_size(num_tokens: int, radius: float, *, least: int = 1) -> None:
 def _ascend_batch(
     layer: Attention, x: Tensor, v: Tensor, radius: float, steps: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Values at the start, best values, and where they were found."""
+    """Values at the start, best values, and their inputs."""
     value, gradient, v = sigma_gradient(layer, x, v, steps=4 * _KRYLOV_STEPS)
     first, best, points = value, value.clone(), x.clone()
     alive, momentum = torch.arange(len(x), device=x.device), _Momentum(x, radius)
@@ -230,19 +230,19 @@ def _start_inputs(
     start: Tensor | Sequence[Tensor] | None,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Given starts, then random ones of all sizes: where attention saturates sigma is flat."""
+    """The given starts, then random ones of all sizes, since sigma is flat in saturated regions."""
     shape = (num_tokens, layer.query.shape[1])
-    given = [start] if isinstance(start, Tensor) else list(start or [])
-    for one in given:
+    starts = [start] if isinstance(start, Tensor) else list(start or [])
+    for one in starts:
         if tuple(one.shape) != shape:
             raise InputError(f"`start` should have shape {shape}. Found {tuple(one.shape)}.")
-    if not given and not restarts:
+    if not starts and not restarts:
         raise InputError("`restarts` should be positive where no `start` is given. Found 0.")
     drawn = _randn((restarts, *shape), generator)
     drawn = drawn / torch.linalg.vector_norm(drawn, dim=-1, keepdim=True)
     share = torch.linspace(0, 1, restarts + 1)[1:]
     drawn = drawn * radius * _shape(_SMALLEST_SCALE ** (1 - share)).to(drawn)
-    return torch.stack([one.to(layer.query) for one in (*given, *drawn)])
+    return torch.stack([one.to(layer.query) for one in (*starts, *drawn)])
 
 
 def _randn(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Search inside a ball: lower values that a certificate must exceed, and moves."""
+"""Attacks within a ball: adversarial moves, and lower values that certificates must exceed."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from lipscope.display import Shown
 from lipscope.theorems import BallName, per_token, tokens_in_double
 
 Function = Callable[[Tensor], Tensor]
-_KRYLOV_STEPS = 4  # of an ascent of sigma, from the last iterate's singular vector
-_FIRST = 1e-3  # share of the size at which the first gradient is taken: at 0 it vanishes
+_KRYLOV_STEPS = 4  # of an ascent of sigma, from the previous singular vector
+_FIRST = 1e-3  # relative size at which the first gradient is taken, since it vanishes at 0
 
 
 def of_size(move: Float[Tensor, "n d"], size: float) -> Float[Tensor, "n d"]:
-    """A move scaled to ``‖E‖_F = size``."""
+    """Scale a move to ``‖E‖_F = size``."""
     return move * (size / move.norm().clamp_min(1e-30))
 
 
 def random_move(x: Float[Tensor, "n d"], size: float, seed: int) -> Float[Tensor, "n d"]:
-    """A move uniform on the sphere ``‖E‖_F = size``."""
+    """A random move, uniform on the sphere ``‖E‖_F = size``."""
     gen = torch.Generator().manual_seed(seed)
     return of_size(torch.randn(x.shape, generator=gen).to(x), size)
 
@@ -52,10 +52,10 @@ def ascent_move(
 ) -> Float[Tensor, "n d"]:
     """Projected gradient ascent of ``‖f(X + E) - f(X)‖`` on the sphere ``‖E‖_F = size`` (PGD).
 
-    Each step replaces ``E`` by its gradient, scaled back to the sphere: a power iteration as
-    the size goes to 0. The best of all iterates is kept.
+    Each step replaces ``E`` by its gradient, rescaled to the sphere: a power iteration as the size
+    tends to 0. Returns the best of all iterates.
 
-    Holds for every differentiable map; a lower value of the largest change.
+    Holds for every differentiable map; a lower bound of the largest change.
     """
     with torch.no_grad():
         here = f(x)
@@ -83,21 +83,21 @@ def _change_gradient(f: Function, x: Tensor, move: Tensor) -> Tensor:
 
 @dataclass(frozen=True, repr=False)
 class BallAttack(Shown):
-    """The worst that was found inside a ball; what a certificate must exceed."""
+    """The worst values found inside a ball, which a certificate must exceed."""
 
     ratio: float  # largest ``‖f(X') - f(X)‖ / ‖X' - X‖`` found
     sigma: float  # largest sigma found inside the ball
     worst: Tensor  # the X' of ``ratio``
-    attempts: int  # random points and ascents tried
+    attempts: int  # number of random points and ascents
 
 
 class Attempts(NamedTuple):
-    """How hard an attack tries."""
+    """The effort of an attack."""
 
     random: int = 20  # random points of the ball
     ascents: int = 2  # ascents of each kind
     steps: int = 30  # of an ascent
-    seed: int = 0  # of all that is drawn
+    seed: int = 0  # of all random numbers
 
 
 def attack_in_ball(
@@ -113,11 +113,11 @@ def attack_in_ball(
     """Random and gradient-ascent attempts to exceed a certificate inside its ball.
 
     Ascents maximise ``‖f(X') - f(X)‖ / ‖X' - X‖`` and ``<u, J(X') v>``, with ``u, v`` the top
-    singular vectors at the current point; every iterate is put back into the ball. The first start
-    along the top singular vector at X, towards both sides. How many there are say the `Attempts`.
+    singular vectors at the current point; every iterate is projected onto the ball. The first
+    starts are along the top singular vector at X, in both directions. `Attempts` sets their number.
 
-    Holds for any layer, and for any other map of tokens in float64, which has no ``head`` and no
-    ``map``; its values are lower ones, found and not proved largest.
+    Holds for any layer, and for any other map of tokens in float64, without ``head`` and ``map``;
+    its values are lower bounds of the maxima.
     """
     random, ascents, steps, seed = Attempts(**attempts)
     check_ball(ball)
@@ -130,7 +130,7 @@ def attack_in_ball(
     if not bool((radii > 0).any()):
         return BallAttack(top.sigma, top.sigma, x, 0)
     search = _Search(layer, x, radii[:, None], ball, of, seed, top.sigma)
-    search.see(search.inside(top.v * radii.max() * 1e-3))  # sigma itself, nearly
+    search.see(search.inside(top.v * radii.max() * 1e-3))  # approximately sigma itself
     for start in (top.v, -top.v):
         search.see(search.to_edge(start))
     for _ in range(random):
@@ -143,7 +143,7 @@ def attack_in_ball(
 
 @dataclass(eq=False)
 class _Search:
-    """The best values seen so far, and moves that stay inside the ball."""
+    """The best values so far, and moves that stay inside the ball."""
 
     layer: Function
     x: Tensor
@@ -157,7 +157,7 @@ class _Search:
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.seed)
         layer = self.layer
-        # its slopes say where to go: twice as fast, and what is found is measured as the layer is
+        # Gradients use float32: twice as fast; results use the layer's own precision.
         self.rough = copy.deepcopy(layer).float() if isinstance(layer, Attention) else layer
         self.here, self.worst = self.f(self.x).detach(), self.x
 
@@ -173,23 +173,23 @@ class _Search:
         return torch.randn(self.x.shape, generator=self.generator, dtype=self.x.dtype)
 
     def to_edge(self, e: Tensor) -> Tensor:
-        """A direction scaled to the boundary."""
+        """Scale a direction to the boundary."""
         return self.radii * (e / self._size(e))
 
     def inside(self, e: Tensor) -> Tensor:
-        """A move put back into the ball."""
+        """Project a move onto the ball."""
         return e * (self.radii / self._size(e)).clamp_max(1.0)
 
     def _size(self, e: Tensor) -> Tensor:
-        """Of a move, or of each token's; never 0."""
+        """The size of a move, or of each token's move; never 0."""
         norm = e.norm() if self.ball == "frobenius" else e.norm(dim=-1, keepdim=True)
         return norm.clamp_min(torch.finfo(e.dtype).tiny)
 
     def see(self, e: Tensor) -> None:
-        """Note the finite difference along a move."""
+        """Record the finite difference along a move."""
         moved = self.x + e
         size = float((moved - self.x).norm())
-        # below this, a difference of outputs is mostly rounding
+        # for smaller moves, a difference of outputs is mostly rounding
         if size <= 1e-9 * float(self.x.norm()):
             return
         with torch.no_grad():
@@ -198,7 +198,7 @@ class _Search:
             self.ratio, self.worst = ratio, moved
 
     def climb_ratio(self, start: Tensor, steps: int) -> None:
-        """Ascent of the finite difference."""
+        """Ascend the finite difference."""
         e = self.to_edge(start)
         for i in range(steps):
             point = e.detach().requires_grad_(True)
@@ -208,10 +208,10 @@ class _Search:
             self.see(e)
 
     def climb_sigma(self, start: Tensor, steps: int) -> None:
-        """Ascent of sigma through its singular vectors; the end is measured afresh."""
+        """Ascend sigma along its singular vectors; measure the end from scratch."""
         v = self.draw()
         at = self._climbed(self.rough, start, v, steps)
-        if at is None and self.rough is not self.layer:  # beyond float32
+        if at is None and self.rough is not self.layer:  # beyond the float32 range
             at = self._climbed(self.layer, start, v, steps)
         if at is not None:
             again = sigma_of(self.layer, self.x + at, self.map, self.seed + 10_000)
@@ -219,11 +219,11 @@ class _Search:
             self.see(at)
 
     def _climbed(self, layer: Function, start: Tensor, v: Tensor, steps: int) -> Tensor | None:
-        """The best move of an ascent; None if sigma was nowhere above 0 and finite."""
+        """The best move of an ascent; None if sigma was never positive and finite."""
         kind = self.x.dtype if layer is self.layer else torch.float32
         e, v, best, at = self.to_edge(start), v.to(kind), 0.0, None
         for i in range(steps // 3):
-            # The first from a random start, then each from the last one's singular vector.
+            # The first from a random start, then each from the previous singular vector.
             taken = _KRYLOV_STEPS if i else 4 * _KRYLOV_STEPS
             here = (self.x + e)[None].to(kind)
             found = sigma_gradient(

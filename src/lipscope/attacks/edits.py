@@ -1,7 +1,7 @@
-"""Edits of a text's tokens that change what a model makes of it: few tokens, and a model that runs.
+"""Adversarial token edits of a text: few substitutions or copies that change a model's output.
 
-A greedy search: in every step a recipe orders the edits, the first of them that a text can carry
-are run, and the best is kept.
+A greedy search: in every step a recipe ranks the edits, the first feasible ones are evaluated,
+and the best is applied.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ Recipe = Literal["sigma", "hotflip", "duplicate", "random"]
 RECIPES: tuple[Recipe, ...] = get_args(Recipe)
 Scores = Callable[[Tensor], Tensor]
 
-_STEPS = 12  # of Golub and Kahan: as many singular vectors rank the edits
-_NEAR = 1e-2  # of the text's own size: where the change of an output has a gradient
-_BATCH = 64  # texts that are run together
+_STEPS = 12  # Golub-Kahan steps, and number of singular vectors used to rank edits
+_NEAR = 1e-2  # relative to the text: distance at which the change of an output has a gradient
+_BATCH = 64  # texts per forward pass
 _TOGETHER = 16  # positions for which the whole vocabulary is ranked in one product
-_TRIED = 10_000  # edits of a step that are written and read again
+_TRIED = 10_000  # maximum number of edits per step that are decoded and tokenised again
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One token put in the place of another, or a copy of one put behind it."""
+    """A substitution of one token, or a copy inserted after one."""
 
-    index: int  # position in the text as it was given
-    old: int  # id that stood there
-    new: int  # id that stands there now; of a copy, the same
+    index: int  # position in the original text
+    old: int  # original token id
+    new: int  # new token id; for a copy, the same
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A text in the making."""
+    """A partially edited text."""
 
     ids: tuple[int, ...]  # its token ids
-    # for every token its position in the text as it was given; -1 for a copy
+    # position of every token in the original text; -1 for a copy
     origin: tuple[int, ...]
-    edits: tuple[Edit, ...] = ()  # what was done to it
+    edits: tuple[Edit, ...] = ()  # edits so far
 
     @property
     def kept(self) -> list[int]:
-        """Positions of the tokens that are no copies, in the order of the text as it was given."""
+        """Positions of the tokens that are not copies, in original order."""
         return [i for i, at in enumerate(self.origin) if at >= 0]
 
     def substituted(self, place: int, new: int) -> Draft:
-        """Another token at a position."""
+        """Substitute the token at a position."""
         edit = Edit(self.origin[place], self.ids[place], new)
         ids = (*self.ids[:place], new, *self.ids[place + 1 :])
         return Draft(ids, self.origin, (*self.edits, edit))
 
     def duplicated(self, place: int) -> Draft:
-        """A copy behind the token at a position."""
+        """Insert a copy after the token at a position."""
         edit = Edit(self.origin[place], self.ids[place], self.ids[place])
         ids = (*self.ids[: place + 1], *self.ids[place:])
         origin = (*self.origin[: place + 1], -1, *self.origin[place + 1 :])
@@ -73,56 +73,56 @@ class Draft:
 class Edited:
     """The result of a recipe."""
 
-    draft: Draft  # the best text; without edits if no edit survives
-    # ``‖f(X') - f(X)‖ / ‖f(X)‖`` of the layer's output, tokens that are no copies
+    draft: Draft  # the best text; without edits if none is feasible
+    # ``‖f(X') - f(X)‖ / ‖f(X)‖`` of the layer's output, without copies
     change_layer: float
-    change_model: float  # the same of the model's
-    # of the output that was asked for, after the edit that the recipe put first; None if there is
+    change_model: float  # the same for the model's output
+    # relative change of the target output after the recipe's top-ranked edit; None if there is
     # none
     first: float | None
-    queries: int  # edited texts that the model read
+    queries: int  # edited texts evaluated by the model
     products: int  # products with its Jacobian, or gradients
-    decided: int | None  # the decision at the end; None if there is none to take
+    decided: int | None  # final decision; None without a decision
 
 
 @dataclass
 class EditSearch:
-    """Edits of one text."""
+    """Search for edits of one text."""
 
     model: Embedded  # the model
-    written: WindowDecoder  # its texts
-    where: Where  # whose output should change: the ``layer``'s or the ``model``'s
-    # the layer in closed form, at the text, with what enters it; None if it is not known, and
-    # duplications are tried in random order
+    written: WindowDecoder  # decoder of its texts
+    where: Where  # target output: the ``layer``'s or the ``model``'s
+    # the layer in closed form with its input for the text; if None, duplications are tried in
+    # random order
     attention: tuple[Attention, Tensor] | None = None
-    # from the model's output, ``(b, …)``, to the scores of classes, ``(b, c)``, if it is a decision
-    # that should change
+    # map from the model's output, ``(b, …)``, to class scores, ``(b, c)``, if a decision is the
+    # target
     scores: Scores | None = None
-    name: str = ""  # names the random starts
+    name: str = ""  # seeds the random starts
     _queries: int = 0
     _products: int = 0
 
-    # --- the text as it was given
+    # --- the original text
 
     @cached_property
     def start(self) -> Draft:
-        """The text without edits."""
+        """The original text."""
         ids = tuple(self.model.ids.tolist())
         return Draft(ids, tuple(range(len(ids))))
 
     @cached_property
     def clean(self) -> Read:
-        """What the model makes of it."""
+        """The model's output for it."""
         return self.model.read(self.model.ids[None])
 
     @cached_property
     def decision(self) -> int | None:
-        """The class that it has."""
+        """Its class."""
         return None if self.scores is None else int(self.scores(self.clean.model)[0].argmax())
 
     @cached_property
     def operator(self) -> Operator:
-        """The Jacobian of the output in the vectors of its tokens."""
+        """The Jacobian of the output in the token vectors."""
         return self._operator(self.start)
 
     @cached_property
@@ -132,7 +132,7 @@ class EditSearch:
 
     @cached_property
     def by_weight(self) -> Tensor | None:
-        """Derivatives of the layer's output in the logarithm of each token's weight, ``(n, …)``."""
+        """Derivatives of the layer's output in the log weight of each token, ``(n, …)``."""
         if self.attention is None:
             return None
         layer, x = self.attention
@@ -142,9 +142,9 @@ class EditSearch:
     # --- the search
 
     def run(self, recipe: Recipe, *, budget: int, queries: int) -> Edited:
-        """Edit at most ``budget`` tokens, and run the model on at most ``queries`` texts.
+        """Edit at most ``budget`` tokens, evaluating the model on at most ``queries`` texts.
 
-        These are shared out evenly among the steps.
+        Queries are divided evenly among the steps.
         """
         self._queries = self._products = 0
         draft, best, read = self.start, -math.inf, None
@@ -153,17 +153,17 @@ class EditSearch:
             best = float(self._margin(self.clean.model)[0])
         for step in range(budget):
             count = (queries - self._queries) // (budget - step)
-            some = list(itertools.islice(self._carried(recipe, draft), count))
-            found = [self._judged(some[i : i + _BATCH]) for i in range(0, len(some), _BATCH)]
+            drafts = list(itertools.islice(self._carried(recipe, draft), count))
+            found = [self._judged(drafts[i : i + _BATCH]) for i in range(0, len(drafts), _BATCH)]
             if not found:
                 break
             if first is None:
-                first = float(self._change(found[0][1], some[0], self.where)[0])
+                first = float(self._change(found[0][1], drafts[0], self.where)[0])
             goals = torch.cat([goal for goal, _ in found])
             at = int(goals.argmax())
             if not float(goals[at]) > best:
                 break
-            draft, best = some[at], float(goals[at])
+            draft, best = drafts[at], float(goals[at])
             read = Read(*(one[at % _BATCH, None] for one in found[at // _BATCH][1]))
             if self.scores is not None and best > 0:
                 break
@@ -175,10 +175,10 @@ class EditSearch:
         return Edited(draft, layer, model, first, *counts, decided)
 
     def predicted(self, draft: Draft) -> float | None:
-        """The change of the output to first order, ``‖J δ‖ / ‖f(X)‖``; None where it is not known.
+        """The first-order change of the output, ``‖J δ‖ / ‖f(X)‖``; None if unknown.
 
-        Substitutions move vectors in the table; a token that is there c times has weighs c times
-        as much, by which only the layer is known to change.
+        Substitutions change vectors in the table; a token with c copies has weight c, whose
+        effect is known for the layer only.
         """
         clean = getattr(self.clean, self.where)
         if len(draft.ids) == len(self.start.ids):
@@ -193,13 +193,13 @@ class EditSearch:
         return float(out.norm() / clean.norm())
 
     def moved(self, draft: Draft) -> float | None:
-        """How far substitutions move the vectors of the text; None for copies."""
+        """The norm of the move of the token vectors by substitutions; None for copies."""
         if len(draft.ids) != len(self.start.ids):
             return None
         return float((self._vectors(draft) - self._vectors(self.start)).norm())
 
     def _carried(self, recipe: Recipe, draft: Draft) -> Iterator[Draft]:
-        """Edits in the order of the recipe, as far as a text can carry them."""
+        """Feasible edits in the recipe's order."""
         for place, new in itertools.islice(self._ordered(recipe, draft), _TRIED):
             made = draft.duplicated(place) if new is None else draft.substituted(place, new)
             if self.written.survives(made.ids):
@@ -208,23 +208,23 @@ class EditSearch:
     def _ordered(self, recipe: Recipe, draft: Draft) -> Iterator[tuple[int, int | None]]:
         places = self.written.editable(draft.ids)
         if recipe == "duplicate":
-            own = [place for place in places if draft.origin[place] >= 0]
-            gains = self._weights(draft)[[draft.origin[place] for place in own]]
-            yield from ((own[i], None) for i in gains.argsort(descending=True, stable=True))
+            originals = [place for place in places if draft.origin[place] >= 0]
+            gains = self._weights(draft)[[draft.origin[place] for place in originals]]
+            yield from ((originals[i], None) for i in gains.argsort(descending=True, stable=True))
             return
         done = {edit.index for edit in draft.edits}
         places = [place for place in places if draft.origin[place] not in done]
         gains = getattr(self, f"gains_{recipe}")(draft)[places]
         gains[:, ~self.written.ordinary(gains.shape[1]).to(gains.device)] = -math.inf
-        own = torch.tensor([draft.ids[place] for place in places], device=gains.device)
-        gains[torch.arange(len(places)), own] = -math.inf
+        ids = torch.tensor([draft.ids[place] for place in places], device=gains.device)
+        gains[torch.arange(len(places)), ids] = -math.inf
         for i, new in _descending(gains):
             yield places[i], new
 
-    # --- recipes: what an edit is expected to change
+    # --- recipes: expected effect of an edit
 
     def gains_sigma(self, draft: Draft) -> Float[Tensor, "n v"]:
-        """``‖Σ V^T δ‖`` of every substitution: its change to first order in leading directions."""
+        """``‖Σ V^T δ‖`` of every substitution: its first-order change in the leading directions."""
         if draft == self.start:
             values, v = self.singular
         else:
@@ -232,29 +232,29 @@ class EditSearch:
             values, v = krylov_directions(self._operator(draft), gen)
         self._products += 2 * len(values)
         reach = (values[:, None, None] * v).permute(1, 2, 0)  # (n, d, k)
-        own = (self._vectors(draft)[:, None] @ reach)[:, 0]
+        base = (self._vectors(draft)[:, None] @ reach)[:, 0]
         found = []
-        for part, at in zip(reach.split(_TOGETHER), own.split(_TOGETHER), strict=True):
+        for part, at in zip(reach.split(_TOGETHER), base.split(_TOGETHER), strict=True):
             move = (self.model.table @ part.permute(1, 0, 2).flatten(1)).unflatten(1, at.shape) - at
             found.append(move.norm(dim=2).T)
         return torch.cat(found)
 
     def gains_hotflip(self, draft: Draft) -> Float[Tensor, "n v"]:
-        """``<∇ goal, δ>`` of every substitution."""
+        """``<∇ goal, δ>`` for every substitution."""
         slope = self.slope(draft)
         self._products += 1
         return slope @ self.model.table.T - (slope * self._vectors(draft)).sum(1, keepdim=True)
 
     def gains_random(self, draft: Draft) -> Float[Tensor, "n v"]:
-        """Numbers without meaning."""
+        """Random numbers."""
         gen = start_named(f"{self.name}|random|{len(draft.edits)}")
         return torch.rand(len(draft.ids), len(self.model.table), generator=gen)
 
     def slope(self, draft: Draft) -> Float[Tensor, "n d"]:
-        """The gradient of the goal in the vectors of a text.
+        """The gradient of the goal in the token vectors of a text.
 
-        Of a decision, of minus its margin. Else of ``‖f(X') - f(X)‖² / 2``, which has none at X:
-        there at a point beside it, drawn at random, where it is ``J^T J e``.
+        The goal is minus the margin of a decision, or ``‖f(X') - f(X)‖² / 2``, whose gradient
+        vanishes at X: it is then taken at a random point nearby, where it is ``J^T J e``.
         """
         ids = torch.tensor(draft.ids, device=self.model.ids.device)
         x = self._vectors(draft)
@@ -273,17 +273,17 @@ class EditSearch:
         return found
 
     def _weights(self, draft: Draft) -> Tensor:
-        """What a copy of each token is expected to change."""
+        """The expected effect of a copy of each token."""
         if self.by_weight is None:
             gen = start_named(f"{self.name}|copies|{len(draft.edits)}")
             return torch.rand(len(self.start.ids), generator=gen)
         self._products += len(self.by_weight) if draft == self.start else 0
         return self.by_weight.flatten(1).norm(dim=1)
 
-    # --- what happens
+    # --- evaluation
 
     def _judged(self, drafts: list[Draft]) -> tuple[Tensor, Read]:
-        """How good some texts of one length are, and what the model makes of them."""
+        """The goals of texts of equal length, and the model's outputs."""
         ids = torch.tensor([draft.ids for draft in drafts], device=self.model.ids.device)
         self._queries += len(drafts)
         read = self.model.read(ids)
@@ -296,7 +296,7 @@ class EditSearch:
         return torch.cat(changes), read
 
     def _margin(self, y: Tensor) -> Tensor:
-        """How far the best other class is ahead, ``(b,)``; negative while the decision holds."""
+        """The lead of the best other class, ``(b,)``; negative while the decision holds."""
         assert self.scores is not None
         scores = self.scores(y)
         others = scores.clone()
@@ -317,7 +317,7 @@ class EditSearch:
 
 
 def krylov_directions(op: Operator, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Singular values and right singular vectors of an operator on a Krylov space of 12 steps.
+    """Approximate singular values and right singular vectors from a 12-step Krylov space.
 
     With ``J V = U B`` (Golub and Kahan) and ``B = P S Q^T``, ``‖J V V^T e‖ = ‖S Q^T V^T e‖``:
     ``S``, ``(k,)``, and ``V Q``, ``(k, *in_shape)``.
@@ -330,7 +330,7 @@ def krylov_directions(op: Operator, generator: torch.Generator) -> tuple[Tensor,
 
 
 def _descending(gains: Tensor) -> Iterator[tuple[int, int]]:
-    """Entries of a matrix, the largest first, those of -inf left out."""
+    """Indices of the entries of a matrix in descending order, without -inf."""
     flat, done, width = gains.flatten(), 0, gains.shape[1]
     while done < len(flat):
         top = flat.topk(min(len(flat), max(256, 8 * done)))

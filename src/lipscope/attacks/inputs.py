@@ -1,7 +1,7 @@
-"""Inputs on which attention is far from smooth: built from a head's ``A`` and ``V``, and the worst.
+"""Worst-case inputs for attention: constructions from a head's ``A`` and ``V``, and their maximum.
 
-A head is given by its index. Errors say "not available" where a construction does not hold. What
-names no paper is derived here: ``docs/theory/inputs.md``.
+A head is given by its index. Errors say "not available" if a construction does not apply.
+Constructions without a cited paper are derived here: ``docs/theory/inputs.md``.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ PredictionKind = Literal["lower", "exact", "limit"]
 
 @dataclass(frozen=True)
 class Construction:
-    """An input and what is known about sigma there."""
+    """An input and the predicted sigma there."""
 
     x: Float[Tensor, "n d"]  # the tokens, ``(n, d)``, in the layer's dtype and on its device
-    name: str  # the function that built it, with the case where there are several
-    statement: str  # where it comes from
+    name: str  # name of the construction, with the case if there are several
+    statement: str  # source statement
     cite: str  # key of the bibliography, or "derived here"
-    # what theory says about sigma of the head's contribution (or of the whole layer where ``head``
-    # is None) with its biases, or None
+    # prediction for sigma of the head's contribution (of the whole layer if ``head`` is None) with
+    # its biases, or None
     predicted: float | None
-    # whether ``predicted`` is a proved lower bound, the exact value, or the limit of large radii,
-    # which a finite radius need not have reached
+    # whether ``predicted`` is a proved lower bound, the exact value, or the limit of large radii
+    # (possibly not reached)
     kind: PredictionKind = "lower"
-    head: int | None = None  # the head that it was built for; None if it does not depend on one
+    head: int | None = None  # the head it is built for; None if independent of heads
 
 
 def head_for(layer: Attention, head: int, num_tokens: int, radius: float, *, least: int) -> Head:
-    """One head of a dot-product layer for which constructions hold, after all checks."""
+    """A head of a dot-product layer, after checking that constructions apply."""
     check_size(num_tokens, radius, least=least)
     if not isinstance(layer, DotProduct):
         raise InputError(
@@ -83,7 +83,7 @@ def head_for(layer: Attention, head: int, num_tokens: int, radius: float, *, lea
     try:
         (one,) = heads_of(layer.head(head))
         if one.layer.mask is not None:
-            one.allowed(num_tokens)  # the mask was made for this many tokens
+            one.allowed(num_tokens)  # checks the mask's number of tokens
         one.causal_or_unmasked()
     except NotApplicableError as why:
         raise InputError(f"not available: {why}.") from None
@@ -96,7 +96,7 @@ def pair(first: Tensor, rest: Tensor, num_tokens: int) -> Tensor:
 
 
 _CASTIN = "castin2024"
-_RADII = 60  # tried between 0 and the radius where the best one is not known in closed form
+_RADII = 60  # radii tried if the best one is not known in closed form
 
 
 def two_cluster(layer: Attention, *, head: int = 0, num_tokens: int, radius: float) -> Construction:
@@ -105,8 +105,8 @@ def two_cluster(layer: Attention, *, head: int = 0, num_tokens: int, radius: flo
     With ``gamma = max(-gamma_min, gamma_max / 8)`` over the real eigenvalues of ``A``:
     ``x_1 = R u``, the rest at ``-R u`` (first case) or ``R u / 2`` (second). Then for ``V = I``
     ``sigma >= sqrt(n-1) p``, ``p = 1 / (1 + (n-1) exp(-2 gamma R^2))``; ``predicted`` is the
-    sharper ``sqrt(n-1) p ‖V (I + 2 gamma R^2 (1-p) u u^T)‖``, and with a causal mask the same
-    sum over rows with the number of tokens that each of them reads.
+    sharper ``sqrt(n-1) p ‖V (I + 2 gamma R^2 (1-p) u u^T)‖``, and with a causal mask the same sum
+    over rows with their numbers of visible tokens.
 
     Holds for one head of dot-product attention, unmasked or causal, without rotary embedding.
 
@@ -129,7 +129,7 @@ def two_cluster(layer: Attention, *, head: int = 0, num_tokens: int, radius: flo
 
 
 def gamma_star(layer: Attention, *, head: int = 0, num_tokens: int, radius: float) -> Construction:
-    """One token against all others, in the best pair of directions; no eigenvalue is needed.
+    """One token against all others, along the best pair of directions, without eigenvalues.
 
     ``x_1 = R Av / |Av|``, the rest at ``R v``, where ``v`` maximises
     ``gamma* = (|Av| - <v, Av>) / 2`` over ``|v| <= 1``. For ``V = I``
@@ -148,13 +148,13 @@ def gamma_star(layer: Attention, *, head: int = 0, num_tokens: int, radius: floa
 
 
 def unbalanced(layer: Attention, *, head: int = 0, num_tokens: int, radius: float) -> Construction:
-    """Two unbalanced clusters at the norm ``r <= R`` where they do most for this ``n``.
+    """Two unbalanced clusters at the best norm ``r <= R`` for this ``n``.
 
     The two clusters of `two_cluster` or `gamma_star` at norm ``r``. Sigma is largest near
     ``n - 1 = exp(2 gamma r^2)``, where the others give half of their attention to ``x_1``:
     ``sigma ~ (gamma / 2) r^2 exp(gamma r^2)``. Beyond, attention saturates and sigma falls.
 
-    Holds as `gamma_star`. ``r`` is the best of 60 values and of the closed form.
+    Hypotheses as for `gamma_star`. ``r`` is the best of 60 values and of the closed form.
 
     Source: Proposition 3.6 of [castin2024], solved for ``r``.
     """
@@ -185,7 +185,7 @@ def weighted_two_atoms(
     ``1 + 1 / (gamma R^2)``; factor 3 has the larger limit ``3 sqrt(3) / 4 = 1.299``.
 
     Holds for unmasked dot-product attention without rotary embedding; biases, other heads and
-    the projection are measured with it.
+    the projection are included.
 
     Source: Proposition 3.6 and Lemma C.8 of [castin2024]; splitting derived here
     (``docs/theory/inputs.md``).
@@ -211,8 +211,8 @@ def _star(one: Head, head: int) -> Placement:
 def _tokens_along(
     one: Head, way: Placement, num_tokens: int, radii: Sequence[float]
 ) -> tuple[Tensor, float]:
-    """Tokens along a direction, and the gain of the first one; the best radius and sign."""
-    # Without a bias both signs are the same up to symmetry.
+    """Tokens along a direction, and the gain of the first one, for the best radius and sign."""
+    # Without a bias both signs are equivalent by symmetry.
     signs = (1.0, -1.0) if one.norm_b > 0 else (1.0,)
     sizes = torch.tensor([sign * r for r in radii for sign in signs], dtype=torch.float64)[:, None]
     gains = first_token_gain(one, sizes * way.first, sizes * way.rest, num_tokens)
@@ -221,7 +221,7 @@ def _tokens_along(
     return tokens, float(gains[best])
 
 
-# --- one special token, many that agree, or all equal
+# --- one special token, clusters of equal tokens, or all tokens equal
 
 
 _DRAWS = 64
@@ -230,13 +230,13 @@ _DRAWS = 64
 def large_radius(
     layer: Attention, *, head: int = 0, num_tokens: int, radius: float
 ) -> Construction:
-    """Tokens on the sphere, many of which attend to one: the regime of large radii.
+    """Tokens on a sphere, many of which attend to the same one: the regime of large radii.
 
     If row i has one largest logit, at ``m_i``, the Jacobian at ``R X`` tends exponentially to
     ``E -> (V e_{m_i})_i``, so that ``sigma -> ‖V‖ sqrt(max_j #{i : m_i = j})``.
 
-    Holds for one head, unmasked or causal, without rotary embedding, in the limit; of 64
-    random draws the one with the largest limit is taken.
+    Holds for one head, unmasked or causal, without rotary embedding, in the limit; the best
+    limit of 64 random draws is used.
 
     Source: Theorems 3.7 and 4.5 of [castin2024]; the value of the limit is derived here.
     """
@@ -262,7 +262,7 @@ def large_radius(
 def dominant_token(
     layer: Attention, *, head: int = 0, num_tokens: int, radius: float
 ) -> Construction:
-    """One token of norm ``R``; small ones that give it half of their attention.
+    """One token of norm ``R``, and small ones that give it half of their attention.
 
     ``x_1 = R u``, the rest at ``c A^T u / |A^T u|`` with ``c R |A^T u| = log(n-1)`` (at most
     ``R``), so that ``p = 1/2``. ``u`` makes ``|Vu| |A^T u|`` large: each small token's output
@@ -292,19 +292,19 @@ def opposed_pair(
 ) -> Construction:
     """Two tokens of norm ``R`` that share the attention of all others.
 
-    ``x_1, x_2 = f ± z``, the rest at ``r``, with ``a = A r + b`` perpendicular to ``z``. Moved
-    against each other along ``a`` they shift the weights of all other rows at once:
-    ``sigma >= √2 |V z| |a| √(Σ_{i>=3} p_i²)``, which for large ``R² ‖A‖`` may come near
+    ``x_1, x_2 = f ± z``, the rest at ``r``, with ``a = A r + b`` perpendicular to ``z``. Moving
+    them against each other along ``a`` shifts the weights of all other rows at once:
+    ``sigma >= √2 |V z| |a| √(Σ_{i>=3} p_i²)``, which for large ``R² ‖A‖`` may approach
     ``√(n/2) R² ‖A‖ ‖V‖``.
 
-    Holds for one head, unmasked or causal, without rotary embedding, from three tokens on.
+    Holds for one head, unmasked or causal, without rotary embedding, with at least three tokens.
 
     Source: derived here (``docs/theory/inputs.md``).
     """
     one = head_for(layer, head, num_tokens, radius, least=3)
     found = pair_directions(one, num_tokens, radius)
     if found is None:
-        raise InputError(f"not available: no two tokens share what head {head} reads.")
+        raise InputError(f"not available: no two tokens attract the attention of head {head}.")
     rest = found.rest.expand(num_tokens - 2, -1)
     x = torch.cat([found.first[None], found.second[None], rest]).to(layer.query)
     statement = "two opposed tokens"
@@ -312,15 +312,15 @@ def opposed_pair(
 
 
 def quadratic(layer: Attention, *, head: int = 0, num_tokens: int, radius: float) -> Construction:
-    """A token at the origin that reads the others at ``± R u``: sigma grows like ``R^2``.
+    """A token at the origin that attends to others at ``± R u``: sigma grows like ``R^2``.
 
     Its attention is uniform, so ``sigma >= ‖V (I / n + C A)‖`` with ``C`` the covariance of the
-    tokens: ``(n-1)/n R^2 u u^T`` for odd ``n``. Also the family on which dot-product attention
-    is seen not to be Lipschitz. The origin is the last token under a causal mask, where it
-    reads all others, and the first one otherwise.
+    tokens: ``(n-1)/n R^2 u u^T`` for odd ``n``. This family also shows that dot-product attention
+    is not Lipschitz. The origin is the last token under a causal mask, where it attends to all
+    others, and the first one otherwise.
 
     Holds for one head, unmasked or causal, without rotary embedding; with a query bias ``b``
-    the row's true weights are used.
+    the row's actual weights are used.
 
     Source: Appendix C.7 of [castin2024]; a token at the origin: Theorem 3.1 of [kim2021].
     """
@@ -343,11 +343,11 @@ def quadratic(layer: Attention, *, head: int = 0, num_tokens: int, radius: float
 def constant(layer: Attention, *, num_tokens: int, radius: float) -> Construction:
     """All tokens equal: every row averages, ``sigma = ‖P‖ ‖sum_h W_h V_h‖``.
 
-    ``P`` is uniform over what a row reads: ``‖P‖ = 1`` unmasked, and the norm of the Cesàro
+    ``P`` is uniform over the visible tokens: ``‖P‖ = 1`` unmasked, and the norm of the Cesàro
     matrix (below 2) with a causal mask.
 
-    Holds for every variant of attention, all heads together, exactly; with a rotary embedding
-    the rows are not uniform and nothing is predicted.
+    Exact for every variant of attention, with all heads; with a rotary embedding the rows are not
+    uniform and nothing is predicted.
 
     Source: derived here (``docs/theory/inputs.md``).
     """
@@ -399,36 +399,36 @@ def l2_opposed(layer: Attention, *, head: int = 0, num_tokens: int, radius: floa
     return Construction(x, "l2_opposed", "Theorem 3.2", "kim2021", norm, head=head)
 
 
-# --- the worst of them
+# --- the worst input
 
-# One construction is one function; those that place tokens by a head take its index.
+# One function per construction; those that depend on a head take its index.
 _BY_HEAD = (two_cluster, gamma_star, unbalanced, dominant_token, opposed_pair, quadratic)
 PER_HEAD: dict[str, Callable[..., Construction]] = {
     build.__name__: build for build in (*_BY_HEAD, large_radius, l2_opposed)
 }
 PER_LAYER: dict[str, Callable[..., Construction]] = {"constant": constant}
-_TOGETHER, _MEMORY = 12, 2**28  # inputs whose products are one, and bytes of what they keep
-_CLIMBED = 4  # kinds of inputs, the worst ones, from which an ascent goes on
+_TOGETHER, _MEMORY = 12, 2**28  # number of inputs with joint products, and bytes for them
+_CLIMBED = 4  # number of kinds of inputs, the worst ones, that start an ascent
 KNOWN, DRAWN = "ascent from known inputs", "ascent from random starts"
 
 
 @dataclass(frozen=True, repr=False)
 class WorstInput(Shown):
-    """One input and sigma of the whole layer there, or why it is not available."""
+    """An input with sigma of the whole layer there, or the reason why it is not available."""
 
-    name: str  # of the construction, `KNOWN`, `DRAWN`, or ``given`` for an input that was given
-    statement: str  # where it comes from
+    name: str  # of the construction, `KNOWN`, `DRAWN`, or ``given`` for an input from the caller
+    statement: str  # source statement
     cite: str  # key of the bibliography, or "derived here"
-    head: int | None = None  # head that placed the tokens, or None
+    head: int | None = None  # head that determined the tokens, or None
     # lower end of the interval; None if not available or not finite
     sigma: float | None = None
     upper: float | None = None  # upper end, valid with probability ``0.99``
     radius_max: float | None = None  # largest token norm
-    # as in `Construction`: about the head's contribution, or the whole layer
+    # as in `Construction`: for the head's contribution, or the whole layer
     predicted: float | None = None
     x: Float[Tensor, "n d"] | None = None  # the input, or None
     v: Float[Tensor, "n d"] | None = None  # top right singular vector, for `confirm`, or None
-    reason: str | None = None  # why it is not available, the solver's note if it has one, or None
+    reason: str | None = None  # why it is not available, or the solver's note, or None
 
 
 def worst(
@@ -443,25 +443,25 @@ def worst(
     tol: float = 1e-3,
     generator: torch.Generator | None = None,
 ) -> list[WorstInput]:
-    """Sigma of the whole layer at all inputs that are known to be bad, worst first.
+    """Sigma of the whole layer at all known bad inputs, worst first.
 
-    These are every construction for every head, the inputs that are given, the end of an ascent
-    from the worst inputs of the four worst kinds, given ones a kind, and the end of another one
-    from random starts. Holds for every layer; what cannot be built for it follows last, with the
-    reason. Constructions are compared in float32; the best of each kind, and what overflows there,
-    is measured as the layer is. Twelve heads of width 32 at n = 64 take about ten seconds on
+    These are all constructions for all heads, the ``given`` inputs, the result of an ascent from
+    the worst inputs of the four worst kinds (``given`` is one kind), and of an ascent from random
+    starts. Holds for every layer; unavailable constructions come last, with the reason.
+    Constructions are compared in float32; the best of each kind, and those that overflow, are
+    measured in the layer's precision. Twelve heads of width 32 at n = 64 take about ten seconds on
     two cores.
 
     Args:
         layer: The layer; the map is ``attention``, all heads with the projection.
         restarts: Random starts of the second ascent.
-        given: Inputs ``(n, d)`` besides, such as real text; tokens beyond the radius are scaled.
+        given: Further inputs ``(n, d)``, such as real text; tokens beyond the radius are scaled.
         tol: Tolerance of the measurements.
 
     Returns:
         One row per construction and head, per given input, and per ascent. The first one is
-        measured again, from a start that its choice has not seen: the largest of many intervals
-        misses more often.
+        measured again from an independent start, since the largest of many intervals fails more
+        often.
     """
     check_size(num_tokens, radius)
     rough = copy.deepcopy(layer).float()  # twice as fast
@@ -487,14 +487,14 @@ def worst(
             if row.x is not None and row.sigma is not None:
                 known.setdefault(row.name, row.x)
         starts = {KNOWN: (0, [*known.values()][:_CLIMBED]), DRAWN: (restarts, [])}
-        for name, (count, some) in starts.items():
-            if count or some:
-                found = ascend(layer, **size, restarts=count, start=some, generator=generator)
+        for name, (count, inputs) in starts.items():
+            if count or inputs:
+                found = ascend(layer, **size, restarts=count, start=inputs, generator=generator)
                 row = WorstInput(name, "gradient ascent", DERIVED, x=found.x)
                 rows.append(_with_top(row, found.top))
     rows.sort(key=_by_sigma)
     first = rows[0]
-    if first.x is not None and first.sigma is not None:  # from a start its choice has not seen
+    if first.x is not None and first.sigma is not None:  # from an independent start
         first = again(first)
     return [first, *rows[1:]]
 
@@ -502,7 +502,7 @@ def worst(
 def _built(
     layer: Attention, num_tokens: int, radius: float, names: Collection[str] | None
 ) -> Iterator[WorstInput]:
-    """Every construction for every head, not yet measured, or why it is not available."""
+    """All constructions for all heads, unmeasured, or why they are not available."""
     size = {"num_tokens": num_tokens, "radius": radius}
     for name, build in PER_LAYER.items():
         if names is None or name in names:
@@ -512,7 +512,7 @@ def _built(
             continue
         heads = range(layer.num_heads)
         made = [_attempted(name, h, partial(build, layer, head=h, **size)) for h in heads]
-        # What fails for the layer as such is said once.
+        # Report what fails for the whole layer only once.
         if len(made) > 1 and made[0].reason and len({one.reason for one in made}) == 1:
             made = [replace(made[0], head=None)]
         yield from made
@@ -530,7 +530,7 @@ def _attempted(name: str, head: int | None, build: Callable[[], Construction]) -
 def _solved(
     layer: Attention, rows: Sequence[WorstInput], tol: float, generator: torch.Generator | None
 ) -> list[WorstInput]:
-    """The same inputs, with sigma there."""
+    """The same inputs, with sigma."""
     inputs = [row.x for row in rows if row.x is not None]
     tops = _tops(layer, inputs, tol, generator)
     return [_with_top(row, top) for row, top in zip(rows, tops, strict=True)]
@@ -548,24 +548,24 @@ def _with_top(row: WorstInput, top: TopSingular) -> WorstInput:
 def _tops(
     layer: Attention, inputs: Sequence[Tensor], tol: float, generator: torch.Generator | None
 ) -> list[TopSingular]:
-    """Sigma of one layer at several inputs, at the cost of their different tokens where it can.
+    """Sigma of one layer at several inputs, at the cost of their distinct tokens if possible.
 
-    Small ones of one size share their products.
+    Small inputs of equal size have joint products.
     """
     inputs = [x.to(layer.query.dtype) for x in inputs]
     if inputs:
         with torch.no_grad():
-            layer.project(inputs[0])  # may refuse so many tokens, which groups hide
+            layer.project(inputs[0])  # may refuse this many tokens, which groups hide
     groups = [grouped(layer, x) for x in inputs]
     sizes = [len(x if g is None else g.tokens) for x, g in zip(inputs, groups, strict=True)]
     found = dict[int, TopSingular]()
     for n in sorted(set(sizes)):
-        some = [i for i, size in enumerate(sizes) if size == n]
+        group = [i for i, size in enumerate(sizes) if size == n]
         kept = 2 * USUAL_STEPS * n * layer.query.shape[1] + 4 * layer.num_heads * n**2
         most = _MEMORY // (kept * layer.query.element_size())
         most = max(1, min(_TOGETHER, most))
-        for k in range(0, len(some), most):
-            part = some[k : k + most]
+        for k in range(0, len(group), most):
+            part = group[k : k + most]
             sites = [(inputs[i], groups[i]) for i in part]
             found |= zip(part, _tops_of(layer, sites, tol, generator), strict=True)
     return [found[i] for i in range(len(inputs))]
@@ -577,13 +577,13 @@ def _tops_of(
     tol: float,
     generator: torch.Generator | None,
 ) -> list[TopSingular]:
-    """Sigma at inputs of so many different tokens."""
+    """Sigma at inputs with the same number of distinct tokens."""
     at = [
         layer.linearise(x) if g is None else layer.linearise(g.tokens, log_weights=g.log_weights)
         for x, g in sites
     ]
     weights = torch.stack([x.new_zeros(len(x)) if g is None else g.log_weights for x, g in sites])
-    shared = together(lambda some: joined([at[i] for i in some]), at) if len(at) > 1 else None
+    shared = together(lambda part: joined([at[i] for i in part]), at) if len(at) > 1 else None
     if shared is None:
         pairs = zip(at, weights, strict=True)
         tops = [top_singular(weighted(op, w), tol=tol, generator=generator) for op, w in pairs]

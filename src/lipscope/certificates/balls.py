@@ -21,10 +21,10 @@ from lipscope.display import Shown
 from lipscope.errors import InputError
 from lipscope.linalg import TopSingular, linearise, start_named, top_singular
 from lipscope.theorems import (
-    AskedLayer,
     Ball,
     BallName,
     HeadAt,
+    LayerSubject,
     NotApplicableError,
     check_scores,
     least,
@@ -48,7 +48,7 @@ class BallLayer:
     """All heads of a layer at one centre; ``sharp`` uses the row-Gram certificate there."""
 
     def __init__(self, layer: DotProduct, x: Tensor, map: Map, sharp: bool) -> None:
-        self.layer = AskedLayer(layer, map, x=x)
+        self.layer = LayerSubject(layer, map, x=x)
         self.sharp = sharp
         self.centres = [HeadAt(head, x) for head in self.layer.heads]
         self.weighted = [weighted_heads(c) if sharp else None for c in self.centres]

@@ -31,10 +31,10 @@ from lipscope.certificates.segment import Point, Reads, TokenBranch
 from lipscope.errors import InputError
 from lipscope.models import Branch, Chain
 from lipscope.theorems import (
-    AskedLayer,
     Ball,
     BallName,
     HeadAt,
+    LayerSubject,
     NotApplicableError,
     per_token,
     tokens_in_double,
@@ -195,7 +195,7 @@ def _changes(
     layer: DotProduct, y: Float[Tensor, "n d"], radii: Float[Tensor, " n"], ball: BallName
 ) -> tuple[float, float]:
     """``>= |f(y') - f(y) - J (y' - y)| / |y' - y|`` in a ball, and ``>= ‖J(y') - J‖``."""
-    asked = AskedLayer(layer, "attention", x=y)
+    asked = LayerSubject(layer, "attention", x=y)
     hidden = asked.together.slack
     bare = [HeadAt(head, y) for head in asked.bare]
     paths = [(c, HeadPath(c, radii, ball, {}).whole()) for c in bare]

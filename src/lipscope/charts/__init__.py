@@ -1,10 +1,10 @@
-"""Rows to charts.
+"""Charts of result rows.
 
-The only package that imports altair. A chart is saved as SVG, PNG or one HTML page that
-needs no network; those of a report (from `focus` on) also live in its page.
+The only package that imports altair. A chart is saved as SVG, PNG or a self-contained HTML page;
+charts of a report (from `focus` on) also appear in its page.
 """
 
 import lazy_loader
 
-# Each module is imported when a name of it is first asked for: `__init__.pyi` says where they are.
+# Modules are imported lazily, on first use of one of their names; see `__init__.pyi`.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,4 +1,4 @@
-"""Figures of the papers: pairs of axes with curves and scatters."""
+"""Paper-style figures: panels with curves and scatter plots."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ Point = tuple[float | int, float | int]
 
 @dataclass(frozen=True)
 class Series:
-    """One curve or scatter."""
+    """A curve or scatter plot."""
 
-    name: str  # what the legend says; series of one name have one colour in all panels
-    points: Sequence[Point]  # pairs ``(x, y)``; those that cannot stand on the axes are left out
-    kind: LineKind = "line"  # with its points if they are few; dashes: a reference
+    name: str  # legend entry; series of one name share a colour in all panels
+    points: Sequence[Point]  # pairs ``(x, y)``; those outside the axes' domain are omitted
+    kind: LineKind = "line"  # few points are also marked; dashes: a reference
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes."""
+    """A pair of axes with its series."""
 
     title: str  # above the panel
-    series: Sequence[Series]  # what is drawn
+    series: Sequence[Series]  # curves and scatter plots
     x: str = "number of tokens n"  # title of the horizontal axis
     y: str = "sigma"  # title of the vertical axis
     log_x: bool = True  # whether the horizontal axis is logarithmic
-    log_y: bool = True  # whether the vertical axis is
-    end: int | None = None  # the longest inputs of training (`training_end`); None for no line
+    log_y: bool = True  # whether the vertical axis is logarithmic
+    end: int | None = None  # trained length (`training_end`), marked by a line; None: no line
 
     def visible(self, one: Series) -> list[Point]:
-        """The points of a series that its axes can show."""
+        """The points of a series within the axes' domain."""
         return [
             (x, y)
             for x, y in one.points
@@ -50,9 +50,9 @@ class Panel:
 
 
 def power_law(points: Iterable[Point], exponent: float, name: str, lift: float = 1.0) -> Series:
-    """A dashed reference ``c x^s`` over the range of some points, ``c`` their best fit.
+    """A dashed reference ``c x^s`` over the range of the points, with ``c`` fitted to them.
 
-    ``lift`` is a factor on ``c``, to draw it beside the points; empty where there are none.
+    ``lift`` is a factor on ``c`` that offsets the line; empty without points.
 
     >>> power_law([(1.0, 2.0), (4.0, 4.0)], 0.5, "root").points
     ((1.0, 2.0), (4.0, 4.0))
@@ -66,13 +66,13 @@ def power_law(points: Iterable[Point], exponent: float, name: str, lift: float =
     return Series(name, tuple((x, c * x**exponent) for x in ends), "dashes")
 
 
-# Six hues that stay apart for every kind of colour vision; more series repeat them paler.
+# Six hues for every kind of colour vision; further series repeat them in paler shades.
 HUES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
 _REFERENCES = [QUIET, "#222222", "#a0a0a0"]
-_TICKS = 7  # labels of an axis that have room beside each other
-_DOTTED = 20  # points of a line that are worth a dot each
-_BEYOND = 1e6  # times what was measured: a reference further off leaves the frame
-_TITLE = 42  # letters of a panel's title in a line
+_TICKS = 7  # maximum number of axis labels side by side
+_DOTTED = 20  # maximum number of points of a line that are marked
+_BEYOND = 1e6  # references beyond this factor of the measured values leave the frame
+_TITLE = 42  # maximum line length of a panel title
 
 
 def curves_chart(
@@ -83,7 +83,7 @@ def curves_chart(
     columns: int = 3,
     width: int = 260,
 ) -> alt.ConcatChart:
-    """Panels side by side; series of one name share one colour and one entry of the legend.
+    """Panels side by side; series of one name share a colour and a legend entry.
 
     Raises:
         InputError: If no panel has a point to draw.
@@ -101,14 +101,14 @@ def curves_chart(
 
 
 def _legend(panels: Sequence[Panel]) -> tuple[alt.Color, alt.StrokeDash]:
-    """A colour for each name, hues for what was measured and greys for references, and dashes."""
+    """Colours and dashes by name: hues for measured series, greys for references."""
     kinds = {s.name: s.kind for panel in panels for s in panel.series if panel.visible(s)}
     measured = [name for name, kind in kinds.items() if kind != "dashes"]
     lines = [name for name, kind in kinds.items() if kind == "dashes"]
     hues = HUES if len(measured) <= len(HUES) else marks.palette(len(measured))
     greys = [_REFERENCES[i % len(_REFERENCES)] for i in range(len(lines))]
     names = [*measured, *lines]
-    dots = all(kind == "points" for kind in kinds.values())  # they have no stroke to show
+    dots = all(kind == "points" for kind in kinds.values())  # they have no stroke
     legend = alt.Legend(
         title=None,
         labelLimit=320,
@@ -141,7 +141,7 @@ def _panel_chart(panel: Panel, colour: alt.Color, dash: alt.StrokeDash) -> alt.L
 
 
 def _framed(panel: Panel) -> list[float | int]:
-    """The heights that the frame holds: all of what was measured, of references what is near."""
+    """The vertical range: all measured values, and references nearby."""
     measured, references = [], []
     for one in panel.series:
         heights = references if one.kind == "dashes" else measured
@@ -168,7 +168,7 @@ def _marks(
 
 
 def _axis(values: list[float | int], log: bool) -> dict[str, Any]:
-    """Scale and ticks around all values."""
+    """Scale and ticks covering all values."""
     low, high = min(values), max(values)
     if not log:
         step = 1 if all(isinstance(value, int) for value in values) else alt.Undefined

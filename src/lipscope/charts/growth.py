@@ -1,4 +1,4 @@
-"""Curves: against the number of tokens, over the steps of training, by the size of a move."""
+"""Charts over number of tokens, training step, and size of a move."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def layers_chart(
     grown: Grown = "sigma",
     names: Data | None = None,
 ) -> alt.LayerChart:
-    """Sigma, radius or stable rank against the number of tokens, both logarithmic.
+    """Sigma, radius or stable rank against the number of tokens, on logarithmic axes.
 
-    Points are single rows, lines run through geometric means. Sigma has guides like n^(1/4) and
-    n^(1/2), and bars up to `upper`; where its lines have ``names`` beside them, their 95 %
-    intervals instead, of means over windows that share no text.
+    Points are single rows, lines connect geometric means. Sigma has guides like n^(1/4) and
+    n^(1/2), and bars up to `upper`; if lines are labelled with ``names``, bars show their 95 %
+    intervals instead, for means over windows without shared text.
     """
     x, colour = across(), frame.by_layer()
     mean, single = base("means", means), base("points", points)
@@ -74,7 +74,7 @@ def layers_chart(
     )
     place = {"x": across("at:Q"), "y": y, "color": colour}
     dots = single.mark_circle(size=20, cursor="pointer").encode(
-        **place, opacity=in_front(0.7, 0.06), tooltip=tooltip(*frame.said)
+        **place, opacity=in_front(0.7, 0.06), tooltip=tooltip(*frame.hover)
     )
     behind = trained_length_line(mean, x)
     if sigma:
@@ -95,8 +95,8 @@ def layers_chart(
 
 def radius_chart(frame: Frame, points: Data | None = None) -> alt.LayerChart:
     """Sigma of single rows against the radius, logarithmic; larger points are longer windows."""
-    some = base("points", points).transform_filter(f"{HERE} && datum.radius > 0 && datum.sigma > 0")
-    dots = some.mark_circle(cursor="pointer").encode(
+    rows = base("points", points).transform_filter(f"{HERE} && datum.radius > 0 && datum.sigma > 0")
+    dots = rows.mark_circle(cursor="pointer").encode(
         x=alt.X("radius:Q", title=_TITLES["radius"], **as_long()),
         y=alt.Y("sigma:Q", title="sigma", **as_long()),
         size=alt.Size("n:Q", legend=None, scale=alt.Scale(range=[18, 90])),
@@ -110,10 +110,10 @@ def radius_chart(frame: Frame, points: Data | None = None) -> alt.LayerChart:
 def focus_chart(
     frame: Frame, points: Data | None = None, means: Data | None = None
 ) -> alt.LayerChart:
-    """Sigma with its intervals, and sigma with the top token held fixed, of one layer.
+    """Sigma of one layer with intervals, and sigma with the top token held fixed.
 
-    Points are single windows, bars reach up to `upper`, lines run through geometric means;
-    the other layers stand faintly behind, and dashed lines grow like n^(1/4) and n^(1/2).
+    Points are single windows, bars reach up to `upper`, lines connect geometric means; other layers
+    are faint in the background, and dashed lines grow like n^(1/4) and n^(1/2).
     """
     x, y = across(), up("value:Q", "sigma")
     here = f"{HERE} && datum.layer === layer"
@@ -128,7 +128,7 @@ def focus_chart(
     drawn = [ALL, *([REST] if any(point.get("rest") for point in points or ()) else [])]
     colour = frame.colours("series:N", inks, drawn, orient="top", symbolType="circle")
     lines = _folded(mine).mark_line(strokeWidth=2.4).encode(x=x, y=y, color=colour)
-    # Windows side by side around their length: sigma with its bar, and without the token.
+    # Windows of one length side by side: sigma with its bar, and without the token.
     windows = _folded(
         base("points", points).transform_filter(here),
         at="datum.n * pow(axes.room, datum.order)",
@@ -149,7 +149,7 @@ def focus_chart(
 
 
 def _folded(records: alt.Chart, **more: str) -> alt.Chart:
-    """Sigma and sigma without the token as two series of one ``value``."""
+    """Sigma with and without the token as two series of one ``value``."""
     return (
         records.transform_calculate(a="datum.sigma", b="datum.rest")
         .transform_fold(["a", "b"], as_=["key", "value"])
@@ -168,11 +168,11 @@ def training_chart(
     *,
     turn: float | None = None,
 ) -> alt.LayerChart:
-    """Geometric means of sigma at every checkpoint, with their intervals, one colour a layer.
+    """Geometric means of sigma at every checkpoint, with intervals, one colour per layer.
 
     Bars reach from the lower end of the 95 % interval of the mean of log sigma over windows to
-    the upper end of that of log upper. Small points are single windows of the layer in front.
-    ``turn`` is the step at which the axis turns from linear to logarithmic; None for a linear one.
+    the upper end of that of log upper. Small points are single windows of the selected layer.
+    ``turn`` is the step at which the axis changes from linear to logarithmic; None: linear.
     """
     span: dict[str, Any] = {"domain": alt.ExprRef("axes.x"), "nice": False}
     linear = {"type": "linear", "zero": False}
@@ -200,10 +200,10 @@ def training_chart(
 
 
 def signals_chart(frame: Frame, *, scale: Literal["log", "linear"] = "linear") -> alt.LayerChart:
-    """One signal of every layer over the steps of training; triangles and rules are alerts.
+    """A signal of every layer over training steps; triangles and rules mark alerts.
 
-    The layer of what the whole model has, such as its loss, is "all"; an alert without a value is
-    a rule.
+    Signals of the whole model, such as its loss, have layer "all"; an alert without a value is a
+    rule.
     """
     x = alt.X(
         "step:Q",
@@ -220,12 +220,12 @@ def signals_chart(frame: Frame, *, scale: Literal["log", "linear"] = "linear") -
     whole = alt.when("datum.layer === 'all'").then(alt.value(INK))
     colour = whole.otherwise(frame.by_layer())
     front = in_front(0.95, 0.12, f"{FRONT} || datum.layer === 'all'")
-    read, told = base("rows", None), base("alerts", None)
+    read, alerts = base("rows", None), base("alerts", None)
     place: dict[str, Any] = {"x": x, "color": colour, "opacity": front}
-    rule = told.transform_filter("datum.value === null").mark_rule(
+    rule = alerts.transform_filter("datum.value === null").mark_rule(
         color=ORANGE, strokeWidth=1.6, strokeDash=[4, 3]
     )
-    triangle = told.transform_filter("datum.value !== null").mark_point(
+    triangle = alerts.transform_filter("datum.value !== null").mark_point(
         shape="triangle-down", size=110, filled=True, color=ORANGE, opacity=1
     )
     layers = [
@@ -246,7 +246,7 @@ COLOURS = {
     "bound": QUIET,
 }
 
-# Each curve, its colour and its dashes: what happens is solid, but for the second of two signs.
+# Each curve with its colour and dashes: solid lines, dashed for the negative sign.
 _CURVES = {
     PROMISE: (INK, DASHES),
     CERTIFIED: (INK, [1, 3]),
@@ -263,7 +263,7 @@ _CURVES = {
 def bounds_chart(
     frame: Frame, lines: Data | None = None, names: Data | None = None
 ) -> alt.LayerChart:
-    """Measured sigma and its bounds of one layer in one metric, with their names beside them.
+    """Measured sigma and bounds of one layer in one metric, labelled by name.
 
     Lines, bars up to `upper`, points; bounds on all inputs are dashed.
     """
@@ -292,11 +292,11 @@ def bounds_chart(
 def push_chart(
     frame: Frame, curves: Data | None = None, sizes: Data | None = None
 ) -> alt.LayerChart:
-    """Change of the output, by what sigma promises, against the size of the move; both logarithmic.
+    """Change of the output relative to the prediction sigma · size, on logarithmic axes.
 
-    So the promise is the line at 1. The band is the range over random directions. Thin lines
-    across: sizes at which something changes, with their names. A bold line: the size that is
-    chosen. Curves have ``value`` (by ``sigma · eps``) and ``change`` (as it is).
+    The prediction is the line at 1. The band is the range over random directions. Thin vertical
+    lines mark sizes at which something changes, with labels; a bold line marks the selected size.
+    Curves have ``value`` (relative to ``sigma · eps``) and ``change`` (absolute).
     """
     axis = as_long(padding=8, ticks=6)
     x = alt.X("eps:Q", title="size of the move, ‖E‖", **axis)
@@ -314,11 +314,11 @@ def push_chart(
         symbolSize=300,
     )
     colours, dashes = ([pair[k] for pair in _CURVES.values()] for k in (0, 1))
-    some: dict[str, Any] = {"sort": names, "legend": key if frame.legend else None}
-    colour = alt.Color("curve:N", scale=alt.Scale(domain=names, range=colours), **some)
-    dash = alt.StrokeDash("curve:N", scale=alt.Scale(domain=names, range=dashes), **some)
+    options: dict[str, Any] = {"sort": names, "legend": key if frame.legend else None}
+    colour = alt.Color("curve:N", scale=alt.Scale(domain=names, range=colours), **options)
+    dash = alt.StrokeDash("curve:N", scale=alt.Scale(domain=names, range=dashes), **options)
     drawn = base("curves", curves).transform_filter("datum.value > 0")
-    told = [
+    tooltips = [
         alt.Tooltip("curve:N", title="curve"),
         alt.Tooltip("eps:Q", title="size", format=".4g"),
         alt.Tooltip("change:Q", title="change", format=".4g"),
@@ -338,7 +338,7 @@ def push_chart(
         thin.encode(x=x),
         band.encode(x=x, y=alt.Y("low:Q"), y2="high:Q"),
         lines.encode(x=x, y=y, color=colour, strokeDash=dash),
-        dots.mark_circle(size=18).encode(x=x, y=y, color=colour, tooltip=told),
+        dots.mark_circle(size=18).encode(x=x, y=y, color=colour, tooltip=tooltips),
         chosen.encode(x=x),
         behind.encode(**named),
         words.encode(**named),

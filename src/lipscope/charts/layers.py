@@ -1,4 +1,4 @@
-"""Layer by layer: exponents, heads, maps through depth, and two runs side by side."""
+"""Layer-by-layer charts: exponents, heads, depth, and comparison of two runs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from lipscope.charts.look import (
 from lipscope.charts.marks import ALL, INK, KINDS, REST
 
 MAPS = {"attention": BLUE, "normed": PURPLE, "heads": QUIET, "residual": GREEN, "block": ORANGE}
-"""Maps of a layer and their colours."""
-# Charts through depth: title, heading of the legend, and inks. Products are of several blocks: the
-# product of their sigmas, sigma of all of them together.
+"""Maps of a layer with their colours."""
+# Charts over depth: title, legend heading, and colours. `products` covers several blocks: the
+# product of their sigmas, and sigma of their composition.
 _DEPTHS = {
     "lines": ("sigma", "map", MAPS),
     "products": ("sigma, product of sigmas", "blocks 0 to", {"product": ORANGE, "stack": BLUE}),
@@ -46,7 +46,7 @@ TITLES: dict[Quantity, str] = {
 _SHAPES: dict[str, str] = dict(
     zip(KINDS, ("square", "circle", "triangle-up", "diamond", "cross"), strict=True)
 )
-_CELL, _ROW = 26, 34  # pixels of a head and of a layer
+_CELL, _ROW = 26, 34  # pixels per head and per layer
 
 
 # --- through depth ----------------------------------------------------------------------------
@@ -59,9 +59,9 @@ def depth_chart(
     *,
     of: Literal["lines", "products"] = "lines",
 ) -> alt.LayerChart:
-    """Sigma of every map, layer by layer, and the model's map as a band and a dashed line across.
+    """Sigma of every map by layer, with the model's map as a band and a dashed line.
 
-    Or the product of the blocks up to each layer, and sigma of them together.
+    Or the product over the blocks up to each layer, and sigma of their composition.
     """
     title, key, inks = _DEPTHS[of]
     lines = base(of, values)
@@ -74,13 +74,13 @@ def depth_chart(
     band = model.mark_rect(opacity=0.12, color=INK)
     dashes = model.mark_rule(strokeDash=DASHES, strokeWidth=1.6, color=INK)
     word = model.mark_text(align="right", baseline="bottom", dy=-3, color=INK, fontSize=11)
-    said = word.encode(y=y, x=alt.value("width"), text=alt.value("the model's map"))
+    label = word.encode(y=y, x=alt.value("width"), text=alt.value("the model's map"))
     bars = lines.mark_rule(strokeWidth=1.6, opacity=0.55)
     dots = lines.mark_circle(size=44, opacity=1, cursor="pointer")
     parts = [
         band.encode(y=low, y2="high:Q"),
         dashes.encode(y=y, tooltip="z:Q"),
-        *([said] if frame.legend else []),  # a page names it in the key above
+        *([label] if frame.legend else []),  # a page labels it in the legend above
         bars.encode(x=x, y=low, y2="high:Q", color=colour),
         lines.mark_line(strokeWidth=2).encode(x=x, y=y, color=colour),
         dots.encode(x=x, y=y, tooltip="z:Q", color=colour),
@@ -97,11 +97,11 @@ def exponents_chart(
     """The exponent s of sigma ~ n^s of every layer, with its interval.
 
     Hollow points: no power law fits (F test, and means far from the line). Dashed: 1/4 and 1/2.
-    ``built`` names the kind of built inputs that the records hold.
+    ``built`` names the kind of constructed inputs in the records.
     """
     inks = {ALL: BLUE, REST: ORANGE, built: PURPLE}
     names = [*inks]
-    some = (
+    data = (
         base("fits", fits)
         .transform_filter(HERE)
         .transform_calculate(
@@ -119,10 +119,10 @@ def exponents_chart(
     drawn = {series.get(fit["kind"], built) for fit in fits or ()}
     colour = frame.colours("series:N", inks, drawn, orient="top")
     place: dict[str, Any] = {"y": y, "yOffset": offset, "color": colour}
-    bars = some.mark_rule(strokeWidth=2.4, opacity=0.5)
+    bars = data.mark_rule(strokeWidth=2.4, opacity=0.5)
     filled = alt.Fill("series:N", scale=scale_of(inks), legend=None)
     fill = alt.when("datum.fits === false").then(alt.value("#ffffff")).otherwise(filled)
-    dots = some.mark_point(size=54, strokeWidth=2, opacity=1, cursor="pointer")
+    dots = data.mark_point(size=54, strokeWidth=2, opacity=1, cursor="pointer")
     laws = inline([{"s": 0.25, "law": "¼"}, {"s": 0.5, "law": "½"}])
     word = laws.mark_text(color=QUIET, baseline="bottom", dy=-3, fontSize=11)
     parts = [
@@ -136,8 +136,8 @@ def exponents_chart(
 
 
 def slopes_chart(frame: Frame, slopes: Data | None = None) -> alt.LayerChart:
-    """Slopes of log sigma on log n between neighbouring lengths, one colour for each layer."""
-    some = base("slopes", slopes).transform_filter(f"{HERE} && datum.kind === 'real'")
+    """Slopes of log sigma over log n between consecutive lengths, one colour per layer."""
+    data = base("slopes", slopes).transform_filter(f"{HERE} && datum.kind === 'real'")
     place: dict[str, Any] = {
         "x": alt.X(
             "span:O",
@@ -152,8 +152,8 @@ def slopes_chart(frame: Frame, slopes: Data | None = None) -> alt.LayerChart:
     laws = inline([{"slope": 0.25}, {"slope": 0.5}])
     parts = [
         laws.mark_rule(color=QUIET, strokeDash=DASHES, opacity=0.8).encode(y="slope:Q"),
-        some.mark_line(strokeWidth=1.8).encode(**place),
-        some.mark_circle(size=34).encode(**place, tooltip="f:Q"),
+        data.mark_line(strokeWidth=1.8).encode(**place),
+        data.mark_circle(size=34).encode(**place, tooltip="f:Q"),
     ]
     return frame.around(parts, *frame.chosen)
 
@@ -164,27 +164,27 @@ def slopes_chart(frame: Frame, slopes: Data | None = None) -> alt.LayerChart:
 def heads_chart(
     frame: Frame, cells: Data | None = None, *, quantity: Quantity = "sigma"
 ) -> alt.LayerChart:
-    """Sigma, relative or the share of the top token, by layer and head, at one length.
+    """Sigma, relative, or the share of the top token, by layer and head, at one length.
 
-    A mark in a cell is ``top``, the kind of token that most often is on top. The colour is
-    logarithmic but for shares.
+    The mark of a cell is ``top``, the most frequent kind of top token. Colours are logarithmic
+    except for shares.
     """
     share = quantity == "share"
-    some = base("cells", cells).transform_filter(f"isValid(datum.{quantity})")
+    data = base("cells", cells).transform_filter(f"isValid(datum.{quantity})")
     x = alt.X("head:O", title="head", axis=alt.Axis(labelAngle=0, orient="bottom"))
     y = alt.Y("layer:N", sort=list(frame.layers), title="layer", scale=alt.Scale(reverse=False))
     range_: dict[str, Any] = {"domain": [0, 1]} if share else {"type": "log", "nice": False}
     key = alt.Legend(
         title=TITLES[quantity],
         format=".0%" if share else "~g",
-        orient="top",  # beside few layers it would be longer than the map
+        orient="top",  # with few layers it would be longer than the map
         gradientLength=220,
         titleLimit=0,
         tickCount=4,
     )
     scale = alt.Scale(scheme="viridis", **range_)
     colour = alt.Color(f"{quantity}:Q", scale=scale, legend=key)
-    cell = some.mark_rect(cornerRadius=2, cursor="pointer")
+    cell = data.mark_rect(cornerRadius=2, cursor="pointer")
     kinds = alt.Legend(
         title="kind of the top token in most windows",
         orient="top",
@@ -197,10 +197,10 @@ def heads_chart(
     )
     marked = kinds if frame.legend else None
     shape = alt.Shape("top:N", scale=scale_of(_SHAPES), legend=marked)
-    # Small and in the middle: the colour around it says the value.
-    kind = some.transform_filter("isValid(datum.top)")
+    # Small and centred, so that the colour stays visible.
+    kind = data.transform_filter("isValid(datum.top)")
     kind = kind.mark_point(size=54, fill="#ffffff", strokeWidth=1, opacity=1)
-    mark = some.transform_filter(f"datum.layer === layer && {HERE}")
+    mark = data.transform_filter(f"datum.layer === layer && {HERE}")
     mark = mark.mark_rect(fill=None, stroke=INK, strokeWidth=2.4, cornerRadius=2)
     parts = [
         cell.encode(x=x, y=y, color=colour, tooltip="m:Q"),
@@ -225,17 +225,17 @@ def sides_chart(
     key: dict[str, Any] = {"symbolType": "circle", "orient": "top", "labelLimit": 0}
     inks = {"a": BLUE, "b": ORANGE}
     colour = frame.colours("side:N", inks, labelExpr=label, **key)
-    some = base("means", means).transform_calculate(
+    data = base("means", means).transform_calculate(
         at="datum.n * pow(axes.room, datum.side === 'a' ? -0.12 : 0.12)"
     )
     place: dict[str, Any] = {"x": across("at:Q"), "color": colour}
     y = up("value:Q", title)
-    # Ends beyond the axis are cut by it: two windows can say nearly nothing.
-    bars = some.mark_rule(strokeWidth=1.6, opacity=0.6, clip=True)
-    dots = some.mark_circle(size=46, opacity=1, cursor="pointer")
+    # Clip bars at the axis: intervals from two windows can be extremely wide.
+    bars = data.mark_rule(strokeWidth=1.6, opacity=0.6, clip=True)
+    dots = data.mark_circle(size=46, opacity=1, cursor="pointer")
     parts = [
         bars.encode(**place, y=up("low:Q", title), y2="high:Q"),
-        some.mark_line(strokeWidth=2).encode(**place, y=y),
+        data.mark_line(strokeWidth=2).encode(**place, y=y),
         dots.encode(**place, y=y, tooltip="c:Q"),
     ]
     return frame.around(parts, frame.ends)
@@ -248,10 +248,10 @@ def changes_chart(
     of: Literal["ratio", "difference"] = "ratio",
     title: str = QUANTITY,
 ) -> alt.LayerChart:
-    """The second run against the first, layer by layer, with 95 % intervals.
+    """The second run relative to the first, by layer, with 95 % intervals.
 
-    The ratio at one length, or the difference of exponents. Full marks changed beyond the sampling,
-    hollow ones did not; without an interval, ``low`` is null. Dashed: no change.
+    The ratio at one length, or the difference of exponents. Filled marks changed beyond sampling
+    error, hollow ones did not; ``low`` is null without an interval. Dashed: no change.
     """
     x = alt.X("layer:N", sort=list(frame.layers), title="layer", axis=alt.Axis(labelAngle=0))
     if of == "ratio":
@@ -260,13 +260,13 @@ def changes_chart(
         plain = {"scale": alt.Scale(nice=True), "axis": alt.Axis(tickCount=6)}
         y, low = (alt.Y(f"{field}:Q", title=title, **plain) for field in (of, "low"))
         same = 0.0
-    some = base("changes", changes)
-    line = some.mark_rule(color=QUIET, strokeDash=DASHES)
-    bars = some.transform_filter("isValid(datum.low)")
+    data = base("changes", changes)
+    line = data.mark_rule(color=QUIET, strokeDash=DASHES)
+    bars = data.transform_filter("isValid(datum.low)")
     bars = bars.mark_rule(strokeWidth=1.8, color=INK, opacity=0.7)
     fill = alt.when("datum.changed").then(alt.value(ORANGE)).otherwise(alt.value("#ffffff"))
     look: Mapping[str, Any] = {"strokeWidth": 1.8, "color": ORANGE, "filled": True, "opacity": 1}
-    dots = some.mark_point(size=70, cursor="pointer", **look)
+    dots = data.mark_point(size=70, cursor="pointer", **look)
     parts = [
         line.encode(y=alt.datum(same, type="quantitative")),
         bars.encode(x=x, y=low, y2="high:Q"),

@@ -1,6 +1,6 @@
-"""The look of all charts, the axes that they share, and the files that they are saved as.
+"""Shared style, axes and file export of charts.
 
-The data of a chart may come later: a page puts them in when a reader chooses, by the names
+Data may be added later: a page inserts them when a reader makes a selection, under the names
 `points`, `means`, `axes` and so on.
 """
 
@@ -28,19 +28,19 @@ Chart: TypeAlias = alt.LayerChart | alt.HConcatChart | alt.VConcatChart | alt.Co
 Data = Sequence[Mapping[str, Any]]
 
 QUIET, GRID, AXIS = "#6b6b6b", "#ececec", "#bbbbbb"
-# Blue and orange stay apart for every kind of colour vision; so does their brightness.
+# Blue and orange differ, also in brightness, for every kind of colour vision.
 BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#8a4f9e"
 DASHES = [5, 4]
 FONT, MONO = "Helvetica, Arial, sans-serif", "DejaVu Sans Mono, Menlo, Consolas, monospace"
 WIDTH, HEIGHT = 460, 320
-QUANTITY = "quantity"  # title of an axis that a page names by a signal of this name
+QUANTITY = "quantity"  # axis title that a page sets by the signal of this name
 FRONT = "layer === null || datum.layer === layer"
 HERE = "(head === 'every' || datum.head === head)"
-# A browser without these fonts takes a wider one: it writes over what was measured for them.
+# Browsers without these fonts use wider ones, whose text would overlap layouts computed for them.
 _ROOM = 32
-_NAMED = 24  # pixels beside names of lines, whose width is an estimate
+_NAMED = 24  # extra pixels beside line labels, whose width is an estimate
 
-# The style sheet of the page gives these colours a light and a dark value.
+# The page's style sheet defines a light and a dark value for these colours.
 _NAMES = {
     INK: "--ink",
     QUIET: "--quiet",
@@ -64,11 +64,10 @@ _PLACE, _FINER = re.compile(r' (?:d|transform)="[^"]*"'), re.compile(r"(\.\d\d)\
 def save_each(chart: Chart, paths: Sequence[Path]) -> list[Path]:
     """Write a chart as ``.svg``, ``.png`` (two pixels per point) and one ``.html`` page.
 
-    The page carries its scripts and data inside, asks no network for anything, and its
-    content policy forbids it to.
+    The page contains its scripts and data; its content policy forbids network requests.
 
     Raises:
-        InputError: If an ending is another one.
+        InputError: If a path has another extension.
     """
     spec, version = _as_vega_lite(chart)
     for path in paths:
@@ -87,33 +86,33 @@ def save_each(chart: Chart, paths: Sequence[Path]) -> list[Path]:
 
 
 def as_svg(chart: Chart) -> str:
-    """A chart as a drawing that stands by itself."""
+    """A chart as a standalone SVG."""
     return _svg(*_as_vega_lite(chart))
 
 
 def _as_vega_lite(chart: Chart) -> tuple[dict[str, Any], str]:
-    """The chart and the release it is written for; text of a row may hold what ends a drawing."""
+    """The Vega-Lite specification and version, with escaped text that cannot end the SVG."""
     version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
     return printable(chart.to_dict(validate=False)), version  # our own: tests check it
 
 
 def _svg(spec: dict[str, Any], version: str) -> str:
-    """Half the size: hundredths of a pixel, and no words for each of thousands of points.
+    """SVG at half the size: coordinates to hundredths of a pixel, and no labels per point.
 
-    Axes and legends keep theirs, for those who have the drawing read to them.
+    Axes and legends keep their labels for screen readers.
     """
     svg = _SPOKEN.sub("<path", vl_convert.vegalite_to_svg(spec, vl_version=version))
     return _PLACE.sub(lambda place: _FINER.sub(r"\1", place[0]), svg)
 
 
 def _page(spec: Mapping[str, Any], remark: str, version: str) -> str:
-    """One page around a chart; its text cannot end a script: ``<`` is written as an escape."""
-    # The schema's address is only a name, but a page that fetches nothing holds none.
+    """An HTML page for a chart; ``<`` is escaped, so that text cannot end a script."""
+    # The schema address is only an identifier; a page without network access omits it.
     data = json.dumps({key: value for key, value in spec.items() if key != "$schema"})
     parts = {
         "title": html.escape(str(spec["title"]["text"])),
         "remark": html.escape(remark),
-        # vl-convert's stub asks for a snippet, which is optional.
+        # vl-convert's stub requires a snippet, which is optional.
         "scripts": vl_convert.javascript_bundle(vl_version=version),  # pyright: ignore[reportCallIssue]
         "spec": data.replace("<", "\\u003c"),
     }
@@ -124,9 +123,9 @@ def _page(spec: Mapping[str, Any], remark: str, version: str) -> str:
 def in_the_page(
     charts: Mapping[str, Any], layers: int
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Vega specifications of charts without data, and the light colours that names stand for.
+    """Vega specifications of charts without data, and the light values of their named colours.
 
-    A page that names its colours changes from light to dark without drawing anything again.
+    With named colours a page switches between light and dark without redrawing.
     """
     names = {colour: f"--l{k}" for k, colour in enumerate(palette(layers))} | _NAMES
     specs = {name: _as_vega(chart, names) for name, chart in charts.items()}
@@ -136,9 +135,9 @@ def in_the_page(
 
 def _as_vega(chart: Any, names: Mapping[str, str]) -> dict[str, Any]:
     spec = vl_convert.vegalite_to_vega(chart.to_dict(validate=False))  # our own: tests check it
-    spec.pop("$schema", None)  # only a name, but a page that fetches nothing holds no address
+    spec.pop("$schema", None)  # only an identifier; the page omits network addresses
     for axis in spec.get("axes", ()):
-        if axis.get("title") == QUANTITY:  # Vega-Lite knows no signal there, Vega does
+        if axis.get("title") == QUANTITY:  # Vega supports a signal here, Vega-Lite does not
             axis["title"] = {"signal": QUANTITY}
             spec.setdefault("signals", []).append({"name": QUANTITY, "value": ""})
     spec |= {"background": None, "padding": 2}
@@ -152,12 +151,12 @@ def _as_vega(chart: Any, names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def tooltip(*names: str) -> list[alt.Tooltip]:
-    """Tooltip lines of fields that are already words, or short numbers."""
+    """Tooltip lines for fields that are text or short numbers."""
     return [alt.Tooltip(f"{name}:N", title=name) for name in names]
 
 
 class _Drawn:
-    """What a notebook shows of a chart: altair's own HTML asks the network for its scripts."""
+    """Notebook display as SVG: altair's own HTML loads scripts from the network."""
 
     def _repr_mimebundle_(self, *_: Any, **__: Any) -> dict[str, str]:
         svg = as_svg(self)  # pyright: ignore[reportArgumentType]
@@ -171,7 +170,7 @@ _KINDS = {
 
 
 def dressed(chart: Any) -> Any:
-    """The one look of all charts; on white, so that it also prints."""
+    """Apply the common style; on white, so that it also prints."""
     quiet: dict[str, Any] = {
         "labelColor": QUIET,
         "titleColor": INK,
@@ -199,64 +198,64 @@ def dressed(chart: Any) -> Any:
     return made
 
 
-# --- what charts of a report share ------------------------------------------------------------
+# --- shared parts of report charts -------------------------------------------------------------
 
 
 def base(name: str, values: Data | None) -> alt.Chart:
-    """A chart of values that are part of it, or of what a page puts in under a name."""
+    """A chart with embedded values, or with data that a page inserts under a name."""
     return alt.Chart(alt.NamedData(name=name)) if values is None else inline(values)
 
 
 def inline(values: Sequence[Mapping[str, Any]]) -> alt.Chart:
-    """A chart of values that are part of it."""
+    """A chart with embedded values."""
     return alt.Chart(alt.InlineData(values=list(values)))
 
 
 def scale_of(looks: Mapping[str, Any]) -> alt.Scale:
-    """What each name looks like."""
+    """The colour scale of named items."""
     return alt.Scale(domain=[*looks], range=[*looks.values()])
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What every chart of a report is told besides its data."""
+    """Options shared by all charts of a report, besides their data."""
 
     axes: Mapping[str, Any] | None = None  # domains and ticks, see `lipscope.pages.points.axes`
-    layers: Sequence[str] = ()  # all layers in their order
-    layer: str | None = None  # the layer in front; None: all alike
+    layers: Sequence[str] = ()  # all layers in order
+    layer: str | None = None  # the selected layer; None: no selection
     head: int | Literal["every"] | None = None  # the head; None for all together
-    legend: bool = False  # whether the chart has a legend of its own
-    # what a point under the mouse says of its row; a page puts its place into words
-    said: Sequence[str] = ("i",)
+    legend: bool = False  # whether the chart has its own legend
+    # fields of the tooltip of a point; a page expands its index
+    hover: Sequence[str] = ("i",)
     width: int | str = WIDTH  # pixels, or "container"
-    height: int | None = None  # pixels; that of the kind of chart if None
+    height: int | None = None  # pixels; None: the default of the chart
 
     @property
     def chosen(self) -> list[alt.Parameter]:
-        """The layer that stands in front and the head that is shown."""
+        """Parameters for the selected layer and head."""
         layer = alt.param(name="layer", value=self.layer)
-        if len(self.said) > 1:  # nobody else lets a reader choose
+        if len(self.hover) > 1:  # otherwise nothing else lets a reader choose
             menu = alt.binding_select(options=[None, *self.layers], name="layer ")
             layer = alt.param(name="layer", value=self.layer, bind=menu)
         return [layer, alt.param(name="head", value=self.head)]
 
     @property
     def ends(self) -> alt.Parameter:
-        """The domains and ticks of both axes."""
+        """Parameters for the domains and ticks of both axes."""
         blank = {"x": [1, 2], "y": [1, 2], "xticks": [1], "yticks": [1], "room": 1.1}
         return alt.param(name="axes", value=dict(self.axes or blank))
 
     def around(
         self, parts: Sequence[Any], *params: alt.Parameter, height: int | alt.Step = HEIGHT
     ) -> alt.LayerChart:
-        """The chart of these parts, which read these parameters."""
+        """Combine these parts with the parameters they use."""
         chart = alt.LayerChart(layer=list(parts)).add_params(*params)
         return dressed(chart.properties(width=self.width, height=self.height or height))
 
     def colours(
         self, field: str, inks: Mapping[str, str], drawn: Collection[str] = (), **legend: Any
     ) -> alt.Color:
-        """One colour for each name; a legend, where the chart has one, of those that are drawn."""
+        """One colour per name; the optional legend lists the names in use."""
         scale = scale_of(inks)
         key = alt.Legend(
             **{"title": None, "symbolOpacity": 1} | legend,
@@ -265,26 +264,26 @@ class Frame:
         return alt.Color(field, scale=scale, legend=key if self.legend else None)
 
     def by_layer(self, symbol: str = "stroke") -> alt.Color:
-        """One colour for each layer, in even steps; ``symbol`` shows it in the legend."""
+        """One colour per layer, in even steps; ``symbol`` is its legend symbol."""
         inks = dict(zip(self.layers, palette(len(self.layers)), strict=True))
         stroke = {"symbolType": symbol, "symbolStrokeWidth": 3 * (symbol == "stroke")}
-        # The offset is room for the names of the guides, or of lines.
+        # The offset leaves room for labels of guides or lines.
         key = {"title": "layer", "symbolLimit": 0, "offset": 60, "columns": 1 + len(inks) // 17}
         colour = self.colours("layer:N", inks, **key, **stroke)
         return colour.sort(list(self.layers))
 
 
-def in_lines(lines: Sequence[Sequence[Any]], title: str, said: Sequence[str]) -> Any:
-    """Charts in lines, one under the other, with one title and a few words for all of them."""
+def in_lines(lines: Sequence[Sequence[Any]], title: str, subtitle: Sequence[str]) -> Any:
+    """Rows of charts, with a common title and subtitle."""
     for chart in itertools.chain(*lines):
-        chart.config = alt.Undefined  # that of the whole is enough
-    joined = [alt.hconcat(*some, spacing=18).resolve_legend(color="independent") for some in lines]
+        chart.config = alt.Undefined  # the outer chart's config is enough
+    joined = [alt.hconcat(*line, spacing=18).resolve_legend(color="independent") for line in lines]
     whole = joined[0] if len(joined) == 1 else alt.vconcat(*joined, spacing=30)
-    return dressed(whole.properties(title=alt.TitleParams(title, subtitle=list(said))))
+    return dressed(whole.properties(title=alt.TitleParams(title, subtitle=list(subtitle))))
 
 
 def in_front(strong: float, faint: float, front: str = FRONT) -> Any:
-    """Opacity of the layer in front, or of all where none is, and of the others."""
+    """Opacity: strong for the selected layer (all, without a selection), faint for the others."""
     return alt.when(front).then(alt.value(strong)).otherwise(alt.value(faint))
 
 
@@ -309,7 +308,7 @@ def up(field: str, title: str) -> alt.Y:
 
 
 def as_long(*, padding: int = 12, ticks: int = 5) -> dict[str, Any]:
-    """Scale and ticks of a logarithmic axis that is as long as its values."""
+    """Scale and ticks of a logarithmic axis that fits its values."""
     return {
         "scale": alt.Scale(type="log", nice=False, padding=padding),
         "axis": alt.Axis(format="~g", tickCount=ticks, labelOverlap=True),
@@ -317,15 +316,15 @@ def as_long(*, padding: int = 12, ticks: int = 5) -> dict[str, Any]:
 
 
 def trained_length_line(means: alt.Chart, x: alt.X) -> list[alt.Chart]:
-    """A line at the longest inputs that the model was trained on, with its name.
+    """A labelled line at the model's trained length.
 
-    ``means`` know the trained length; nothing where no mean is longer.
+    ``means`` contain the trained length; nothing is drawn if no mean is longer.
     """
     longer = (
         means.transform_filter("isValid(datum.trained) && datum.n > datum.trained")
         .transform_aggregate(at="min(trained)")
         .transform_filter("datum.at > 0")
-        .transform_calculate(said="'← trained to ' + datum.at")
+        .transform_calculate(caption="'← trained to ' + datum.at")
     )
     return _named_line(longer, x)
 
@@ -336,29 +335,29 @@ def _named_line(at: alt.Chart, x: alt.X) -> list[alt.Chart]:
     word = at.mark_text(align="right", baseline="bottom", dx=-4, color=QUIET, fontSize=11)
     return [
         at.mark_rule(color=QUIET, strokeWidth=1).encode(x=place),
-        word.encode(x=place, y=alt.value("height"), text="said:N"),
+        word.encode(x=place, y=alt.value("height"), text="caption:N"),
     ]
 
 
 def end_of_training(end: int | None, x: alt.X) -> list[alt.Chart]:
-    """The same line from `lipscope.charts.marks.training_end`; nothing for None."""
-    at = {"at": end, "said": f"← trained to {end}"}
+    """The same line for `lipscope.charts.marks.training_end`; nothing for None."""
+    at = {"at": end, "caption": f"← trained to {end}"}
     return [] if end is None else _named_line(inline([at]), x)
 
 
 def guides(means: alt.Chart, x: alt.X, y: alt.Y, *, named: bool = True) -> list[alt.Chart]:
-    """Dashed lines like ``n^(1/4)`` and ``n^(1/2)``, from the middle of the first length."""
+    """Dashed lines like ``n^(1/4)`` and ``n^(1/2)``, starting mid-range at the first length."""
     laws = "[{law: '~ n^(1/4)', p: 0.25}, {law: '~ n^(1/2)', p: 0.5}]"
     lines = (
         means.transform_filter("isValid(datum.sigma)")
         .transform_calculate(log="log(datum.sigma)")
-        # Points alone have no growth to compare.
+        # A single length shows no growth.
         .transform_joinaggregate(lengths="distinct(n)", groupby=["layer", "kind", "head"])
         .transform_filter("datum.lengths > 1")
         .transform_joinaggregate(first="min(n)")
         .transform_filter("datum.n === datum.first")
         .transform_aggregate(middle="mean(log)", first="min(n)")
-        # Lower where the steeper one would leave the chart otherwise.
+        # Start lower if the steeper line would leave the chart.
         .transform_calculate(
             level="max(log(axes.y[0]), min(datum.middle, log(axes.y[1])"
             " - log(axes.x[1] / datum.first) / 2))",
@@ -368,7 +367,7 @@ def guides(means: alt.Chart, x: alt.X, y: alt.Y, *, named: bool = True) -> list[
         .transform_flatten(["law"])
         .transform_flatten(["end"])
         .transform_calculate(
-            # To the right edge, or to where the line leaves the chart above.
+            # To the right edge, or to where the line leaves the chart at the top.
             at="!datum.end ? datum.first : min(axes.x[1], datum.first"
             " * pow(axes.y[1] / exp(datum.level), 1 / datum.law.p))",
             value="exp(datum.level) * pow(datum.at / datum.first, datum.law.p)",
@@ -378,7 +377,7 @@ def guides(means: alt.Chart, x: alt.X, y: alt.Y, *, named: bool = True) -> list[
     place = {"x": x.copy(), "y": y.copy()}
     place["x"].shorthand, place["y"].shorthand = "at:Q", "value:Q"
     dashes = lines.mark_line(color=QUIET, strokeDash=DASHES, strokeWidth=1.1, opacity=0.8)
-    # One above the other, however near the ends are.
+    # Stack the labels, however close the ends are.
     words = [
         lines.transform_filter(f"datum.end && datum.law.p === {p}").mark_text(
             align="left", dx=4, dy=dy, color=QUIET, fontSize=11

@@ -1,7 +1,4 @@
-"""Rows and tokens as a chart reads them: plain records, colours, ticks and headings.
-
-Everything about a chart that needs no drawing library.
-"""
+"""Chart data without a drawing library: records, colours, ticks and labels."""
 
 from __future__ import annotations
 
@@ -20,19 +17,19 @@ OPENING, CLOSING = set("([{"), set(".,;:!?)]}%'")
 
 
 class Placed(NamedTuple):
-    """A token on a grid of characters."""
+    """A token placed on a character grid."""
 
     token: TokenShare  # the token
     text: str  # its text as shown
     line: int  # line, from 0
-    column: int  # first character cell in the line, from 0
-    width: int  # number of cells that it takes
+    column: int  # first cell in the line, from 0
+    width: int  # number of cells
 
 
 def readable(text: str) -> str:
-    """A token's text without the marks of its tokenizer, a leading space where it has one.
+    """A token's text without tokenizer marks, with a leading space at word starts.
 
-    Byte-level pieces are decoded where they are whole characters.
+    Byte-level pieces are decoded if they are complete characters.
 
     >>> [readable(t) for t in ("##ing", "▁the", "Ġthe", "âĢĻ", "[CLS]")]
     ['ing', ' the', ' the', '’', '[CLS]']
@@ -48,7 +45,7 @@ def readable(text: str) -> str:
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letters by which byte-level tokenizers write bytes (GPT-2's table)."""
+    """The letters that represent bytes in byte-level tokenizers (GPT-2's table)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     other = [byte for byte in range(256) if byte not in plain]
     return {chr(b): b for b in plain} | {chr(0x100 + k): b for k, b in enumerate(other)}
@@ -60,7 +57,7 @@ BYTES = _byte_letters()
 def lay_out(
     tokens: Sequence[TokenShare], *, columns: int = 84, max_lines: int = 24
 ) -> list[Placed]:
-    """Set tokens in lines, words kept whole where they fit."""
+    """Lay out tokens in lines, keeping words together if they fit."""
     placed: list[Placed] = []
     line = column = 0
     for word in _joined_words(tokens):
@@ -82,7 +79,7 @@ def lay_out(
 
 
 def spaced(tokens: Sequence[TokenShare]) -> list[str]:
-    """Every token as shown, with a space in front where a word begins."""
+    """The displayed text of every token, with a space before each word."""
     texts = []
     for word in _joined_words(tokens):
         for k, (_, text) in enumerate(word):
@@ -91,9 +88,9 @@ def spaced(tokens: Sequence[TokenShare]) -> list[str]:
 
 
 def _joined_words(tokens: Sequence[TokenShare]) -> list[list[tuple[TokenShare, str]]]:
-    """Tokens with their readable text, grouped into words that should not be broken."""
-    # Tokenizers that mark the start of a word say where spaces are. The others (WordPiece,
-    # plain ids) leave them out before every token that does not continue a word.
+    """Tokens with their readable text, grouped into unbreakable words."""
+    # Tokenizers that mark word starts determine the spaces. The others (WordPiece, plain ids)
+    # imply a space before every token that does not continue a word.
     marked = any(readable(t.text).startswith(" ") for t in tokens)
     words: list[list[tuple[TokenShare, str]]] = []
     before = ""
@@ -112,20 +109,20 @@ def _joined_words(tokens: Sequence[TokenShare]) -> list[list[tuple[TokenShare, s
 
 
 def _special(text: str) -> bool:
-    """Whether a token stands for no text, like ``[CLS]`` and ``<s>``."""
+    """Whether a token is a special one without text, like ``[CLS]`` and ``<s>``."""
     return len(text) > 2 and (text[0] + text[-1]) in ("[]", "<>")
 
 
 KINDS = ("special", "word", "number", "punctuation", "whitespace")
-"""What a token can be, see `kind_of`."""
+"""Kinds of tokens, see `kind_of`."""
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def kind_of(text: str) -> str:
-    """What a token of a text is, by its letters: one of `KINDS`.
+    """The kind of a token, from its characters: one of `KINDS`.
 
-    Special tokens are told by their brackets; a piece of a word is a word.
+    Special tokens are recognised by their brackets; a piece of a word is a word.
 
     >>> [kind_of(t) for t in ("[CLS]", "##ing", "Ġ12", "▁,", "Ċ")]
     ['special', 'word', 'number', 'punctuation', 'whitespace']
@@ -142,7 +139,7 @@ def kind_of(text: str) -> str:
 
 
 def _visible(text: str, columns: int) -> str:
-    """One line of at most ``columns`` characters, line ends as signs, never empty."""
+    """One nonempty line of at most ``columns`` characters, with visible line ends."""
     text = printable(text).strip(" ").replace("\r", "").replace("\n", "↵").replace("\t", "→") or "␣"
     return text if len(text) <= columns else text[: columns - 1] + "…"
 
@@ -150,27 +147,27 @@ def _visible(text: str, columns: int) -> str:
 # --- colours, ticks and records --------------------------------------------------------------
 
 # The dark part of matplotlib's plasma: even steps for every kind of colour vision, and
-# readable on white, which its yellow end is not.
+# readable on white, unlike its yellow end.
 PLASMA = ["#0d0887", "#4c02a1", "#7e03a8", "#a92395", "#cc4778", "#e56b5d", "#f0884a", "#f59a3e"]
 INK = "#222222"
 ALL, REST = "all tokens move", "top token fixed"  # series of sigma
 PROMISE, CERTIFIED = "sigma · size", "certificate, any move"  # curves of a push
 
 CELL, LINE = 8.4, 22
-"""Pixels between characters, and between lines, of shaded text at 14 pixels."""
+"""Pixels per character, and per line, of shaded text at 14 pixels."""
 
-HINT = "The menu brings a layer forward; a point under the mouse tells its row."
+HINT = "The menu selects a layer; hover over a point to see its row."
 
 
 def layer_labels(rows: Iterable[Measurement]) -> list[str]:
-    """Layers as they stand in the legend, in their order; "model" for the whole model."""
+    """Layers as labelled in the legend, in order; "model" for the whole model."""
     layers = {row.layer for row in rows}
     whole = ["model"] if None in layers else []
     return [str(layer) for layer in sorted(x for x in layers if x is not None)] + whole
 
 
 def palette(count: int, along: Sequence[str] = PLASMA) -> list[str]:
-    """``count`` colours in even steps along some, those of `PLASMA` unless given."""
+    """``count`` colours in even steps along a palette."""
     stops = [[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in along]
     colours = []
     for k in range(count):
@@ -182,9 +179,9 @@ def palette(count: int, along: Sequence[str] = PLASMA) -> list[str]:
 
 
 def training_end(rows: Iterable[Measurement]) -> int | None:
-    """The length to which the model was trained.
+    """The model's trained length.
 
-    None where no row tells it, none is longer, or the weights are random.
+    None if it is unknown, no row is longer, or the weights are random.
     """
     rows = [row for row in rows if not row.weights.startswith("random")]
     trained = {row.trained_length for row in rows if row.input in GIVEN}
@@ -194,7 +191,7 @@ def training_end(rows: Iterable[Measurement]) -> int | None:
 
 
 def tick_values(low: float, high: float, *, most: int = 25) -> list[float]:
-    """Labels of a logarithmic axis: 1, 2, 5 in every decade, fewer or more where need be.
+    """Labels of a logarithmic axis: 1, 2, 5 in every decade, fewer or more as needed.
 
     >>> tick_values(0.9, 30.0), tick_values(8.0, 10.0), tick_values(1.0, 1e8, most=5)
     ([1.0, 2.0, 5.0, 10.0, 20.0], [8.0, 9.0, 10.0], [1.0, 100.0, 10000.0, 1000000.0, 100000000.0])
@@ -223,7 +220,7 @@ def _inside(
 
 
 def _even(low: float, high: float) -> list[float]:
-    """Three values or a few more, in even steps of 1, 2 or 5 of some decade."""
+    """About three values in even steps of 1, 2 or 5 times a power of ten."""
     decade = math.floor(math.log10(high - low))
     steps = (float(f"{step}e{k}") for k in (decade, decade - 1) for step in (5, 2, 1))
     counts = ((step, range(math.ceil(low / step), math.floor(high / step) + 1)) for step in steps)
@@ -232,13 +229,13 @@ def _even(low: float, high: float) -> list[float]:
 
 
 def share_of(token: TokenShare) -> float:
-    """Share of the most sensitive direction; nothing where it is unknown."""
+    """Share of the most sensitive direction; zero if unknown."""
     share = token.share_in
     return share if share is not None and math.isfinite(share) else 0.0
 
 
 def cell_of(placed: Placed, top: float) -> dict[str, Any]:
-    """A placed token as the chart reads it: pixels for the marks, words for the tooltip."""
+    """A placed token as a chart record: pixels for marks, text for the tooltip."""
     token, share = placed.token, share_of(placed.token)
     x, y = 4 + CELL * placed.column, LINE * placed.line
     return {
@@ -264,7 +261,7 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def spread(values: Sequence[float], gap: float) -> list[float]:
-    """Places of labels near these values, at least ``gap`` (a ratio) apart, in their order.
+    """Label positions near these values, at least ``gap`` (a ratio) apart, in order.
 
     >>> [round(v, 2) for v in spread([1.0, 1.1, 8.0], 2.0)]
     [0.74, 1.48, 8.0]
@@ -276,6 +273,6 @@ def spread(values: Sequence[float], gap: float) -> list[float]:
     order = np.argsort(values, kind="stable")
     apart = math.log(gap) * np.arange(len(values))
     places = np.empty(len(values))
-    # Without the gaps: the nearest places in their order, in the mean square.
+    # Without the gaps: the nearest ordered positions in the mean square.
     places[order] = isotonic_regression(np.log(values)[order] - apart).x + apart
     return np.exp(places).tolist()

@@ -1,4 +1,4 @@
-"""Tokens: shaded by sensitivity, their gains when split, and how they move, as an animated GIF."""
+"""Token charts: text shaded by sensitivity, gains of splitting, animated GIFs of token motion."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def shaded_text(
     columns: int = 84,
     max_lines: int = 24,
 ) -> alt.LayerChart:
-    """A window of text, every token shaded by its share of the most sensitive direction.
+    """A window of text with tokens shaded by their share of the most sensitive direction.
 
-    The shade follows the cube root of `share_in`, so that a token with a thousandth of
-    what the top one has can still be told from none. Word pieces are joined to their
-    predecessors; after ``max_lines`` of ``columns`` characters the text is cut, with a remark.
+    The shade follows the cube root of `share_in`, so that a token with a thousandth of the top
+    share remains visible. Word pieces are joined to their predecessors; after ``max_lines`` of
+    ``columns`` characters the text is truncated, with a remark.
 
     Raises:
         InputError: If there are no tokens, or none has a share.
@@ -95,11 +95,11 @@ WAYS = {"moved": look.BLUE, "split": look.ORANGE}
 
 
 def gains_chart(frame: look.Frame, tokens: look.Data | None = None) -> alt.LayerChart:
-    """The gain of splitting each token beside that of moving it, with their intervals.
+    """The gains of splitting and of moving each token, with intervals.
 
-    Large marks: taking the token apart is known to gain more (``better``).
+    Large marks: splitting provably gains more (``better``).
     """
-    some = look.base("tokens", tokens).transform_filter("datum.gain > 0")
+    data = look.base("tokens", tokens).transform_filter("datum.gain > 0")
     axis = alt.Axis(format="d", tickMinStep=1, grid=False)
     x = alt.X("index:Q", title="token", axis=axis, scale=alt.Scale(nice=False, padding=12))
     place = {
@@ -107,34 +107,33 @@ def gains_chart(frame: look.Frame, tokens: look.Data | None = None) -> alt.Layer
         "y": look.up("gain:Q", "gain"),
         "color": frame.colours("way:N", WAYS, orient="top"),
     }
-    bars = some.mark_rule(strokeWidth=1.6, opacity=0.6).encode(**place, y2="upper:Q")
+    bars = data.mark_rule(strokeWidth=1.6, opacity=0.6).encode(**place, y2="upper:Q")
     large = alt.when("datum.better").then(alt.value(90)).otherwise(alt.value(34))
-    dots = some.mark_circle(opacity=1, cursor="pointer")
+    dots = data.mark_circle(opacity=1, cursor="pointer")
     return frame.around([bars, dots.encode(**place, size=large, tooltip="y:Q")], frame.ends)
 
 
-# --- in motion ---------------------------------------------------------------------------------
+# --- animation ---------------------------------------------------------------------------------
 
-_SIDE, _HEAD, _FINER = 300, 46, 2  # pixels of a scene, of what stands above it; drawn twice as fine
+_SIDE, _HEAD, _FINER = 300, 46, 2  # pixels of a scene and its caption; supersampling factor
 _FRAME = "#d4d4d4"
 
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """What one part of the picture shows."""
+    """One panel of an animation."""
 
-    title: str  # above it
-    points: np.ndarray  # places of the tokens, ``(t, n, 2)``
-    groups: np.ndarray  # the group of every token, ``(n,)``: its colour
-    captions: Sequence[str]  # a line for every frame, such as the time
-    outline: np.ndarray | None = None  # closed curve behind them, ``(t, m, 2)``; none if None
+    title: str  # above the panel
+    points: np.ndarray  # positions of the tokens, ``(t, n, 2)``
+    groups: np.ndarray  # group (colour) of every token, ``(n,)``
+    captions: Sequence[str]  # one line per frame, such as the time
+    outline: np.ndarray | None = None  # closed background curve, ``(t, m, 2)``, or None
 
 
 def animate(path: str | Path, scenes: Sequence[Scene]) -> Path:
-    """Write scenes of equal length as a GIF that starts again; the last frame stays a while.
+    """Write scenes of equal length as a looping GIF with a longer last frame.
 
-    On white, so that it reads in light and dark pages alike. Axes are equal, and the same in
-    all frames of a scene.
+    On white, for light and dark pages. Axes have equal scales, fixed over the frames of a scene.
 
     Raises:
         InputError: If Pillow is not installed, or scenes differ in length.

@@ -24,7 +24,7 @@ from lipscope.control.alarm import largest_logits
 from lipscope.control.probe import Layers, Probe, ProbedLayer
 from lipscope.errors import InputError, check_count, check_finite_numbers, shown
 from lipscope.linalg import draws_from, sigma, start_named, top_singular, unit_vector
-from lipscope.theorems import AskedLayer, JacobianRows, NotApplicableError, weighted_rows
+from lipscope.theorems import JacobianRows, LayerSubject, NotApplicableError, weighted_rows
 
 Batch = Tensor | Mapping[str, Any] | None
 _LARGEST = 1e30  # largest accepted cap
@@ -501,7 +501,7 @@ class RowGram(Penalty, name="row-gram"):
                 f"`row-gram` is a bound of dot-product attention. Found `{type(layer).__name__}`."
             )
         try:
-            at = AskedLayer(layer, x=x).together
+            at = LayerSubject(layer, x=x).together
             rows = JacobianRows(at)
             found = weighted_rows(rows)
         except NotApplicableError as problem:

@@ -88,14 +88,14 @@ def growth_figure(content: Content, *, width: int = 380, height: int | None = No
     A line of panels for each model, map, metric, move and read, all on one axis. Points are single
     rows, lines run through the geometric mean over the samples at each length, with its 95 %
     interval for the sampling of text: of three samples and more that share no text. At the end of a
-    line stands its exponent, unless no power law fits. In HTML a menu brings a layer forward, and a
+    line stands its exponent, unless no power law fits. In HTML a menu selects a layer, and a
     point under the mouse tells its row.
     """
     settings, rows = content.points.settings, [item.row for item in content.items]
     drawn = [row for row in rows if usable(row.sigma)]
     height = height or (340 if len(content.layers) <= 12 else 460)
     frame = charts.Frame(
-        axes(drawn), content.layers, head="every", said=_SAID, width=width, height=height
+        axes(drawn), content.layers, head="every", hover=_SAID, width=width, height=height
     )
     lines = [_View(content, s, None).growth(frame) for s in range(len(settings))]
     grows, samples = (len({getattr(r, k) for r in drawn}) for k in ("num_tokens", "sample"))

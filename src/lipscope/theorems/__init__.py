@@ -39,8 +39,8 @@ from lipscope.theorems.head import (
     tokens_in_double as tokens_in_double,
 )
 from lipscope.theorems.layer_bounds import (
-    AskedLayer as AskedLayer,
     Bound as Bound,
+    LayerSubject as LayerSubject,
     bounds_at as bounds_at,
     evaluate as evaluate,
     expected_seconds as expected_seconds,

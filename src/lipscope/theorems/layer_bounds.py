@@ -51,7 +51,7 @@ _KEPT = 512
 
 
 @dataclass(frozen=True)
-class AskedLayer:
+class LayerSubject:
     """A layer as the subject of theorems: its heads, alone and at its input, computed once."""
 
     attention: Attention
@@ -119,7 +119,7 @@ class AskedLayer:
 
 def evaluate(
     theorem: Theorem,
-    layer: Attention | AskedLayer,
+    layer: Attention | LayerSubject,
     *,
     x: Tensor | None = None,
     num_tokens: int | None = None,
@@ -141,8 +141,8 @@ def evaluate(
 
     Source: Lemma 3.8 of [castin2024].
     """
-    if not isinstance(layer, AskedLayer):
-        layer = AskedLayer(layer, map, x=x)
+    if not isinstance(layer, LayerSubject):
+        layer = LayerSubject(layer, map, x=x)
     arguments = {"x": layer.x, "num_tokens": num_tokens, "radius": radius}
     missing = [name for name in theorem.needs if arguments.get(name) is None]
     if missing:
@@ -198,7 +198,7 @@ def _subject_value(theorem: Theorem, subject: Any, wanted: dict[str, Any]) -> fl
     return value + (wanted["around"].slack(hidden) if "around" in wanted else hidden)
 
 
-def _goes_inside(theorem: Theorem, layer: AskedLayer, around: Around) -> bool:
+def _goes_inside(theorem: Theorem, layer: LayerSubject, around: Around) -> bool:
     """Whether a theorem can include the identity: for all heads together, or for a single head."""
     if theorem.kind == "lower":
         raise NotApplicableError("it is stated for attention without the residual path")
@@ -224,7 +224,7 @@ def _chain_rule(theorem: Theorem, slope: Tensor) -> float:
 
 
 def _layer_value(
-    theorem: Theorem, layer: AskedLayer, value: Callable[[object], float], inside: bool
+    theorem: Theorem, layer: LayerSubject, value: Callable[[object], float], inside: bool
 ) -> float:
     if theorem.subject in (Head, HeadAt, HeadsAt):
         if not isinstance(layer.attention, DotProduct):
@@ -243,7 +243,7 @@ def _layer_value(
     return value(layer.attention)
 
 
-def _of_heads(theorem: Theorem, layer: AskedLayer, value: Callable[[object], float]) -> float:
+def _of_heads(theorem: Theorem, layer: LayerSubject, value: Callable[[object], float]) -> float:
     if len(layer.heads) > 1 and theorem.kind == "lower":
         raise NotApplicableError("lower bounds of heads do not add up; choose one head")
     values = [value(head) for head in layer.each(theorem.subject)]
@@ -313,7 +313,7 @@ def bounds_at(
             f"`names` should be of theorems in `lipscope.catalogue()`. Found `{unknown[0]}`."
         )
     attention = layer.attention if isinstance(layer, Normed | Residual) else layer
-    args = _BoundsAt(AskedLayer(attention, map, head, x), num_tokens, radius, floor)
+    args = _BoundsAt(LayerSubject(attention, map, head, x), num_tokens, radius, floor)
     args = _complete_args(layer, args)
     found = []
     for theorem in catalogue():
@@ -336,7 +336,7 @@ def bounds_at(
     return found
 
 
-def expected_seconds(theorem: Theorem, layer: AskedLayer) -> float:
+def expected_seconds(theorem: Theorem, layer: LayerSubject) -> float:
     """Expected time of a theorem for a layer at its input, on one core; 0 if always short.
 
     Depends on shapes only, so that repeated calls agree.
@@ -369,7 +369,7 @@ class _BoundsAt:
     slopes are those at ``x`` and the largest one over all inputs.
     """
 
-    layer: AskedLayer
+    layer: LayerSubject
     num_tokens: int | None
     radius: float | None
     floor: float | None
@@ -455,7 +455,7 @@ def _absorbed_args(layer: Normed, args: _BoundsAt) -> _BoundsAt:
         )
     floor = floor if x is None else min(floor, smallest)
     steepest = torch.tensor([norm.steepest(floor)], dtype=torch.float64)
-    absorbed = AskedLayer(layer.absorbed, "attention", args.layer.head, sphere)
+    absorbed = LayerSubject(layer.absorbed, "attention", args.layer.head, sphere)
     return _BoundsAt(absorbed, args.num_tokens, 1.0, floor, slope, steepest)
 
 

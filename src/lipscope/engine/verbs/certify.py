@@ -264,7 +264,7 @@ def _check_eps(eps: float | Tensor) -> None:
 
 def sharp_seconds(layer: Attention, x: Tensor, map: Map, head: int | None = None) -> float:
     """How long the row-Gram certificates are expected to take, by shapes alone."""
-    whole = theorems.AskedLayer(layer, map, head, x)
+    whole = theorems.LayerSubject(layer, map, head, x)
     with contextlib.suppress(theorems.NotApplicableError):  # the certificate will say why
         return sum(
             theorems.expected_seconds(theorems.theorem_named(name), whole) for name in _SHARP

@@ -383,7 +383,7 @@ def ball_certificate(at: HeadAt, eps: float) -> float:
 def ball_rows(at: HeadAt, eps: float) -> float:
     """``F2(eps)``, ``F2(eps)² = min_θ max_j ((1+θ) sum_i U_ij w'_i + (1+1/θ) ‖V C'_j A‖²)``.
 
-    See `ball_certificate` for the hypotheses.
+    Holds under the hypotheses of `ball_certificate`.
 
     Source: derived here (``docs/theory/ball-certificate.md``).
     """
@@ -394,7 +394,7 @@ def ball_rows(at: HeadAt, eps: float) -> float:
 def ball_blocks(at: HeadAt, eps: float) -> float:
     """``F1(eps) = ‖U‖ ‖V‖ + max_i ‖V C'_i A‖ + ‖[U_ij |V y'_ij| |a'_i|]‖``.
 
-    See `ball_certificate` for the hypotheses.
+    Holds under the hypotheses of `ball_certificate`.
 
     Source: derived here (``docs/theory/ball-certificate.md``).
     """
