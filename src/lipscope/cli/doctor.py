@@ -1,4 +1,4 @@
-"""`lipscope doctor`: what is installed, which device is used, what is missing for what."""
+"""`lipscope doctor`: installed packages, the device, and missing dependencies per feature."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ FEATURES = {
     "timm": "models of timm, by name",
     "dev": "the checks of make test",
 }
-"""What an extra is for; one that is not named here stands for itself."""
+"""Purpose of each extra; "optional" for others."""
 
 
 class Finding(NamedTuple):
-    """One line: what was looked for, what was found, and what to do about it."""
+    """One line of the report: item, finding and remedy."""
 
     name: str
     found: str
@@ -42,13 +42,13 @@ class Finding(NamedTuple):
 
 def doctor(
     extras: Annotated[
-        bool, typer.Option(help="Also what is optional; without it only what must be there.")
+        bool, typer.Option(help="Include optional packages, not only required ones.")
     ] = True,
 ) -> None:
-    """Say what is installed, which device is used, and what is missing for which feature.
+    """Check the installed packages, the device, and the dependencies of each feature.
 
-    One line each, with the remedy. The exit status is 1 if something is missing that
-    every command needs.
+    One line per item, with the remedy. The exit status is 1 if a required package is
+    missing.
     """
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     bad = False
@@ -87,7 +87,7 @@ def _python() -> Finding:
 
 
 def _requirements() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
-    """What the installed package asks for: always, and for each extra."""
+    """Requirements of the installed package: required ones, and those of each extra."""
     from packaging.requirements import Requirement
 
     required: list[Requirement] = []
@@ -105,7 +105,7 @@ def _requirements() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
 
 
 def _installed(requirement: Requirement) -> tuple[str, bool]:
-    """The version that is there, and whether it will do."""
+    """The installed version, and whether it satisfies the requirement."""
     try:
         version = importlib.metadata.version(requirement.name)
     except importlib.metadata.PackageNotFoundError:

@@ -381,8 +381,8 @@ class PushDirection:
     decision_flip: float | None = None
     # If pixels can realise the direction: the patch of largest share as JSON, with its ``name``,
     # its pixels from 0 to 1 ``before``, and its ``move`` per unit size, both ``(c, p, p)``; for
-    # pictures up to 512 x 512 also its position (``at``), and the whole ``picture`` and its
-    # ``moves`` divided by their ``scale``, one byte per number. None otherwise
+    # pictures up to 512 x 512 also its position (``at``), the whole ``picture`` and its ``moves``
+    # (divided by ``scale``), one byte per number. None otherwise
     pixels: str | None = None
 
 
