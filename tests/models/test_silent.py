@@ -196,7 +196,7 @@ def test_a_mask_of_anyones_own_is_recognised_by_what_it_does(how):
 def test_a_mask_that_no_layer_is_seen_to_take_is_said():
     shown = torch.tensor([[True] * 5 + [False] * 2])
     row = only(ls.measure(Masked("unseen").double().eval(), {"x": tokens(), "mask": shown}))
-    assert row.num_tokens == N and "`mask` is not seen to hide any token" in row.note
+    assert row.num_tokens == N and "`mask` does not appear to hide any token" in row.note
 
 
 def test_a_mask_that_does_not_fit_is_refused():
