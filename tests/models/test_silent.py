@@ -223,7 +223,7 @@ def test_what_lies_inside_a_match_is_no_layer():
     exact = only(ls.measure(model, tokens(), modules="layers.0.attn.k", **EXACT))
     weight = site_of(model).k.weight.detach()
     assert exact.sigma == pytest.approx(float(torch.linalg.matrix_norm(weight, 2)), rel=1e-8)
-    with pytest.raises(InputError, match=r"which holds it in `layers\.0\.attn`"):
+    with pytest.raises(InputError, match=r"which contains it in `layers\.0\.attn`"):
         ls.measure(Model(Block(OwnAttention())).double(), tokens(), modules=r"layers\.\d$")
 
 

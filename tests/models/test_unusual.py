@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[type[Own], Callable[[Any, Tensor], Tensor], str]] = {
     "what the model itself cannot do": (
         OwnAttention,
         lambda block, x: block.attn(x, 2),
-        "the model calls it otherwise: too many positional arguments",
+        "the model calls it differently: too many positional arguments",
     ),
     "what its code cannot do": (
         OwnAttention,
