@@ -173,7 +173,7 @@ def check_counts(name: str, entries: Mapping[str, Any]) -> None:
             check_counts(name, value)
         elif _COUNTED.search(key) and isinstance(value, int) and value > _MOST:
             raise InputError(
-                f"`{name}` should have at most {_MOST:,} of each of its parts. Found "
+                f"`{name}` should have at most {_MOST:,} layers and experts. Found "
                 f"`{key} = {shown(value)}`."
             )
 

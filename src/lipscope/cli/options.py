@@ -38,7 +38,7 @@ _OWN: dict[str, tuple[Any, Any, str]] = {
     "samples": (int, 1, "Windows per length."),
     "among": (Path, None, "File, one text per line: the nearest is shown."),
     "read_out": (Path, None, "A decision: matrix in .npy or .safetensors."),
-    "between": (list[str], None, "Decide by the nearest of these texts."),
+    "between": (list[str], None, "Decide by the nearest of these texts (repeat)."),
     "pool": (str, "mean", "Pool by mean or first."),
     "figures": (bool, False, "Draw figures into the run folder."),
     "out": (Path, None, "Run folder."),

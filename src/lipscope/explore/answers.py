@@ -76,8 +76,8 @@ class Question:
                 )
         if len(self.text) + len(self.among) > MOST_LETTERS:
             raise InputError(
-                f"The text should have at most {MOST_LETTERS:,} letters here. Found "
-                f"{len(self.text) + len(self.among):,}; `lipscope measure` takes longer ones."
+                f"The text should have at most {MOST_LETTERS:,} characters here. Found "
+                f"{len(self.text) + len(self.among):,}; `lipscope measure` takes longer texts."
             )
 
     @property

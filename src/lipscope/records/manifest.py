@@ -130,7 +130,7 @@ def refuse_record(path: Path) -> None:
         ours = name in (MANIFEST, LOCK) or name.endswith(tuple(f".{kind}" for kind in _KINDS))
         if ours and (holds_rows(one.parent) or _spec(one.parent) is not None):
             raise InputError(
-                f"`{path}` should be no file of a run's record, which the run alone writes. Found "
+                f"`{path}` should not be a file of a run's record, written by the run only. Found "
                 f"the run folder `{one.parent}`; choose another name, or another folder."
             )
 
@@ -170,7 +170,7 @@ def check_same(
     if other:
         raise InputError(
             f"`out = {path}` holds the run of another specification (it differs in "
-            f"{', '.join(other)}); choose another `out`, ask the same again, or replace it "
+            f"{', '.join(other)}); choose another `out`, use the same options, or replace it "
             "(`--force` on the command line)."
         )
     return both

@@ -216,7 +216,7 @@ def growth(
     than = f"than the {trained} tokens that the model was trained on"
     if inside is None:
         return None if beyond is None else _noted(beyond, f"all inputs are longer {than}")
-    what = "fitted apart" if beyond else "left out"
+    what = "fitted separately" if beyond else "left out"
     return replace(_noted(inside, f"inputs longer {than} are {what}"), beyond=beyond)
 
 
