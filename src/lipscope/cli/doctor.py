@@ -78,12 +78,12 @@ def _looked_for(extras: bool) -> Iterator[Finding]:
 
 
 def _python() -> Finding:
-    asked = importlib.metadata.metadata("lipscope")["Requires-Python"]
+    needed = importlib.metadata.metadata("lipscope")["Requires-Python"]
     from packaging.specifiers import SpecifierSet
 
     found = platform.python_version()
-    fits = found in SpecifierSet(asked)
-    return Finding("python", found, "" if fits else f"install Python {asked}", required=True)
+    fits = found in SpecifierSet(needed)
+    return Finding("python", found, "" if fits else f"install Python {needed}", required=True)
 
 
 def _requirements() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
@@ -135,7 +135,7 @@ def _device() -> Finding:
         return Finding("device", f"none: {problem}", "install torch first", required=True)
     if torch.cuda.is_available():
         return Finding("device", f"cuda: {torch.cuda.get_device_name()}")
-    said = f"cpu, {torch.get_num_threads()} threads"
+    found = f"cpu, {torch.get_num_threads()} threads"
     if sys.platform != "darwin" and "+cpu" not in torch.__version__:
-        said += " (no usable NVIDIA GPU)"
-    return Finding("device", said)
+        found += " (no usable NVIDIA GPU)"
+    return Finding("device", found)

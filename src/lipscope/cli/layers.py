@@ -441,11 +441,11 @@ def _certificate_line(
 ) -> dict[str, Any]:
     """A certificate as a JSON object, without the per-head values; non-finite numbers are null."""
     left = ("heads", "value", "ratio", "file")
-    said = {one.name: getattr(found, one.name) for one in fields(found) if one.name not in left}
+    values = {one.name: getattr(found, one.name) for one in fields(found) if one.name not in left}
     if hasattr(found, "heads"):
         more = {"certificate": "value", "over_attack": "over_attack"}
-        said |= {name: getattr(found, key) for name, key in more.items()}
-    return records.plain_values(said | {"violated": found.violated})
+        values |= {name: getattr(found, key) for name, key in more.items()}
+    return records.plain_values(values | {"violated": found.violated})
 
 
 def _of_ball(found: engine.CertifiedBall) -> Iterator[str]:
@@ -533,8 +533,8 @@ def sweep(
         if found.jobs > found.done:
             say([f"About {in_words(found.seconds)}. {found.basis}"])
         return
-    with resumable(), bar() as told:
-        rows = engine.sweep(spec, place, progress=told.update, **options)
+    with resumable(), bar() as progress:
+        rows = engine.sweep(spec, place, progress=progress.update, **options)
     _tell_rows(rows, place.path)
     if any(row.passing for row in rows):
         raise typer.Exit(1)

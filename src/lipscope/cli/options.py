@@ -76,16 +76,16 @@ def with_options(
 def _parameter(name: str, words: str | tuple[Any, ...] | None, hidden: bool) -> inspect.Parameter:
     own, rare, left = True, False, False
     if isinstance(words, tuple) and len(words) == 3:
-        kind, default, told = words
+        kind, default, text = words
     elif name in _OWN:
-        kind, default, told = _OWN[name]
+        kind, default, text = _OWN[name]
         default, words = words if isinstance(words, tuple) else (default, words)
-        told = told.format(words) if name == "jsonl" else words or told
+        text = text.format(words) if name == "jsonl" else words or text
     else:
         entry, own = OPTIONS[AXES.get(name, name)], False
         (default, *_), how = items(entry.default) or [None], entry.metadata
         kind, rare, left = str if default is None else type(default), how["rare"], how["left"]
-        told = words or how["help"]
+        text = words or how["help"]
     flag = "--" + name.replace("_", "-")
     names = [flag] if kind is bool else []
     if kind is bool and default is not False:
@@ -93,7 +93,7 @@ def _parameter(name: str, words: str | tuple[Any, ...] | None, hidden: bool) -> 
     default = None if left else default
     option = typer.Option(
         *names,
-        help=str(told),
+        help=str(text),
         hidden=hidden or rare,
         show_default=default is not None
         and (own or default not in ("all", "self", True, "attention")),
@@ -127,8 +127,8 @@ def ask(
     engine.refuse_early(model, {**given, **more})
     with uncollected():
         run = getattr(engine, verb)  # imports torch; not yet resumable
-    with resumable(), bar() as told:
-        found = run(model, content, out=place, progress=told.update, **given, **more)
+    with resumable(), bar() as progress:
+        found = run(model, content, out=place, progress=progress.update, **given, **more)
     return found, None if place is None else place.path
 
 

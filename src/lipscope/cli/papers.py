@@ -63,13 +63,13 @@ def theorems(**options: Any) -> None:
         page = pages.catalogue_page(chosen) if cite is None else pages.source_page(cite, chosen)
         sys.stdout.write(page)
     else:
-        made = pages.empty_table(f"{len(chosen)} theorems", ("theorem", "statement", "source"), ())
+        table = pages.empty_table(f"{len(chosen)} theorems", ("theorem", "statement", "source"), ())
         for name in ("kind", "scope", "metric"):
-            made.add_column(name, no_wrap=True)
+            table.add_column(name, no_wrap=True)
         for one in chosen:
             cells = (one.name, one.stated, one.cite, one.kind, one.scope, one.metric)
-            made.add_row(*(Text(cell) for cell in cells))
-        say_table(made)
+            table.add_row(*(Text(cell) for cell in cells))
+        say_table(table)
         say([f"Scope. {' '.join(pages.SCOPES)}"])
 
 

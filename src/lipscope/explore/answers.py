@@ -201,9 +201,9 @@ def length_of(model: OpenModel, text: str) -> tuple[int, bool]:
 
 def _measured(model: OpenModel, asked: Question, check: Check, tell: Tell) -> Iterator[Event]:
     length, cut = length_of(model, asked.text)
-    said = {"python": as_python(asked, model.name, length)}
-    said |= {"command": as_command(asked, model.name, length)}
-    yield {"event": "asked", "length": length, "cut": cut} | said
+    code = {"python": as_python(asked, model.name, length)}
+    code |= {"command": as_command(asked, model.name, length)}
+    yield {"event": "asked", "length": length, "cut": cut} | code
     for layer, rows in _rows(model, asked, length, check, tell):
         tokens = {row.id: [t for t in rows.tokens if t.id == row.id] for row in rows}
         yield {
@@ -226,7 +226,7 @@ def _rows(
         """A callback that reports intervals as they narrow, at a limited rate."""
         steps, due = 0, 0.0
 
-        def told(now: Callable[[], Sequence[tuple[float, float]]]) -> None:
+        def report(now: Callable[[], Sequence[tuple[float, float]]]) -> None:
             nonlocal steps, due
             check()
             steps += 1
@@ -237,7 +237,7 @@ def _rows(
                 tell({"event": "rough", "layer": layer, "ends": ends})
             due = time.perf_counter() + _EVERY
 
-        return told
+        return report
 
     for at in model.layers(asked.text, watch=watch, **_options(asked, length)):
         yield at.layer, at.rows()
@@ -248,7 +248,7 @@ def _pushed(model: OpenModel, asked: Question, check: Check, tell: Tell) -> Iter
     where = _one_layer(model, asked)
     options = {name: asked.options[name] for name in ("map", "causal") if name in asked.options}
 
-    def told(done: int, total: int, _: Any) -> None:
+    def report(done: int, total: int, _: Any) -> None:
         tell({"event": "progress", "text": f"{done} of {total} directions"})
 
     with _Interruptible(check):
@@ -258,7 +258,7 @@ def _pushed(model: OpenModel, asked: Question, check: Check, tell: Tell) -> Iter
             draws=1,
             certificate=False,
             among=asked.texts or None,
-            progress=told,
+            progress=report,
             **where,
             **options,
         )
@@ -281,7 +281,7 @@ def _one_layer(model: OpenModel, asked: Question) -> dict[str, Any]:
 def _certified(model: OpenModel, asked: Question, check: Check, tell: Tell) -> Iterator[Event]:
     line = ""
 
-    def told(text: str) -> None:
+    def report(text: str) -> None:
         nonlocal line
         check()
         if text != line:
@@ -293,7 +293,7 @@ def _certified(model: OpenModel, asked: Question, check: Check, tell: Tell) -> I
     yield {"event": "decision", **{name: getattr(found, name) for name in _DECIDED}}
     ball: Any = asked.ball
     for tokens in found.groups(ball, None):
-        yield {"event": "certificate", **_plain(found.certified(ball, tokens, told))}
+        yield {"event": "certificate", **_plain(found.certified(ball, tokens, report))}
 
 
 _DECIDED = ("answer_name", "runner_up_name", "by", "margin", "words")
@@ -312,7 +312,7 @@ def _kept(model: OpenModel, asked: Question, check: Check, tell: Tell) -> Iterat
         rows += some
         tokens += some.tokens
     found = Rows(rows, tokens)
-    made = {
+    files = {
         "report": ("html", "text/html", lambda: found.show().html),
         "rows": (
             "jsonl",
@@ -321,7 +321,7 @@ def _kept(model: OpenModel, asked: Question, check: Check, tell: Tell) -> Iterat
         ),
         "figure": ("svg", "image/svg+xml", lambda: as_svg(found.plot_layers())),
     }
-    ending, kind, content = made[asked.kind]
+    ending, kind, content = files[asked.kind]
     yield {"event": "file", "name": f"explore.{ending}", "type": kind, "content": content()}
 
 

@@ -138,23 +138,23 @@ class Solver:
             by_itself(lambda ticket=ticket: self._answer(ticket), self._threads)
 
     def _answer(self, ticket: Ticket) -> None:
-        told: list[Event] = []
+        sent: list[Event] = []
         asked, check = ticket.asked, ticket.check
         try:
             with closing(events_of(self.model, asked, check, ticket.tell)) as events:
                 for event in events:
-                    told.append(event)
+                    sent.append(event)
                     ticket.tell(event)
         except SupersededError:
             return
         except Exception as problem:
             kind = "" if isinstance(problem, InputError) else f"{type(problem).__name__}: "
             text = " ".join(f"{kind}{problem}".split())[:500]
-            told = []
+            sent = []
             ticket.tell({"event": "error", "text": text})
         with self._change:
-            if told and not asked.is_file:  # files are large and requested once
-                self._kept[asked] = told
+            if sent and not asked.is_file:  # files are large and requested once
+                self._kept[asked] = sent
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         ticket.end()

@@ -344,8 +344,8 @@ def without_weights(model: nn.Module, dtype: torch.dtype, device: torch.device) 
         kind = dtype if p.is_floating_point() else p.dtype
         return nn.Parameter(torch.empty_like(p, dtype=kind, device="meta"), requires_grad=False)
 
-    made = copied(model, {id(p): empty(p) for p in model.parameters()})
-    return made._apply(lambda t: t if t.is_meta else cast_to(t, device, dtype))
+    bare = copied(model, {id(p): empty(p) for p in model.parameters()})
+    return bare._apply(lambda t: t if t.is_meta else cast_to(t, device, dtype))
 
 
 # --- synchronised passes
