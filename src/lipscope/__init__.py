@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """A room; or a name of the face, which is made, torch with it, when one is asked for."""
+    """A subpackage, or a public name; the latter are imported, with torch, on first access."""
     if name == "__version__":
         from importlib.metadata import version
 

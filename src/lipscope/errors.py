@@ -1,7 +1,7 @@
-"""Errors that a user can mend, remarks, and out-of-memory errors.
+"""User errors, warnings and out-of-memory errors.
 
-Every public door raises it with one line that says what, where and what to do; the
-command line prints that line and exits with status 2.
+Public functions raise `InputError` with a one-line message: what is wrong, where, and how to fix
+it. The command line prints this line and exits with status 2.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SHOWN = 160  # characters of a value
+_SHOWN = 160  # maximum number of characters of a quoted value
 
 
 class InputError(ValueError):
-    r"""A request that cannot be answered as asked; the message says what to change.
+    r"""Invalid input; the message says what to change.
 
-    Whatever was found, it is one line that a terminal can print: what is quoted is cut where it is
-    long, and characters that print as nothing, or steer a terminal, are replaced.
+    The message is always a single printable line: long quoted values are truncated, and
+    non-printable or control characters are replaced.
 
     >>> str(InputError("`name` should be a word. Found `two\nlines \x1b[31m`."))
     '`name` should be a word. Found `two lines �[31m`.'
@@ -37,12 +37,12 @@ class InputError(ValueError):
         super().__init__(re.sub(r"`([^`]*)`", lambda found: f"`{_abridged(found[1])}`", words))
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython prints instead of a traceback: a foreseeable mistake is one line."""
+        """One line instead of a traceback in IPython: user errors are expected."""
         return [f"InputError: {self}"]
 
 
 class OptionError(InputError, TypeError):
-    """An option that a function does not have: Python's own error, and a line of lipscope's."""
+    """Unknown option of a function; also a `TypeError`, as raised by Python itself."""
 
 
 def _abridged(text: str) -> str:
@@ -50,19 +50,19 @@ def _abridged(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in words for a message, whatever it is.
+    """Any value as text for a message.
 
     >>> shown(3.0), shown(10**5000)
     ('3.0', 'int')
     """
     try:
         return str(value)
-    except Exception:  # a number of thousands of digits, or a type that cannot say what it is
+    except Exception:  # an integer of thousands of digits, or a type with a broken `__str__`
         return type(value).__name__
 
 
 def install(extra: str) -> str:
-    """The line that installs an extra, given in the folder of lipscope: it is on no index yet.
+    """The command that installs an extra from a source checkout (there is no PyPI release yet).
 
     >>> install("images")
     "pip install '.[images]'"
@@ -71,19 +71,19 @@ def install(extra: str) -> str:
 
 
 def check_positive(name: str, value: object) -> None:
-    """Refuse an argument that is no finite number above zero; a tensor of one entry may be."""
+    """Require a finite positive number; single-element tensors are accepted."""
     if not (_is_number(value) and value > 0):  # pyright: ignore[reportOperatorIssue]
         raise InputError(f"`{name}` should be positive. Found {stated(name, value)}.")
 
 
 def check_finite_number(name: str, value: object) -> None:
-    """Refuse an argument that is no finite number; a tensor of one entry may be."""
+    """Require a finite number; single-element tensors are accepted."""
     if not _is_number(value):
         raise InputError(f"`{name}` should be a finite number. Found {stated(name, value)}.")
 
 
 def check_finite_numbers(name: str, values: Tensor) -> None:
-    """Refuse a tensor with NaN or Inf, and say where the first one is."""
+    """Require a tensor without NaN or Inf; the message contains the first invalid index."""
     bad = ~values.isfinite()
     if bool(bad.any()):
         where = tuple(bad.nonzero()[0].tolist())
@@ -91,7 +91,7 @@ def check_finite_numbers(name: str, values: Tensor) -> None:
 
 
 def check_numbers(name: str, value: Any, *shape: int | None) -> None:
-    """Refuse what is no tensor of finite real numbers of a shape; None is any length."""
+    """Require a tensor of finite real numbers with the given shape; None matches any length."""
     fits = _is_tensor(value) and value.ndim == len(shape) and not value.is_complex()
     if not fits or any(one not in (None, n) for one, n in zip(shape, value.shape, strict=True)):
         found = type_and_shape(value) if _is_tensor(value) else shown(value)[:_SHOWN]
@@ -102,7 +102,7 @@ def check_numbers(name: str, value: Any, *shape: int | None) -> None:
 
 
 def check_tokens(name: str, value: Any, width: int | None = None) -> None:
-    """Refuse what is no finite matrix of real numbers, a row for each of some tokens."""
+    """Require a finite real matrix with one row per token and at least one token."""
     is_tensor = _is_tensor(value)
     found = type_and_shape(value) if is_tensor else shown(value)[:_SHOWN]
     fits = is_tensor and value.ndim == 2 and value.numel() > 0 and value.is_floating_point()
@@ -113,7 +113,7 @@ def check_tokens(name: str, value: Any, width: int | None = None) -> None:
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:
-    """Refuse an argument that is no whole number, or is too small."""
+    """Require an integer of at least ``least``."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         wanted = {0: "a whole number, not negative", 1: "a positive integer"}
         words = wanted.get(least, f"a whole number of at least {least}")
@@ -121,7 +121,7 @@ def check_count(name: str, value: object, least: int = 1) -> None:
 
 
 def stated(name: str, value: object) -> str:
-    """A value that is no number as it should be, by its name.
+    """An invalid numerical argument as ``name = value``, with the type of a string.
 
     >>> stated("tol", -1), stated("tol", "0.1")
     ('`tol = -1`', "`tol = '0.1'`, a str")
@@ -131,7 +131,7 @@ def stated(name: str, value: object) -> str:
 
 
 def type_and_shape(value: Any) -> str:
-    """A tensor by its type and shape, anything else by its type.
+    """Dtype and shape of a tensor; the type name of anything else.
 
     >>> type_and_shape([1])
     'list'
@@ -151,30 +151,30 @@ def _is_number(value: Any) -> bool:
 
 
 def remark(text: str) -> None:
-    """Say one line on standard error, or wherever the caller's logging sends it."""
+    """Log a one-line warning, by default to standard error."""
     logging.getLogger("lipscope").warning("%s", text)
 
 
 def unwritable(place: object, problem: OSError) -> InputError:
-    """What to do where a run cannot be written; on a full disk, what is kept is not given up.
+    """The error for a run that cannot be written; on a full disk the run can be resumed.
 
     >>> print(unwritable("run", OSError(errno.ENOSPC, "No space left on device")))
-    `run` cannot be written (No space left on device); make room, and the same command goes on \
-from what is kept.
+    `run` cannot be written (No space left on device); free up space, then rerun the same command \
+to resume.
     """
     full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
-    kept = "make room, and the same command goes on from what is kept"
-    mend = kept if full else "choose another folder"
-    return InputError(f"`{place}` cannot be written ({problem.strerror}); {mend}.")
+    resume = "free up space, then rerun the same command to resume"
+    advice = resume if full else "choose another folder"
+    return InputError(f"`{place}` cannot be written ({problem.strerror}); {advice}.")
 
 
 def out_of_memory(problem: BaseException) -> bool:
-    """Whether an allocation failed; on a CPU torch says so in words only.
+    """Whether an allocation failed; on CPU, torch reports this only in the message.
 
     >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
     True
     """
-    import torch  # not above: a name can be completed without it
+    import torch  # lazily: shell completion works without it
 
     words = ("can't allocate memory", "not enough memory", "out of memory")
     return isinstance(problem, MemoryError | torch.OutOfMemoryError) or any(
@@ -184,14 +184,14 @@ def out_of_memory(problem: BaseException) -> bool:
 
 @contextlib.contextmanager
 def memory_for(work: str, dtype: str = "float32") -> Iterator[None]:
-    """Report out of memory as an `InputError` of one line.
+    """Convert out-of-memory errors to a one-line `InputError`.
 
     Args:
-        work: What needed it, as the subject of the sentence.
-        dtype: Floating type of the work: half the memory is enough for what was in float64.
+        work: The operation that needs the memory, as the subject of the sentence.
+        dtype: Floating type of the operation; for float64 the message suggests float32.
 
     Raises:
-        InputError: Instead of the error of the allocation.
+        InputError: Instead of the allocation error.
 
     >>> with memory_for("The model's own forward pass", "float64"):
     ...     raise MemoryError

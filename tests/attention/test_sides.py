@@ -304,7 +304,7 @@ class Doubling(nn.TransformerDecoderLayer):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("block", "is given the keys' tokens. Found that `layers.0` makes those of"),
+        ("block", "keys' tokens as input. Found that `layers.0` computes those of"),
         ("model", "layers that all read the same tokens. Found others in `layers.1"),
     ],
 )

@@ -169,7 +169,7 @@ def test_no_export_takes_the_place_of_what_was_measured(folder, called, tmp_path
     for out in (folder / name, tmp_path / "link.json"):
         status, said, err = called(folder, "--to", "json", "--out", out)
         assert (status, said, err.count("\n")) == (2, b"", 1)
-        assert f"`{out}` should be no file of a run's record" in err and str(folder) in err
+        assert f"`{out}` should not be a file of a run's record" in err and str(folder) in err
     assert {file: file.read_bytes() for file in folder.iterdir()} == before
     for out in (other / name, other / name, folder / "rows.json"):  # over one's own export, too
         assert called(folder, "--to", "json", "--out", out)[0] == 0

@@ -404,7 +404,7 @@ def test_rows_that_nobody_asked_for_are_named_and_kept(tmp_path, caplog):
     made(tmp_path, finished())
     with RunFolder(tmp_path, SPEC) as folder:
         folder.planned([one.row.id for one in finished()[:3]])
-    assert "holds 1 row that this run does not ask for" in caplog.text
+    assert "holds 1 row outside this run" in caplog.text
     assert "minilm, layer 3" in caplog.text
     assert len(read_run(tmp_path).rows) == 4
 

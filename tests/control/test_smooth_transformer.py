@@ -202,7 +202,7 @@ def test_layers_are_measured_in_closed_form_and_monitored(variant, tmp_path):
     assert [row.layer for row in rows] == [0, 1, 0, 1] and not any(row.note for row in rows)
     page = ls.report([tmp_path / "run"], out=tmp_path / "page.html")[0]
     assert "SmoothTransformer" in page.read_text("utf-8")
-    with pytest.raises(InputError, match="should be no file of a run's record"):
+    with pytest.raises(InputError, match="should not be a file of a run's record"):
         model.save(tmp_path / "run" / "rows.jsonl")
     monitor = ls.Monitor(model, IDS[:1], every=1, out=tmp_path / "monitor")
     with monitor.step():

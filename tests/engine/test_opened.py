@@ -252,5 +252,5 @@ def test_tokens_are_not_taken_for_samples() -> None:
     """One row of a matrix of tokens is no input of a block."""
     encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = ls.load_model(nn.TransformerEncoder(encoder, 2, enable_nested_tensor=False).eval())
-    with pytest.raises(ls.InputError, match="give data an axis for samples in front"):
+    with pytest.raises(ls.InputError, match="add a leading batch axis to the data"):
         model.at(torch.randn(6, 8), layer=0, map="block")

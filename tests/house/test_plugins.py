@@ -185,7 +185,7 @@ def broken(tmp_path, monkeypatch):
 def test_a_plugin_that_cannot_be_imported_is_named_in_one_line(broken) -> None:
     line = (
         r"The plug-in `broken` of broken \(lipscope.theorems\) should import `broken_plugin`. "
-        "Found ModuleNotFoundError: No module named 'nowhere'; mend it, or uninstall its package."
+        "Found ModuleNotFoundError: No module named 'nowhere'; fix it, or uninstall its package."
     )
     for _ in range(2):  # and again when asked again
         with pytest.raises(ls.InputError, match=f"^{line}$"):

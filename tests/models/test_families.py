@@ -200,7 +200,7 @@ def test_a_parallel_block_has_no_residual_of_attention_alone():
     """Cohere forms ``x + f`` only on its way to ``x + f + mlp``."""
     with (
         maps_of(model_of("cohere", GROUPED)) as build,
-        pytest.raises(InputError, match="from which the model goes on"),
+        pytest.raises(InputError, match="that the model uses further on"),
     ):
         build("residual")
 

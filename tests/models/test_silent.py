@@ -196,7 +196,7 @@ def test_a_mask_of_anyones_own_is_recognised_by_what_it_does(how):
 def test_a_mask_that_no_layer_is_seen_to_take_is_said():
     shown = torch.tensor([[True] * 5 + [False] * 2])
     row = only(ls.measure(Masked("unseen").double().eval(), {"x": tokens(), "mask": shown}))
-    assert row.num_tokens == N and "`mask` is not seen to hide any token" in row.note
+    assert row.num_tokens == N and "`mask` does not appear to hide any token" in row.note
 
 
 def test_a_mask_that_does_not_fit_is_refused():
@@ -223,7 +223,7 @@ def test_what_lies_inside_a_match_is_no_layer():
     exact = only(ls.measure(model, tokens(), modules="layers.0.attn.k", **EXACT))
     weight = site_of(model).k.weight.detach()
     assert exact.sigma == pytest.approx(float(torch.linalg.matrix_norm(weight, 2)), rel=1e-8)
-    with pytest.raises(InputError, match=r"which holds it in `layers\.0\.attn`"):
+    with pytest.raises(InputError, match=r"which contains it in `layers\.0\.attn`"):
         ls.measure(Model(Block(OwnAttention())).double(), tokens(), modules=r"layers\.\d$")
 
 

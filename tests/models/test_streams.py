@@ -320,9 +320,9 @@ def test_a_stream_in_two_parts() -> None:
     torch.manual_seed(0)
     model = PairModel()
     for layer, said in ((0, "`h.0` returns 2"), (1, "`h.1` returns 2")):
-        with pytest.raises(ls.InputError, match=f"hands on one stream. Found that {said}"):
+        with pytest.raises(ls.InputError, match=f"with one output stream. Found that {said}"):
             ls.measure(model, IDS, map="block", layers=[layer], dtype="float64")
-        with pytest.raises(ls.InputError, match="hands on one stream"):
+        with pytest.raises(ls.InputError, match="with one output stream"):
             ls.measure(model, IDS, map="stack", layers=[layer], dtype="float64")
     expected = truth(model, IDS, "h.1.attn", "h.1.attn")
     assert one(model, IDS, "attention").sigma == pytest.approx(expected, rel=1e-5)

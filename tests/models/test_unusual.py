@@ -180,7 +180,7 @@ REFUSED: dict[str, tuple[type[Own], Callable[[Any, Tensor], Tensor], str]] = {
     "one value for several tokens": (
         OwnAttention,
         lambda block, x: block.attn(x[:, :1].expand(1, N, WIDTH)),
-        "should take tokens that move one by one",
+        "should take tokens with separate memory",
     ),
     "no tokens": (
         OwnAttention,
@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[type[Own], Callable[[Any, Tensor], Tensor], str]] = {
     "what the model itself cannot do": (
         OwnAttention,
         lambda block, x: block.attn(x, 2),
-        "the model calls it otherwise: too many positional arguments",
+        "the model calls it differently: too many positional arguments",
     ),
     "what its code cannot do": (
         OwnAttention,

@@ -204,7 +204,7 @@ def test_what_a_full_disk_keeps_is_not_given_up(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "run", SPEC)
     append(folder, row(layer=0))
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(InputError, match="make room, and the same command goes on from what is"):
+    with pytest.raises(InputError, match="free up space, then rerun the same command to resume"):
         append(folder, row(layer=1))
 
 

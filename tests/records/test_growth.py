@@ -237,7 +237,7 @@ def test_inputs_beyond_the_trained_length_are_fitted_apart():
     assert fit.lengths == (16, 32, 64, 128) and fit.slope == pytest.approx(0.25)  # without the jump
     assert fit.beyond is not None and fit.beyond.lengths == (256, 512, 1024)
     assert fit.beyond.slope == pytest.approx(0.25)
-    assert fit.note is not None and fit.note.endswith("the model was trained on are fitted apart")
+    assert fit.note is not None and fit.note.endswith("trained on are fitted separately")
     few = of([r for r in rows if r.num_tokens < 512])
     assert few.beyond is None and few.note is not None and few.note.endswith("are left out")
     long = of([r for r in rows if r.num_tokens > 64])

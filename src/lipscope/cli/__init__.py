@@ -1,12 +1,12 @@
-"""The command line: one screen per command, and the example that it shows.
+"""The command line: one module per group of commands, with an example in the help of each.
 
-Results go to standard output, everything else to standard error. A mistake that the user
-can mend is one line and exit status 2; an interrupted run says how to go on.
+Results go to standard output, everything else to standard error. A user error is one line
+and exit status 2; an interrupted run explains how to resume.
 """
 
 from __future__ import annotations
 
-import lipscope.cli.interrupts  # noqa: F401  (first: all others take time)
+import lipscope.cli.interrupts  # noqa: F401  (first: the other imports are slow)
 
 # isort: split
 import logging
@@ -24,12 +24,12 @@ from lipscope.errors import InputError
 
 STATUS = (
     "Exit status: 0 done; 1 a certificate was violated, doctor found something missing, or rows of "
-    "a sweep wait for another run; "
-    "2 a mistake in the request, said in one line; 130 interrupted; 141 the reader of the "
-    "output went away. Anything else is a fault of lipscope: please report it."
+    "a sweep must be run again; "
+    "2 invalid input, with a one-line message; 130 interrupted; 141 the reader of the "
+    "output closed the pipe. Anything else is a bug in lipscope: please report it."
 )
 
-# `--layer` and `--layers` alike, whichever a command has.
+# `--layer` and `--layers` are synonyms in every command.
 _PLURAL = {"layer": "layers", "length": "lengths", "text": "texts"}
 _ALIKE = {"token_normalize_func": lambda word: _PLURAL.get(word, word)}
 app = typer.Typer(
@@ -80,7 +80,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
 
 
 class _Command(TyperCommand):
-    """A command whose mistakes are lines that name options as they are typed."""
+    """A command whose error messages show options as typed on the command line."""
 
     def invoke(self, ctx: Any) -> Any:
         before = RUNNING.set(ctx)
@@ -97,7 +97,7 @@ for _command, _example in EXAMPLES.items():
 
 
 def main() -> NoReturn:
-    """Entry point: run the command and turn foreseeable ends into exit statuses."""
+    """Entry point: run the command and convert expected exceptions to exit statuses."""
     logging.getLogger("lipscope").handlers = [_Remarks()]
     try:
         app(prog_name="lipscope")
@@ -110,7 +110,7 @@ def main() -> NoReturn:
     except BrokenPipeError:
         _reader_gone()
     except SystemExit as end:
-        # What writes tables and what parses commands turn a closed pipe into 1.
+        # rich and typer convert a closed pipe to status 1.
         if isinstance(end.__context__, BrokenPipeError) or not _flushed():
             _reader_gone()
         raise
@@ -118,7 +118,7 @@ def main() -> NoReturn:
 
 
 def _flushed() -> bool:
-    """Whether standard output could take what it still held."""
+    """Whether standard output can be flushed."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -132,7 +132,7 @@ def _reader_gone() -> NoReturn:
 
 
 class _Remarks(logging.Handler):
-    """Remarks of the library as lines on standard error."""
+    """Print warnings of the library to standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         note(record.getMessage())

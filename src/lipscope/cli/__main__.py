@@ -1,4 +1,4 @@
-"""The process of the command: `lipscope`, and `python -m lipscope.cli`."""
+"""Process entry point of `lipscope` and `python -m lipscope.cli`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from lipscope.cli import main
 
 
 def run_process() -> NoReturn:
-    """Run the command; when all is written, end the process without taking its objects down.
+    """Run the command, flush the output and exit without interpreter teardown.
 
-    Those of torch and transformers would take a second. What is registered to run at exit runs; a
-    thread that the process has to wait for is waited for, in the ordinary way.
+    Teardown of torch and transformers takes a second. Exit handlers are still run, and with
+    non-daemon threads the process exits normally.
     """
     try:
         main()
     except SystemExit as end:
-        atexit._run_exitfuncs()  # ends pools of threads, too
+        atexit._run_exitfuncs()  # also shuts down thread pools
         others = (one for one in threading.enumerate() if one is not threading.main_thread())
         if any(not one.daemon for one in others) or not isinstance(end.code, int):
             raise
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # closed, or its reader is gone
+            with contextlib.suppress(OSError, ValueError):  # closed stream or pipe
                 stream.flush()
         os._exit(end.code)
 

@@ -1,4 +1,4 @@
-"""`lipscope doctor`: what is installed, which device is used, what is missing for what."""
+"""`lipscope doctor`: installed packages, the device, and missing dependencies per feature."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ FEATURES = {
     "timm": "models of timm, by name",
     "dev": "the checks of make test",
 }
-"""What an extra is for; one that is not named here stands for itself."""
+"""Purpose of each extra; "optional" for others."""
 
 
 class Finding(NamedTuple):
-    """One line: what was looked for, what was found, and what to do about it."""
+    """One line of the report: item, finding and remedy."""
 
     name: str
     found: str
@@ -42,13 +42,13 @@ class Finding(NamedTuple):
 
 def doctor(
     extras: Annotated[
-        bool, typer.Option(help="Also what is optional; without it only what must be there.")
+        bool, typer.Option(help="Include optional packages, not only required ones.")
     ] = True,
 ) -> None:
-    """Say what is installed, which device is used, and what is missing for which feature.
+    """Check the installed packages, the device, and the dependencies of each feature.
 
-    One line each, with the remedy. The exit status is 1 if something is missing that
-    every command needs.
+    One line per item, with the remedy. The exit status is 1 if a required package is
+    missing.
     """
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     bad = False
@@ -78,16 +78,16 @@ def _looked_for(extras: bool) -> Iterator[Finding]:
 
 
 def _python() -> Finding:
-    asked = importlib.metadata.metadata("lipscope")["Requires-Python"]
+    needed = importlib.metadata.metadata("lipscope")["Requires-Python"]
     from packaging.specifiers import SpecifierSet
 
     found = platform.python_version()
-    fits = found in SpecifierSet(asked)
-    return Finding("python", found, "" if fits else f"install Python {asked}", required=True)
+    fits = found in SpecifierSet(needed)
+    return Finding("python", found, "" if fits else f"install Python {needed}", required=True)
 
 
 def _requirements() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
-    """What the installed package asks for: always, and for each extra."""
+    """Requirements of the installed package: required ones, and those of each extra."""
     from packaging.requirements import Requirement
 
     required: list[Requirement] = []
@@ -105,7 +105,7 @@ def _requirements() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
 
 
 def _installed(requirement: Requirement) -> tuple[str, bool]:
-    """The version that is there, and whether it will do."""
+    """The installed version, and whether it satisfies the requirement."""
     try:
         version = importlib.metadata.version(requirement.name)
     except importlib.metadata.PackageNotFoundError:
@@ -135,7 +135,7 @@ def _device() -> Finding:
         return Finding("device", f"none: {problem}", "install torch first", required=True)
     if torch.cuda.is_available():
         return Finding("device", f"cuda: {torch.cuda.get_device_name()}")
-    said = f"cpu, {torch.get_num_threads()} threads"
+    found = f"cpu, {torch.get_num_threads()} threads"
     if sys.platform != "darwin" and "+cpu" not in torch.__version__:
-        said += " (no usable NVIDIA GPU)"
-    return Finding("device", said)
+        found += " (no usable NVIDIA GPU)"
+    return Finding("device", found)

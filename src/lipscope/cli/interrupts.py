@@ -1,8 +1,8 @@
-"""What the process of the command sets before torch loads: Ctrl-C, threads that wait, garbage.
+"""Process settings before torch is imported: Ctrl-C, spinning threads, garbage collection.
 
-Ctrl-C while torch is imported, which takes seconds, ends without a traceback. Only where Python is
-starting the command (`lipscope`, or `python -m lipscope.cli`); a program that imports this keeps
-its own ways.
+Ctrl-C during the import of torch, which takes seconds, exits without a traceback. Applies only if
+Python was started as the command (`lipscope`, or `python -m lipscope.cli`); other programs that
+import this module keep their settings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _starting() -> bool:
 
 
 def as_usual() -> None:
-    """Make Ctrl-C an exception again, for the command that handles it."""
+    """Restore KeyboardInterrupt on Ctrl-C, for commands that handle it."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -30,13 +30,13 @@ def _leave(*_: object) -> None:
 
 
 if _starting() and "OMP_WAIT_POLICY" not in os.environ:
-    # Before torch loads, which reads it: threads that wait for each other sleep after some
-    # microseconds, and leave a busy machine to its other work. Those that sleep at once wake too
-    # late to help in small products (docs/decisions.md).
+    # Must be set before torch is imported: waiting threads sleep after some microseconds and free
+    # the processors of a busy machine. Without spinning, they wake too late for small products
+    # (docs/decisions.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     os.environ.setdefault("KMP_BLOCKTIME", "0")  # of LLVM's OpenMP, in milliseconds
 if _starting():
-    # All objects of torch and transformers are looked at for garbage a hundred times less often.
+    # Full garbage collections, which scan all objects of torch and transformers, are rarer.
     gc.set_threshold(*gc.get_threshold()[:2], 1000)
 if _starting() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _leave)

@@ -1,4 +1,4 @@
-"""What is asked of a model's layers at inputs: a command each, a page, and a file of questions."""
+"""Commands on layers at inputs, from `measure` to `smooth`, the live page and sweeps."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ _ASIDE = "`--budget` edits a text. Found `--steps`, `--like-text` or `--radius` 
 _ALONE = "`--{}` goes with edits of a text. Found no `--budget`."
 _MOVES = {"token": "every token moves", "frobenius": "all tokens together move"}
 _FORMS = {
-    "sum": "heads put together by the sum of their bounds",
-    "projection": "heads put together by the norm of the output projection",
-    "joint": "heads put together by one bound of the whole layer",
-    "expansion": "a bound of sigma at X, and one of what is of second order",
-    "slopes": "the parts' slopes at X after each other, and a bound of what they leave out",
+    "sum": "heads combined by the sum of their bounds",
+    "projection": "heads combined by the norm of the output projection",
+    "joint": "heads combined in one bound of the whole layer",
+    "expansion": "a bound of sigma at X plus a second-order term",
+    "slopes": "the derivatives of the parts at X, composed, plus a bound of the remainder",
 }
 _OF_BALL = ("eps", "head", "steps", "sharp", "random", "ascents")
-_REASONS = 5  # of failed rows that are told
+_REASONS = 5  # maximum number of failures in the report
 _HIDDEN = ("windows", "position_offset", "device", "dtype", "delta", "tol")
 
 
@@ -80,7 +80,7 @@ def measure(model: Model = "minilm", **options: Any) -> None:
     console.print(rows.table(), crop=False)
     console.print()
     console.print(rows.summary(), markup=False, soft_wrap=True)
-    # Each different remark once: bytes for tokens, steps that ran out, dropout.
+    # Each distinct note once, such as on byte tokens, the step limit or dropout.
     notes = {row.note for row in rows if row.note is not None}
     parts = {part for one in notes for part in one.split("; ") if "frobenius" not in part}
     for part in sorted(parts):
@@ -95,7 +95,7 @@ def measure(model: Model = "minilm", **options: Any) -> None:
     hidden=("windows", "position_offset", "delta", "memory", "allow_pickle"),
     map="or heads, normed, residual.",
     per_head="Each query head alone.",
-    metric="Only in this metric, measured in it too.",
+    metric="Metric of bounds and measurement.",
     radius="A number, norm, or row (the input's own).",
     theorems="Only these.",
     out="Run folder for rows and bounds.",
@@ -103,11 +103,11 @@ def measure(model: Model = "minilm", **options: Any) -> None:
     jsonl="row",
 )
 def bounds(model: Model = "minilm", **options: Any) -> None:
-    """Every bound of a layer next to its sigma.
+    """Compare every bound of a layer with its sigma.
 
-    Every theorem that applies, with its value, source and looseness against the measured
-    sigma (same metric and map), and those that do not, with the reason. More
-    options: docs/commands.md.
+    Each applicable theorem with its value, source and looseness relative to the measured
+    sigma (same metric and map), and the others with the reason. More options:
+    docs/commands.md.
     """
     found, folder = ask("bounds", model, options)
     if options["jsonl"]:
@@ -121,7 +121,7 @@ def bounds(model: Model = "minilm", **options: Any) -> None:
 
 
 def _rows_and_bounds(found: pages.Rows) -> Iterator[dict[str, Any]]:
-    """Each row, then each of its bounds, which says of what it speaks."""
+    """Each row, followed by its bounds with the fields that identify the row."""
     of = records.by_row(found.bounds)
     for row in found:
         kind = records.MEASURED if records.given(row) else records.ADVERSARIAL
@@ -135,7 +135,7 @@ def _rows_and_bounds(found: pages.Rows) -> Iterator[dict[str, Any]]:
 @with_options(
     *("layers", "length", "among", *INPUT, "map", "metric", "move", "read", *SOLVER),
     hidden=("windows", "position_offset", "delta", "dtype", "memory"),
-    among="File, a text a line: which one the output turns to.",
+    among="File, one text per line: which one the output moves to.",
     metric="or token-relative.",
     move="first, last, not-first, a:b.",
     jsonl="token or head",
@@ -145,11 +145,11 @@ def directions(
     k: Annotated[int, typer.Option("-k", help="Number of directions.")] = 5,
     **options: Any,
 ) -> None:
-    """Put the worst directions of a layer in words.
+    """Describe the most sensitive directions of a layer in words.
 
-    The leading singular directions, each with an interval: at which tokens they move the
-    input and the output, what these moves read as in the vocabulary, the model's logits or
-    the other tokens, and which heads carry the answer. More options: docs/commands.md.
+    The leading singular directions, each with an interval: which input and output tokens
+    they move, the nearest words in the vocabulary, the model's logits or the other tokens,
+    and the contribution of each head. More options: docs/commands.md.
     """
     options["layer"] = indices(options.pop("layers"))
     found, folder = ask("directions", model, options, k=k)
@@ -172,11 +172,11 @@ def directions(
     jsonl="token",
 )
 def split(model: Model = "minilm", **options: Any) -> None:
-    """Compare moving tokens with taking them apart.
+    """Compare moving tokens with splitting them.
 
-    Two halves of a token that move against each other can change the output more than any
-    move of whole tokens (mass splitting). For every layer and head sigma and the largest
-    gain of splitting one token; for every token of the window both of its own. More
+    Moving the two halves of a token in opposite directions can change the output more than
+    any move of whole tokens (mass splitting). For every layer and head: sigma and the
+    largest gain of splitting one token; for every token of the window: both gains. More
     options: docs/commands.md.
     """
     found, folder = ask("split", model, options)
@@ -191,7 +191,7 @@ def split(model: Model = "minilm", **options: Any) -> None:
 
 
 def _draw_splitting(found: engine.Splitting, folder: Path) -> None:
-    """Gains of every token, layer by layer, beside sigma of the layer."""
+    """Draw the gains of every token, with sigma of the layer, for each layer."""
     panels = []
     for row in found.moved:
         mine = [t for t in found.tokens if (t.layer, t.sample) == (row.layer, row.sample)]
@@ -208,7 +208,7 @@ def _draw_splitting(found: engine.Splitting, folder: Path) -> None:
         charts.save_each(chart, [folder / f"split.{kind}" for kind in ("svg", "png")])
 
 
-# --- inputs, texts and moves on which a layer is not smooth
+# --- worst-case inputs, text edits and perturbations
 
 
 @with_options(
@@ -226,11 +226,11 @@ def _draw_splitting(found: engine.Splitting, folder: Path) -> None:
     jsonl="input",
 )
 def attack(model: Model = "minilm", **options: Any) -> None:
-    """Find the inputs that make sigma of a layer large.
+    """Find inputs that maximise sigma of a layer.
 
-    Next to sigma on real text: every construction for every head, then gradient ascent
-    from the best of them and from the text; the worst is kept as worst.npz. Some 15 s for
-    MiniLM. With --budget, edits of a text. More options: docs/commands.md.
+    Compared with sigma on real text: every construction for every head, then gradient
+    ascent from the best of them and from the text; the worst input is saved as worst.npz.
+    Takes 15 s for MiniLM. With --budget, edits of a text. More options: docs/commands.md.
     """
     steps, like_text, radius = options.pop("steps"), options.pop("like_text"), options["radius"]
     edits = {name: options.pop(name) for name in _EDITS}
@@ -263,14 +263,14 @@ def attack(model: Model = "minilm", **options: Any) -> None:
 
 
 def _tried_inputs(attacked: engine.Attacked) -> Iterator[dict[str, Any]]:
-    """Every construction for every head, and the ascent."""
+    """One record per construction and head, and for the ascent."""
     real, worst = attacked.rows
     about = {"model": real.model, "layer": real.layer, "num_tokens": real.num_tokens}
     about |= {"radius": attacked.radius, "radius_text": attacked.given_radius}
     about |= {"sigma_text": real.sigma, "upper_text": real.upper}
     for one in attacked.found:
         plain = {name: value for name, value in vars(one).items() if name not in ("x", "v")}
-        if one is attacked.found[0]:  # measured again
+        if one is attacked.found[0]:  # with the independent measurement
             plain |= {"sigma": worst.sigma, "upper": worst.upper}
         yield about | plain
 
@@ -280,18 +280,18 @@ def _tried_inputs(attacked: engine.Attacked) -> Iterator[dict[str, Any]]:
     hidden=("windows", "position_offset", "tol", "delta", "device", "memory", "allow_pickle"),
     map="attention|normed|residual|block|stack|model",
     out="Run folder for rows and sizes.",
-    eps=(str, None, "Sizes by commas.  [default: up to ‖X‖]"),
+    eps=(str, None, "Comma-separated sizes.  [default: up to ‖X‖]"),
     draws=(int, 3, "Random directions."),
     certificate=(bool, None, "Certify changes; unset: up to a minute."),
     jsonl="move",
 )
 def push(model: Model = "minilm", **options: Any) -> None:
-    """Push a layer's input, and see where sigma ends.
+    """Perturb a layer's input, and see up to which size sigma predicts the change.
 
-    The input moves along the top singular vector, its top token alone, and at random; the
-    model runs on as it is. Beside what happens: sigma · size, and a certificate for every
-    move. A decoder says its next tokens, --among the nearest text. More options:
-    docs/commands.md.
+    The input moves along the top singular vector, along its top token alone, and at random;
+    the rest of the model is unchanged. The actual changes are shown with sigma · size and a
+    certificate; decoders also show their next tokens, and --among the nearest text. More
+    options: docs/commands.md.
     """
     if options["eps"] is not None:
         options["eps"] = _numbers(options["eps"])
@@ -311,7 +311,7 @@ def _numbers(text: str) -> list[float]:
         return [float(one) for one in text.split(",")]
     except ValueError as problem:
         one = str(problem).partition(": '")[2][:-1]
-        raise InputError(f"`--eps` should be numbers by commas. Found `{one}`.") from None
+        raise InputError(f"`--eps` should be comma-separated numbers. Found `{one}`.") from None
 
 
 def _draw_pushes(found: engine.Pushed, folder: Path) -> None:
@@ -320,20 +320,20 @@ def _draw_pushes(found: engine.Pushed, folder: Path) -> None:
         charts.save_each(chart, [folder / f"{name}.{kind}" for kind in ("svg", "png")])
 
 
-# --- how far outputs, or a decision, can move while the input stays in a ball
+# --- certificates in a ball, of outputs or of a decision
 
 
 @with_options(
     *("layer", "length", "read_out", "between", "pool", *(n for n in INPUT if n != "map"), *SOLVER),
     hidden=(*_HIDDEN, "images", "memory", "special_tokens", "tokens"),
     eps=(float, None, "Radius of the ball.  [default: 0.01]"),
-    decision=(bool, False, "How far a decision stands."),
+    decision=(bool, False, "Radius within which a decision is constant."),
     ball=(
         str,
         None,
-        "token, frobenius; of a decision joint, token, each.  [default: token; joint]",
+        "token, frobenius; for a decision joint, token, each.  [default: token; joint]",
     ),
-    tokens=(str, None, "Tokens that may move, of a decision."),
+    tokens=(str, None, "Tokens that may move, for a decision."),
     head=(int, None, "One query head alone.  [default: all]"),
     steps=(int, None, "Radii of the bound.  [default: 4]"),
     sharp=(bool, None, "Sharpest bound, slow; unset: up to seconds."),
@@ -346,12 +346,12 @@ def _draw_pushes(found: engine.Pushed, folder: Path) -> None:
     jsonl="ball",
 )
 def certify(model: Model = "minilm", **options: Any) -> None:
-    """Bound all moves in a ball around a text.
+    """Bound the effect of all perturbations in a ball around a text.
 
     Certify L with ‖f(X') − f(X)‖ ≤ L ‖X' − X‖ for every X' in the ball, then attack it:
-    the largest ratio found inside the ball must stay below L. Some 15 s for MiniLM. With
-    --decision, --between or --read-out: the radius within which a decision cannot change, of
-    the whole model from --layer on or, with --map attention, of that layer's pooled output.
+    the largest ratio found inside the ball must stay below L. Takes 15 s for MiniLM. With
+    --decision, --between or --read-out: the radius within which a decision cannot change, for
+    the whole model from --layer on or, with --map attention, for that layer's pooled output.
     More options: docs/commands.md.
     """
     given = {name: options.pop(name) for name in _OF_BALL}
@@ -371,7 +371,7 @@ def certify(model: Model = "minilm", **options: Any) -> None:
 
 
 def _tell(found: Sequence[Any], folder: Any, lines: Iterable[str]) -> None:
-    """What was found, as lines or else as JSON, and where it stands."""
+    """Print the results as lines, or as JSON if there are none, and the location of the files."""
     lines = list(lines)
     if not lines:
         write_lines(map(_certificate_line, found))
@@ -382,8 +382,8 @@ def _tell(found: Sequence[Any], folder: Any, lines: Iterable[str]) -> None:
         file = getattr(found[0], "file", None)
         note(f"Row: {folder}" + (f"; inputs: {folder / file}" if file else ""))
     if getattr(found[-1], "stopped", False):
-        kept = "is kept; the same command goes on from there."
-        note(f"Stopped. What was proved {'stands above.' if folder is None else kept}")
+        kept = "are saved; rerun the same command to resume."
+        note(f"Stopped. Bounds proved so far {'are shown above.' if folder is None else kept}")
         raise typer.Exit(130)
     if any(one.violated for one in found):
         raise typer.Exit(1)
@@ -405,7 +405,7 @@ def _decision(
 
 
 def _of_decision(found: Sequence[engine.DecisionCertificate]) -> Iterator[str]:
-    """The decision and its radius; those of single tokens have a table."""
+    """The decision and its radius; radii of single tokens are shown in a table."""
     one = found[0]
     what = "whole model" if one.map == "model" else f"layer {one.at_layer}"
     yield f"{one.model}, {what}, decided by {one.by}"
@@ -438,13 +438,13 @@ def _of_decision(found: Sequence[engine.DecisionCertificate]) -> Iterator[str]:
 def _certificate_line(
     found: engine.CertifiedBall | engine.DecisionCertificate,
 ) -> dict[str, Any]:
-    """What a line of JSON says: no heads, which are many, and no number that it cannot hold."""
+    """A certificate as a JSON object, without the per-head values; non-finite numbers are null."""
     left = ("heads", "value", "ratio", "file")
-    said = {one.name: getattr(found, one.name) for one in fields(found) if one.name not in left}
+    values = {one.name: getattr(found, one.name) for one in fields(found) if one.name not in left}
     if hasattr(found, "heads"):
         more = {"certificate": "value", "over_attack": "over_attack"}
-        said |= {name: getattr(found, key) for name, key in more.items()}
-    return records.plain_values(said | {"violated": found.violated})
+        values |= {name: getattr(found, key) for name, key in more.items()}
+    return records.plain_values(values | {"violated": found.violated})
 
 
 def _of_ball(found: engine.CertifiedBall) -> Iterator[str]:
@@ -476,26 +476,26 @@ def _of_ball(found: engine.CertifiedBall) -> Iterator[str]:
         yield f"Note: {found.note}."
 
 
-# --- asked on a page
+# --- the live page
 
 
 @with_options(
-    text=(str, None, "File that the page begins with, or -."),
-    beside=(str, None, "A second model, to compare with."),
+    text=(str, None, "File with the initial text, or -."),
+    beside=(str, None, "A second model for comparison."),
     browser=(bool, True, "Open a browser."),
 )
 def explore(model: Model = "minilm", **options: Any) -> None:
-    """Open a page on this machine where one types, and sees where attention is fragile.
+    """Open a local page that shows, as you type, where attention is fragile.
 
-    The page is served to this machine alone, by an address that holds a secret. To use it from
-    another machine, forward its port. Ctrl-C ends it.
+    The page is only available on this machine, at a secret address. To use it from another
+    machine, forward its port. Press Ctrl-C to stop it.
     """
     begin, beside = given_text(options["text"]), options["beside"]
     from lipscope.explore import served
 
     interrupts.as_usual()
     server = served([model] if beside is None else [model, beside], begin)
-    note(f"{server.address}\nCtrl-C ends it.")
+    note(f"{server.address}\nPress Ctrl-C to stop.")
     if options["browser"]:
         webbrowser.open(server.address)
     with contextlib.suppress(KeyboardInterrupt):
@@ -504,7 +504,7 @@ def explore(model: Model = "minilm", **options: Any) -> None:
     raise typer.Exit(130)
 
 
-# --- many questions, resumed; a model rescaled
+# --- sweeps, and rescaling of a model
 
 
 @with_options(
@@ -512,7 +512,7 @@ def explore(model: Model = "minilm", **options: Any) -> None:
     out=(Path, None, "Run folder.  [default: runs/SPEC]"),
     workers=(int, None, "Processes on this machine.  [default: 2]"),
     cluster=(str, None, "A Dask scheduler, such as tcp://host:8786."),
-    dry_run=(bool, False, "Only say how many jobs and how long."),
+    dry_run=(bool, False, "Only estimate the number of jobs and the time."),
 )
 def sweep(
     spec: Annotated[
@@ -520,10 +520,10 @@ def sweep(
     ],
     **options: Any,
 ) -> None:
-    """Measure every combination of models, layers, maps, lengths, texts, … of a file.
+    """Measure every combination of models, layers, maps, lengths, texts, … in a file.
 
-    Finished rows are on the disk at once. The same command on the same folder goes on with
-    what is missing.
+    Finished rows are written to disk immediately. Rerun the same command with the same
+    folder to resume.
     """
     place = records.Place(options.pop("out"), spec.stem, dated=False, force=options.pop("force"))
     if options.pop("dry_run"):
@@ -532,15 +532,15 @@ def sweep(
         if found.jobs > found.done:
             say([f"About {in_words(found.seconds)}. {found.basis}"])
         return
-    with resumable(), bar() as told:
-        rows = engine.sweep(spec, place, progress=told.update, **options)
+    with resumable(), bar() as progress:
+        rows = engine.sweep(spec, place, progress=progress.update, **options)
     _tell_rows(rows, place.path)
     if any(row.passing for row in rows):
         raise typer.Exit(1)
 
 
 def in_words(seconds: float) -> str:
-    """A time to two digits.
+    """A duration to two digits.
 
     >>> in_words(5.2), in_words(754.0), in_words(9000.0), in_words(4e5)
     ('5 s', '13 min', '2.5 h', '4.6 days')
@@ -559,7 +559,7 @@ def _job(row: records.Measurement) -> str:
 
 
 def _tell_rows(rows: pages.Rows, folder: Path) -> None:
-    """What there is now, why some failed, and where to go on."""
+    """Print the number of rows, the failures with their reasons, and the next step."""
     lost = [row for row in rows if row.passing]
     reasons = Counter(row.error for row in rows if row.status == "failed" and not row.passing)
     failed = f" ({sum(reasons.values()) + len(lost):,} failed)" if reasons or lost else ""
@@ -574,7 +574,7 @@ def _tell_rows(rows: pages.Rows, folder: Path) -> None:
         lines.append(f"  and {len(lost) - _REASONS} others that the next run tries again")
     lines += filter(None, [rows.confidence()])
     say(lines)
-    note(f"Look at them: lipscope rows {folder}")
+    note(f"To show them: lipscope rows {folder}")
 
 
 @with_options(
@@ -584,15 +584,15 @@ def _tell_rows(rows: pages.Rows, folder: Path) -> None:
     samples=(4, "Windows."),
     target=(float, ..., "Largest sigma."),
     out=(Path, ..., "Folder for the model."),
-    steps=(int, 0, "Steps of training towards the old outputs."),
+    steps=(int, 0, "Training steps towards the original outputs."),
 )
 def smooth(model: Model = "minilm", **options: Any) -> None:
-    """Rescale attention layers to a largest sigma on a text.
+    """Rescale attention layers to a maximum sigma on a text.
 
-    The output projection of every layer above the target is multiplied by what is missing, at all
-    windows of the text. Shown before and after: sigma; perplexity (decoders) or agreement of
-    embeddings (others); how much an attack on the embeddings changes the outputs. The model is
-    saved in the format of Hugging Face.
+    The output projection of every layer above the target is scaled down, so that sigma meets the
+    target on all windows of the text. Reported before and after: sigma; perplexity (decoders) or
+    agreement of embeddings (others); the effect of an attack on the embeddings. The model is
+    saved in Hugging Face format.
     """
     content = convert(options, options.pop("text"))
     options["progress"] = lambda what: errors.print(f"{what} …", markup=False)

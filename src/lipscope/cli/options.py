@@ -1,4 +1,4 @@
-"""Options that commands share, each declared once, and what asks a verb with them."""
+"""Shared options of the commands, each declared once, and calls of a verb with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lipscope.records import Place
 from lipscope.sources import uncollected
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-# What determines which input is read, how a question is answered, and what is asked besides.
+# Options of the input and the solver, of the measurement, and of theorems.
 INPUT, SOLVER = ("text", *options_of("input")), options_of("solver")
 QUESTION, THEOREMS = options_of("question"), options_of("theorems")
 
@@ -28,7 +28,7 @@ Model = Annotated[
         autocompletion=complete_models,
     ),
 ]
-# What only the command line declares: kind, default, help.
+# Options that exist only on the command line: type, default, help.
 _OWN: dict[str, tuple[Any, Any, str]] = {
     "text": (str, None, "File, folder, -.  [default: Python's manual]"),
     "layer": (int, 0, "From 0; --layers is the same."),
@@ -36,13 +36,13 @@ _OWN: dict[str, tuple[Any, Any, str]] = {
     "length": (int, 64, "Tokens in the window."),
     "lengths": (str, "64", "Tokens, or 16,64,128."),
     "samples": (int, 1, "Windows per length."),
-    "among": (Path, None, "File, a text a line: the nearest is read."),
+    "among": (Path, None, "File, one text per line: show the nearest."),
     "read_out": (Path, None, "A decision: matrix in .npy or .safetensors."),
-    "between": (list[str], None, "The same: the nearest of these texts, one option each."),
+    "between": (list[str], None, "Decide by the nearest text (repeatable)."),
     "pool": (str, "mean", "Pool by mean or first."),
     "figures": (bool, False, "Draw figures into the run folder."),
     "out": (Path, None, "Run folder."),
-    "force": (bool, False, "Replace a run of another question."),
+    "force": (bool, False, "Replace a run with other options."),
     "jsonl": (bool, False, "One JSON object per {} on stdout."),
 }
 _LAST = ("force", "out", "jsonl")
@@ -52,11 +52,11 @@ _NOT_ASKED = (*_LAST, "figures", "text")
 def with_options(
     *names: str, hidden: tuple[str, ...] = (), **words: str | tuple[Any, ...]
 ) -> Callable[[Command], Command]:
-    """Give a command, which takes ``**options``, some of the shared options, and where rows go.
+    """Add shared options and output options to a command that takes ``**options``.
 
-    Its help leaves the hidden ones to the documentation. ``words`` are help of its own, or a
-    default and help; what a line of ``jsonl`` is about; and options that no other command has, by
-    kind, default (``...`` if it must be given) and help: these come before the shared ones.
+    Hidden options are omitted from the help. ``words`` override the help, or default and help, of
+    an option; ``jsonl`` names the object on each line. Tuples of type, default (``...`` if
+    required) and help declare options of this command only, which come before the shared ones.
     """
 
     def give(command: Command) -> Command:
@@ -76,16 +76,16 @@ def with_options(
 def _parameter(name: str, words: str | tuple[Any, ...] | None, hidden: bool) -> inspect.Parameter:
     own, rare, left = True, False, False
     if isinstance(words, tuple) and len(words) == 3:
-        kind, default, told = words
+        kind, default, text = words
     elif name in _OWN:
-        kind, default, told = _OWN[name]
+        kind, default, text = _OWN[name]
         default, words = words if isinstance(words, tuple) else (default, words)
-        told = told.format(words) if name == "jsonl" else words or told
+        text = text.format(words) if name == "jsonl" else words or text
     else:
         entry, own = OPTIONS[AXES.get(name, name)], False
         (default, *_), how = items(entry.default) or [None], entry.metadata
         kind, rare, left = str if default is None else type(default), how["rare"], how["left"]
-        told = words or how["help"]
+        text = words or how["help"]
     flag = "--" + name.replace("_", "-")
     names = [flag] if kind is bool else []
     if kind is bool and default is not False:
@@ -93,7 +93,7 @@ def _parameter(name: str, words: str | tuple[Any, ...] | None, hidden: bool) -> 
     default = None if left else default
     option = typer.Option(
         *names,
-        help=str(told),
+        help=str(text),
         hidden=hidden or rare,
         show_default=default is not None
         and (own or default not in ("all", "self", True, "attention")),
@@ -111,12 +111,12 @@ def _parameter(name: str, words: str | tuple[Any, ...] | None, hidden: bool) -> 
 def ask(
     verb: str, model: str, options: Mapping[str, Any], stem: str | None = None, **more: Any
 ) -> tuple[Any, Any]:
-    """What a verb of the library finds, with a bar, and its folder if it has one.
+    """Call a verb of the library with a progress bar; returns the result and its folder, if any.
 
-    An interrupted run says how to go on.
+    An interrupted run explains how to resume.
 
-    ``options`` are those of `with_options`; what is None is left to the verb. ``stem`` is that of
-    the run folder where none is named; there is none without it.
+    ``options`` are those of `with_options`; None selects the default of the verb. ``stem`` is the
+    base name of the run folder if ``out`` is not given; without both there is no folder.
     """
     given = {name: value for name, value in options.items() if name not in _NOT_ASKED}
     content = convert(given, options["text"])
@@ -126,14 +126,14 @@ def ask(
 
     engine.refuse_early(model, {**given, **more})
     with uncollected():
-        run = getattr(engine, verb)  # imports torch: nothing is there yet to go on with
-    with resumable(), bar() as told:
-        found = run(model, content, out=place, progress=told.update, **given, **more)
+        run = getattr(engine, verb)  # imports torch; not yet resumable
+    with resumable(), bar() as progress:
+        found = run(model, content, out=place, progress=progress.update, **given, **more)
     return found, None if place is None else place.path
 
 
 def convert(found: dict[str, Any], text: str | None) -> str | None:
-    """Turn words into what a verb takes, in place; its text."""
+    """Convert command-line strings to arguments of a verb, in place; returns the text."""
     for name in [name for name, value in found.items() if value is None or value == []]:
         del found[name]
     pictures = "images" in found
@@ -155,12 +155,12 @@ def convert(found: dict[str, Any], text: str | None) -> str | None:
 
 
 def indices(text: str) -> Any:
-    """Layers: ``all``, or whole numbers such as ``0,3`` or ``0:5``."""
+    """Layers: ``all``, or integers such as ``0,3`` or ``0:5``."""
     return text if text == "all" else parse_integers(text, "layers")
 
 
 def _folder_and_sides(text: str) -> tuple[str, list[int] | None]:
-    """A folder of pictures and, after an ``@``, their sides in pixels.
+    """Split a folder of images from the side lengths in pixels after an ``@``.
 
     >>> _folder_and_sides("cats@224,448")
     ('cats', [224, 448])

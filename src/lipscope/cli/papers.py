@@ -1,4 +1,4 @@
-"""`lipscope theorems` and `lipscope reproduce`: the papers' bounds, and their experiments."""
+"""`lipscope theorems` and `lipscope reproduce`: bounds and experiments of papers."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _PLAIN = ("statement", "cite", "kind", "scope", "metric", "subject", "needs", "s
 
 @with_options(
     kind=(str, None, "Only upper, or only lower bounds."),
-    scope=(str, None, "Only local, ball, global, mean-field or limit ones."),
-    cite=(str, None, "Only of one source, such as castin2024."),
+    scope=(str, None, "Only bounds that are local, ball, global, mean-field or limit."),
+    cite=(str, None, "Only bounds from one source, such as castin2024."),
     jsonl=(bool, False, "One JSON object per theorem on stdout."),
-    markdown=(bool, False, "The page docs/theorems.md; with --cite, of that source."),
+    markdown=(bool, False, "The page docs/theorems.md, or with --cite the page of a source."),
     families=(bool, False, "The page docs/families.md."),
     variants=(bool, False, "The page docs/variants.md."),
 )
@@ -67,13 +67,13 @@ def theorems(**options: Any) -> None:
         page = pages.catalogue_page(chosen) if cite is None else pages.source_page(cite, chosen)
         sys.stdout.write(page)
     else:
-        made = pages.empty_table(f"{len(chosen)} theorems", ("theorem", "statement", "source"), ())
+        table = pages.empty_table(f"{len(chosen)} theorems", ("theorem", "statement", "source"), ())
         for name in ("kind", "scope", "metric"):
-            made.add_column(name, no_wrap=True)
+            table.add_column(name, no_wrap=True)
         for one in chosen:
             cells = (one.name, one.stated, one.cite, one.kind, one.scope, one.metric)
-            made.add_row(*(Text(cell) for cell in cells))
-        say_table(made)
+            table.add_row(*(Text(cell) for cell in cells))
+        say_table(table)
         say([f"Scope. {' '.join(pages.SCOPES)}"])
 
 
@@ -88,9 +88,9 @@ def _theorem_line(one: Any) -> dict[str, Any]:
     models=(str, None, "Comma-separated, such as minilm,bert-base-uncased. Default: see --list."),
     text=(list[str], None, "Text file, folder of .txt files or ag_news, besides the default."),
     images=(str, None, "Folder of pictures for models that read them. Default: random pixels."),
-    quick=(bool, False, "About a minute on two cores, not the paper's size."),
+    quick=(bool, False, "Smaller than in the paper: about a minute on two cores."),
     out=(Path, None, "Run folder.  [default: runs/<date>-<name>]"),
-    force=(bool, False, "Replace a run of another question."),
+    force=(bool, False, "Replace a run with other options."),
 )
 def reproduce(
     name: Annotated[
@@ -101,8 +101,8 @@ def reproduce(
 ) -> None:
     """Repeat an experiment of a paper: a run folder, its figures, and findings.md.
 
-    findings.md puts the numbers beside what the paper says, in one table. A run that was
-    stopped goes on when the same command is given again.
+    findings.md compares the results with the paper, in one table. Rerun the same command to
+    resume an interrupted run.
     """
     if options.pop("list"):
         _list_experiments()
@@ -121,7 +121,7 @@ def reproduce(
 
 
 def _model_names(text: str) -> list[str]:
-    """Names between commas; those of ``random:FAMILY:key=value,key=value`` stay together."""
+    """Split names at commas, but keep ``random:FAMILY:key=value,key=value`` together."""
     found: list[str] = []
     for word in text.split(","):
         if "=" in word and ":" not in word and found and found[-1].startswith("random:"):
@@ -169,7 +169,7 @@ def _show_findings(findings: Any) -> None:
 
 @contextmanager
 def _part_progress() -> Iterator[Callable[[int, int, str], None]]:
-    """One line for each part on standard error; a counter in it where that is a terminal."""
+    """One line per part on standard error, with a counter in a terminal."""
     live, now = sys.stderr.isatty(), ""
 
     def tell(done: int, total: int, part: str) -> None:

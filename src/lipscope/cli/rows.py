@@ -1,4 +1,4 @@
-"""`lipscope rows` and `lipscope report`: a run folder printed, exported, or drawn as a page."""
+"""`lipscope rows` and `lipscope report`: print, export or render run folders."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _ALWAYS = ("layer", "num_tokens", "sample", "sigma", "upper", "relative", "statu
 _WHERE_VARIED = (
     "model", "step", "text", "input", "head", "map", "metric", "move", "read", "dtype", "seed",
 )  # fmt: skip
-_TEXT = re.compile(r"'(?:[^']|'')*'")  # text in SQL, which may say anything
+_TEXT = re.compile(r"'(?:[^']|'')*'")  # SQL string literals
 _READS = re.compile(r"\b(?:read|scan)_\w+", re.IGNORECASE)
-# How polars says what is wrong with a condition, and where it begins to say how it read it.
+# Error messages of polars for invalid conditions; the query plan starts at `_PLAN`.
 _PLAN = re.compile(r" (?:Resolved plan until failure|This error occurred)")
 _NO_COLUMN = re.compile(r"(?:unable to find column|no column named) [\"'](\w+)[\"']")
 _VALID = re.compile(r"valid columns: \[([^\]]*)\]")
@@ -45,7 +45,7 @@ Form = Literal["csv", "parquet", "json", "latex"]
 
 @with_options(
     where=(str, None, "SQL condition on the columns; tokens, bounds and directions by id."),
-    part=(str, None, "Beside the rows: tokens, bounds, directions; edits, push…"),
+    part=(str, None, "Another table: tokens, bounds, directions; edits, push…"),
     to=(str, None, "csv, parquet, json or latex.  [default: a table]"),
     out=(Path, None, "File to write.  [default: standard output]"),
 )
@@ -54,8 +54,8 @@ def rows(
 ) -> None:
     """Print or export the rows of a run folder.
 
-    The table and latex have the columns that vary; csv, parquet and json have all.
-    Text like a formula (=, +, -, @) has ' before it in csv; parquet and json hold it unchanged.
+    The table and latex have only the columns that vary; csv, parquet and json have all.
+    In csv, text that looks like a formula (=, +, -, @) is prefixed with '.
     """
     where, part, to, out = (options[name] for name in ("where", "part", "to", "out"))
     if to not in (None, "csv", "parquet", "json", "latex"):
@@ -76,7 +76,7 @@ def rows(
 
 
 def selected(run: records.Run, where: str | None) -> polars.DataFrame:
-    """The rows for which an SQL condition on them and the tables beside them holds."""
+    """The rows that satisfy an SQL condition on the rows and their side tables."""
     import polars as pl
 
     if where is None:
@@ -99,7 +99,7 @@ def selected(run: records.Run, where: str | None) -> polars.DataFrame:
 
 
 def _why(problem: Exception, tables: Mapping[str, polars.DataFrame]) -> str:
-    """What is wrong with a condition, without the plan that polars made of it."""
+    """Why a condition is invalid, without the query plan of polars."""
     words = _PLAN.split(" ".join(str(problem).split()))[0]
     if column := _NO_COLUMN.search(words):
         valid, table = _VALID.search(words), _OF_TABLE.search(words)
@@ -114,7 +114,7 @@ def _why(problem: Exception, tables: Mapping[str, polars.DataFrame]) -> str:
 
 
 def _values(run: records.Run, part: str, where: str | None, to: str | None) -> polars.DataFrame:
-    """Values of a part, or tokens, bounds and directions of the rows, a line each."""
+    """Values of a part, or tokens, bounds or directions of the rows, one per line."""
     if where is not None or to == "latex":
         raise InputError(
             "`--part` goes with csv, parquet and json of all lines. Found `--where` or latex."
@@ -132,7 +132,7 @@ def _values(run: records.Run, part: str, where: str | None, to: str | None) -> p
 
 
 def exported(frame: polars.DataFrame, form: Form) -> bytes:
-    """Rows as the content of a file, which in ``latex`` has the columns that vary."""
+    """Rows as the content of a file; ``latex`` has only the columns that vary."""
     if form == "latex":
         return latex(varied_columns(frame)).encode()
     if form == "csv":
@@ -143,7 +143,7 @@ def exported(frame: polars.DataFrame, form: Form) -> bytes:
 
 
 def _without_formulas(frame: polars.DataFrame) -> polars.DataFrame:
-    """Text that begins like a formula with ``'`` before it, as spreadsheets mark plain text."""
+    """Prefix text that looks like a formula with ``'``, which spreadsheets treat as plain text."""
     import polars as pl
 
     text = pl.col(pl.String)
@@ -154,13 +154,13 @@ def _without_formulas(frame: polars.DataFrame) -> polars.DataFrame:
 
 
 def varied_columns(frame: polars.DataFrame) -> polars.DataFrame:
-    """The columns that one looks at: the answer, and what is not the same in all rows."""
+    """The columns to display: the results, and the settings that vary between rows."""
     varied = [n for n in _WHERE_VARIED if frame[n].n_unique() > 1]
     return frame.select(*varied, *_ALWAYS)
 
 
 def latex(frame: polars.DataFrame) -> str:
-    """A ``tabular`` with rules of the package booktabs."""
+    """A ``tabular`` with booktabs rules."""
     sides = "".join("r" if kind.is_numeric() else "l" for kind in frame.dtypes)
     lines = [f"\\begin{{tabular}}{{{sides}}}", "\\toprule"]
     lines += [" & ".join(map(_escaped, frame.columns)) + r" \\", "\\midrule"]
@@ -178,7 +178,7 @@ def _cell_words(value: object, column: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text that LaTeX prints as it is."""
+    """Escape the special characters of LaTeX."""
     special = {c: f"\\{c}" for c in "&%$#_{}"} | {"\\": r"\textbackslash{}", "–": "--"}
     special |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
     return "".join(special.get(c, c) for c in text)
@@ -203,7 +203,7 @@ def _write_file(path: Path, content: bytes) -> None:
 
 
 def _print(frame: polars.DataFrame) -> None:
-    """A table, as wide as it has to be."""
+    """Print a table at its full width."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name, kind in frame.schema.items():
         table.add_column(Text(name), justify="right" if kind.is_numeric() else "left", no_wrap=True)
@@ -229,10 +229,10 @@ def report(
     ] = None,
     **options: Any,
 ) -> None:
-    """Draw run folders as one HTML page that opens from disk and asks no network.
+    """Render run folders as one self-contained HTML page that works offline.
 
     Sigma with its intervals beside the shaded text, growth, heads, bounds, sensitivity,
-    worst cases, methods, provenance and references. The paths written go to standard output.
+    worst cases, methods, provenance and references. The written paths are printed.
     """
     for path in pages.report(folders, out, **options):
         sys.stdout.write(f"{path}\n")

@@ -1,4 +1,4 @@
-"""The terminal: output, text, progress, errors, and completion, which imports no torch."""
+"""Terminal input and output, progress, errors, and completion without importing torch."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from lipscope.sources import BUNDLED, decode_text, read_texts
 
 _ROOT = Path(__file__).parent.parent
 EXPERIMENTS = "lipscope.experiments"
-"""The group of the entry points by which packages of experiments come in."""
+"""Entry point group of experiment packages."""
 
 
 class Screen(Console):
-    """A console that shows text as it is: no ``:llama:`` as a picture, no escape code obeyed."""
+    """A console that prints text literally, without emoji codes and escape sequences."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, emoji=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print; control characters in text as their pictures."""
+        """Print, with control characters as visible symbols."""
         super().print(*map(printable, objects), **options)
 
 
@@ -41,14 +41,14 @@ errors = Screen(stderr=True)
 
 
 RUNNING: ContextVar[Any] = ContextVar("RUNNING", default=None)
-"""The call of the command that runs, as typer has it."""
+"""The typer context of the running command."""
 _NAMED = re.compile(r'(Found )?`([a-z_]+)( ?= ?"?([^`"]*)"?)?`')
 
 
 def as_typed(text: str) -> str:
-    """A message of the library with options as the command that runs has them: `--read-out`.
+    """A message of the library with options as typed on the command line: `--read-out`.
 
-    What stands by itself after "Found" is a value.
+    A name without ``=`` after "Found" is a value and is left unchanged.
     """
     context = RUNNING.get()
     if context is None:
@@ -71,24 +71,24 @@ def as_typed(text: str) -> str:
 
 
 def note(text: str) -> None:
-    """A line on standard error, however long."""
+    """Print a line to standard error, without wrapping."""
     errors.print(as_typed(text), markup=False, soft_wrap=True)
 
 
 def say(lines: Iterable[str]) -> None:
-    """Lines on standard output, however long."""
+    """Print lines to standard output, without wrapping."""
     console = Screen()
     for line in lines:
         console.print(as_typed(line), markup=False, soft_wrap=True)
 
 
 def say_table(table: Any, least: int = 110) -> None:
-    """A table on standard output, at least as wide as it needs: a pipe counts as 80 columns."""
+    """Print a table to standard output, with a minimum width: pipes count as 80 columns."""
     Screen(width=max(least, Console().width)).print(table)
 
 
 def show(result: Any) -> None:
-    """What a verb found: its tables and its sentences."""
+    """Print the tables and sentences of a result."""
     from rich.table import Table
 
     for piece in pieces(result):
@@ -99,13 +99,13 @@ def show(result: Any) -> None:
 
 
 def write_lines(records: Iterable[Mapping[str, Any]]) -> None:
-    """A line of JSON on standard output for each record."""
+    """Print one line of JSON per record to standard output."""
     for one in records:
         sys.stdout.write(json.dumps(one, ensure_ascii=False) + "\n")
 
 
 def given_text(path: str | None) -> str | None:
-    """The text of a file, a folder or standard input, which must be UTF-8."""
+    """The UTF-8 text of a file, a folder or standard input."""
     if path is None:
         return None
     if path == "-":
@@ -115,45 +115,45 @@ def given_text(path: str | None) -> str | None:
 
 @contextmanager
 def resumable() -> Iterator[None]:
-    """End an interrupted run with advice; typer would end it without a word.
+    """Exit an interrupted run with advice; typer would exit silently.
 
-    Not before what it runs is imported: torch swallows an interrupt while it imports numpy, which
-    cannot be imported a second time.
+    Use it only after the imports: torch swallows an interrupt while it imports numpy, which
+    cannot be imported twice.
     """
     interrupts.as_usual()
     try:
         yield
     except KeyboardInterrupt:
-        errors.print("Stopped. What is finished is kept; the same command goes on from there.")
+        errors.print("Stopped. Finished rows are kept; rerun the same command to resume.")
         raise typer.Exit(130) from None
 
 
 def bar() -> engine.Bar:
-    """Progress reporting, silent where standard error is no terminal."""
+    """Progress bar; silent if standard error is not a terminal."""
     return engine.Bar(shown=sys.stderr.isatty())
 
 
 def complete_models(incomplete: str) -> list[str]:
-    """Bundled models, random ones of well-known families, and folders here."""
+    """Bundled models, random models of well-known families, and local folders."""
     named = [*BUNDLED, *(f"random:{name}" for name in ("bert", "gpt2", "llama", "t5", "vit"))]
     folders = [str(path.parent) for path in Path().glob("*/config.json")]
     return [name for name in [*named, *folders] if name.startswith(incomplete)]
 
 
 def complete_maps(incomplete: str) -> list[str]:
-    """The maps of which sigma is measured."""
+    """The supported maps."""
     return [name for name in records.MAPS if name.startswith(incomplete)]
 
 
 def complete_theorems(incomplete: str) -> list[str]:
-    """The catalogue, for the last of several names between commas."""
+    """Theorems of the catalogue, for the last of several comma-separated names."""
     before, comma, last = incomplete.rpartition(",")
     names = ["all", *_entered(_ROOT / "theorems", r"^@theorem\(.*?^def (\w+)")]
     return [f"{before}{comma}{name}" for name in names if name.startswith(last)]
 
 
 def complete_experiments(incomplete: str) -> list[str]:
-    """The papers' experiments."""
+    """The experiments of papers."""
     specs = [find_spec(one.module) for one in entry_points(group=EXPERIMENTS)]
     folders = [Path(path) for one in specs if one for path in one.submodule_search_locations or ()]
     named = r"^@experiment\(\s*\"([^\"]+)\""
@@ -165,11 +165,11 @@ COMPLETED: dict[str, Callable[[str], list[str]]] = {
     "map": complete_maps,
     "theorems": complete_theorems,
 }
-"""Options by name."""
+"""Completion functions by option name."""
 
 
 def _entered(folder: Path, pattern: str) -> Iterator[str]:
-    """What the files of a folder enter into its register, read and not imported."""
+    """Names that the files of a folder register, found without importing them."""
     for path in sorted(folder.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         yield from re.findall(pattern, text, re.MULTILINE | re.DOTALL)

@@ -1,4 +1,4 @@
-"""The live page: type a text, and see where attention is fragile."""
+"""The live page, which shows where attention is fragile as you type."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""Questions of the page, checked as they come in, and the events that answer them as they come."""
+"""Questions from the page, validated, and their answers as streams of events."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _MASKS = {"own": None, "yes": True, "no": False}
 _FILES = ("report", "rows", "figure")
 _KINDS = ("measure", "words", "push", "certify", *_FILES)
 _BALLS = ("joint", "each", "token")
-# What `measure` has too, with what it takes for granted.
+# Options of `measure` with their defaults.
 _OPTIONS = {"map": "attention", "metric": "frobenius", "move": "all", "read": "all"}
-_EVERY = 0.25  # seconds between two intervals of one layer: the page draws no oftener
-_ROUGH = 3  # steps before the first interval is told: earlier ones say little
+_EVERY = 0.25  # seconds between two intervals of one layer: the refresh rate of the page
+_ROUGH = 3  # steps before the first interval: earlier ones are too wide
 _ROW = (
     *("id", "model", "layer", "head", "map", "metric", "move", "read", "num_tokens", "sigma"),
     *("upper", "delta", "relative", "status", "note", "error", "top_token", "top_share"),
@@ -49,23 +49,23 @@ _CERTIFIED = (
 
 @dataclass(frozen=True)
 class Question:
-    """What a window of the page asks. Frozen, so that answers are kept by it.
+    """A question from a window of the page. Frozen, as it is the key of stored answers.
 
     Raises:
-        InputError: If an entry is none that the page has.
+        InputError: If an entry has an invalid value.
     """
 
     text: str
-    kind: str = "measure"  # or what else is wanted, such as ``push``
-    model: int = 0  # which of the open models
-    layer: int | None = None  # one alone; None for all
-    heads: bool = False  # each head of the layer by itself
+    kind: str = "measure"  # or another request, such as ``push``
+    model: int = 0  # index of the open model
+    layer: int | None = None  # a single layer; None for all
+    heads: bool = False  # each head of the layer separately
     map: str = "attention"
     metric: str = "frobenius"
     move: str = "all"
     read: str = "all"
     mask: str = "own"
-    among: str = ""  # texts, a line each: the nearest is read, or decides
+    among: str = ""  # texts, one per line: the nearest is the reading, or the decision
     ball: str = "joint"
 
     def __post_init__(self) -> None:
@@ -76,8 +76,8 @@ class Question:
                 )
         if len(self.text) + len(self.among) > MOST_LETTERS:
             raise InputError(
-                f"The text should have at most {MOST_LETTERS:,} letters here. Found "
-                f"{len(self.text) + len(self.among):,}; `lipscope measure` takes longer ones."
+                f"The text should have at most {MOST_LETTERS:,} characters here. Found "
+                f"{len(self.text) + len(self.among):,}; `lipscope measure` takes longer texts."
             )
 
     @property
@@ -96,12 +96,12 @@ class Question:
 
     @property
     def is_quick(self) -> bool:
-        """Whether it is asked at every key."""
+        """Whether it is sent on every keystroke."""
         return self.kind == "measure"
 
     @property
     def is_file(self) -> bool:
-        """Whether the answer is a file to keep."""
+        """Whether the answer is a file to download."""
         return self.kind in _FILES
 
     @property
@@ -111,7 +111,7 @@ class Question:
 
 
 def question_of(given: Any, models: int) -> Question:
-    """A question from the JSON of the page, for so many models.
+    """A question from the JSON of the page, for the given number of models.
 
     >>> question_of({"text": "It was late.", "layer": 3}, 1).layer
     3
@@ -121,27 +121,27 @@ def question_of(given: Any, models: int) -> Question:
     kinds = get_type_hints(Question)
     for name, value in given.items():
         wanted = kinds.get(name)
-        # JSON tells true from 1, and so does this.
+        # `type`, as in JSON: a bool is not an int.
         if wanted is None or type(value) not in getattr(wanted, "__args__", (wanted,)):
             raise InputError(
-                f"A question should have the entries of the page. Found `{name[:40]}`."
+                f"A question should have only entries of the page. Found `{name[:40]}`."
             )
     if not isinstance(given.get("text"), str):
         raise InputError("A question should have a text. Found none.")
     asked = Question(**given)
     if not 0 <= asked.model < models or (asked.layer or 0) < 0:
-        raise InputError("A question should be of a model and a layer that are open here.")
+        raise InputError("A question should refer to an open model and one of its layers.")
     return asked
 
 
 def _options(asked: Question, length: int) -> dict[str, Any]:
-    """The options of `measure` that give the same rows."""
+    """The options of `measure` for the same rows."""
     layers = {} if asked.layer is None else {"layers": [asked.layer]}
     return {"lengths": length, "samples": 1} | layers | asked.options
 
 
 def as_python(asked: Question, name: str, length: int) -> str:
-    """The lines of Python that give the same rows."""
+    """Python code for the same rows."""
     more = ", ".join(f"{key}={value!r}" for key, value in _options(asked, length).items())
     return (
         f"import lipscope as ls\n\nmodel = ls.load_model({name!r})\ntext = {asked.text!r}\n"
@@ -150,7 +150,7 @@ def as_python(asked: Question, name: str, length: int) -> str:
 
 
 def as_command(asked: Question, name: str, length: int) -> str:
-    """The command that gives the same rows."""
+    """The command line for the same rows."""
     words: list[Any] = ["lipscope", "measure", name, "--text", "-"]
     for option, value in _options(asked, length).items():
         words.append("--" + option.replace("_", "-"))
@@ -165,7 +165,7 @@ def as_command(asked: Question, name: str, length: int) -> str:
 
 
 class _Interruptible(TorchFunctionMode):
-    """A place where torch asks before every function whether anybody waits for the answer."""
+    """Run ``check`` before every torch function, so that abandoned questions stop."""
 
     def __init__(self, check: Check) -> None:
         super().__init__()
@@ -179,9 +179,9 @@ class _Interruptible(TorchFunctionMode):
 def events_of(
     model: OpenModel, asked: Question, check: Check, tell: Tell
 ) -> Generator[Event, None, None]:
-    """The events that answer a question; what is on its way is told aside, as nobody keeps it.
+    """The events of an answer; temporary progress events go to ``tell`` and are not stored.
 
-    ``check`` is called between products and raises when nobody waits any more.
+    ``check`` is called between products and raises if the question is abandoned.
     """
     began = time.perf_counter()
     if not asked.text.strip():
@@ -193,7 +193,7 @@ def events_of(
 
 
 def length_of(model: OpenModel, text: str) -> tuple[int, bool]:
-    """How many tokens of a text are read, and whether it has more."""
+    """Number of tokens to read from a text, and whether the text is longer."""
     most = min(MOST_TOKENS, model.loaded.max_tokens or MOST_TOKENS)
     ids = whole_text(text, model.loaded.reader_of_text(), longest=most + 1)
     return min(ids.shape[1], most), ids.shape[1] > most
@@ -201,9 +201,9 @@ def length_of(model: OpenModel, text: str) -> tuple[int, bool]:
 
 def _measured(model: OpenModel, asked: Question, check: Check, tell: Tell) -> Iterator[Event]:
     length, cut = length_of(model, asked.text)
-    said = {"python": as_python(asked, model.name, length)}
-    said |= {"command": as_command(asked, model.name, length)}
-    yield {"event": "asked", "length": length, "cut": cut} | said
+    code = {"python": as_python(asked, model.name, length)}
+    code |= {"command": as_command(asked, model.name, length)}
+    yield {"event": "asked", "length": length, "cut": cut} | code
     for layer, rows in _rows(model, asked, length, check, tell):
         tokens = {row.id: [t for t in rows.tokens if t.id == row.id] for row in rows}
         yield {
@@ -223,10 +223,10 @@ def _rows(
     """The rows of each layer."""
 
     def watch(layer: int | None) -> Watch:
-        """What tells intervals as they narrow, not oftener than an eye can follow."""
+        """A callback that reports intervals as they narrow, at a limited rate."""
         steps, due = 0, 0.0
 
-        def told(now: Callable[[], Sequence[tuple[float, float]]]) -> None:
+        def report(now: Callable[[], Sequence[tuple[float, float]]]) -> None:
             nonlocal steps, due
             check()
             steps += 1
@@ -237,7 +237,7 @@ def _rows(
                 tell({"event": "rough", "layer": layer, "ends": ends})
             due = time.perf_counter() + _EVERY
 
-        return told
+        return report
 
     for at in model.layers(asked.text, watch=watch, **_options(asked, length)):
         yield at.layer, at.rows()
@@ -248,7 +248,7 @@ def _pushed(model: OpenModel, asked: Question, check: Check, tell: Tell) -> Iter
     where = _one_layer(model, asked)
     options = {name: asked.options[name] for name in ("map", "causal") if name in asked.options}
 
-    def told(done: int, total: int, _: Any) -> None:
+    def report(done: int, total: int, _: Any) -> None:
         tell({"event": "progress", "text": f"{done} of {total} directions"})
 
     with _Interruptible(check):
@@ -258,7 +258,7 @@ def _pushed(model: OpenModel, asked: Question, check: Check, tell: Tell) -> Iter
             draws=1,
             certificate=False,
             among=asked.texts or None,
-            progress=told,
+            progress=report,
             **where,
             **options,
         )
@@ -281,7 +281,7 @@ def _one_layer(model: OpenModel, asked: Question) -> dict[str, Any]:
 def _certified(model: OpenModel, asked: Question, check: Check, tell: Tell) -> Iterator[Event]:
     line = ""
 
-    def told(text: str) -> None:
+    def report(text: str) -> None:
         nonlocal line
         check()
         if text != line:
@@ -293,7 +293,7 @@ def _certified(model: OpenModel, asked: Question, check: Check, tell: Tell) -> I
     yield {"event": "decision", **{name: getattr(found, name) for name in _DECIDED}}
     ball: Any = asked.ball
     for tokens in found.groups(ball, None):
-        yield {"event": "certificate", **_plain(found.certified(ball, tokens, told))}
+        yield {"event": "certificate", **_plain(found.certified(ball, tokens, report))}
 
 
 _DECIDED = ("answer_name", "runner_up_name", "by", "margin", "words")
@@ -301,18 +301,18 @@ _DECIDED = ("answer_name", "runner_up_name", "by", "margin", "words")
 
 def _plain(one: DecisionCertificate) -> Event:
     values = {name: getattr(one, name) for name in _CERTIFIED}
-    values["radius"] = rounded_down(one.radius)  # so that what is shown still holds
+    values["radius"] = rounded_down(one.radius)  # the displayed value remains a lower bound
     return plain_values(values)
 
 
 def _kept(model: OpenModel, asked: Question, check: Check, tell: Tell) -> Iterator[Event]:
-    """A file of what is shown: the static report, the rows, or the figure."""
+    """A file of the displayed results: the static report, the rows, or the figure."""
     rows, tokens = [], []
     for _, some in _rows(model, asked, length_of(model, asked.text)[0], check, tell):
         rows += some
         tokens += some.tokens
     found = Rows(rows, tokens)
-    made = {
+    files = {
         "report": ("html", "text/html", lambda: found.show().html),
         "rows": (
             "jsonl",
@@ -321,7 +321,7 @@ def _kept(model: OpenModel, asked: Question, check: Check, tell: Tell) -> Iterat
         ),
         "figure": ("svg", "image/svg+xml", lambda: as_svg(found.plot_layers())),
     }
-    ending, kind, content = made[asked.kind]
+    ending, kind, content = files[asked.kind]
     yield {"event": "file", "name": f"explore.{ending}", "type": kind, "content": content()}
 
 

@@ -1,4 +1,4 @@
-"""The local server of the page: this machine only, by a secret address, one origin."""
+"""The local server of the page: loopback only, with a secret address and an origin check."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _BEGINS = (
     "age of foolishness."
 )
 _LARGEST = 128 * 1024  # bytes of a request
-_PATIENCE = 5.0  # seconds in which a request must be whole
+_PATIENCE = 5.0  # seconds until a request must be complete
 _MOST_OPEN = 128  # connections
 _ALL = "all"  # the part of the page that shows every layer
-_BEAT = 1.0  # seconds between signs of life, by which a window that went is noticed
+_BEAT = 1.0  # seconds between keep-alive messages, which detect closed windows
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors {frames}"
@@ -46,25 +46,25 @@ _NOTEBOOKS = "http://127.0.0.1:* http://localhost:* vscode-webview:"
 
 
 class Server:
-    """A page about open models, served to this machine alone.
+    """A page about open models, served on this machine only.
 
     Args:
-        models: The open models; the first is shown.
-        asked: What the page begins with.
-        framed: Whether a notebook may show it in a frame.
+        models: The open models; the first is selected initially.
+        asked: The initial question.
+        framed: Whether a notebook may show the page in a frame.
     """
 
     def __init__(
         self, models: Sequence[OpenModel], asked: Question, *, framed: bool = False
     ) -> None:
-        # What is asked at every key does not wait for what takes long.
+        # Questions on every keystroke do not wait for slow ones.
         self.quick = [Solver(model) for model in models]
         self._slow = [Solver(twin(model)) for model in models]
         self._asked = asked
         self._token = secrets.token_urlsafe(24)
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._socket.bind((HOST, 0))
-        self._socket.listen()  # whoever comes before the server runs waits for it
+        self._socket.listen()  # early connections wait until the server runs
         self._host = f"{HOST}:{self._socket.getsockname()[1]}"
         policy = _POLICY.format(frames=_NOTEBOOKS if framed else "'none'")
         config = uvicorn.Config(
@@ -83,7 +83,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Where the page is; whoever knows it may ask."""
+        """The secret address of the page; it grants access."""
         return f"http://{self._host}/{self._token}/"
 
     def run(self) -> None:
@@ -98,7 +98,7 @@ class Server:
         threading.Thread(target=self.run, name="explore", daemon=True).start()
 
     def end(self) -> None:
-        """End it at once."""
+        """Stop immediately."""
         self._server.should_exit = self._server.force_exit = True
         for solver in (*self.quick, *self._slow):
             solver.end()
@@ -112,7 +112,7 @@ class Server:
     def __repr__(self) -> str:
         return f"<Explored at {self.address}: a notebook shows it; `.end()` ends it>"
 
-    # --- what it answers
+    # --- routes
 
     def _app(self) -> Starlette:
         files = {
@@ -145,14 +145,14 @@ class Server:
         )
 
     async def _events(self, place: Place, asked: Question) -> AsyncIterator[bytes]:
-        """What is told of a question, as it comes; a window that goes is noticed by its silence."""
+        """Stream the events of a question; closed windows are detected by keep-alive messages."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event | None]()
 
         def tell(event: Event | None) -> None:
             with contextlib.suppress(RuntimeError):  # the server has ended
                 loop.call_soon_threadsafe(queue.put_nowait, event)
 
-        if place.part == _ALL:  # all else that this window asked was about what was there before
+        if place.part == _ALL:  # other questions of this window concern the previous text
             for one in (*self.quick, *self._slow):
                 one.drop(place.window)
         solver = (self.quick if asked.is_quick else self._slow)[asked.model]
@@ -174,10 +174,10 @@ class Server:
 def served(
     models: Sequence[str | OpenModel], text: str | None = None, *, framed: bool = False
 ) -> Server:
-    """A server of the page, once its first question is answered.
+    """A server of the page, returned after its first answer.
 
     Raises:
-        InputError: If a model cannot be opened, or not be asked about a text.
+        InputError: If a model cannot be opened, or does not read text.
     """
     if not isinstance(text, str | None):
         raise InputError(f"`text` should be a str. Found `{type(text).__name__}`.")
@@ -192,16 +192,16 @@ def served(
 
 
 def explore(model: OpenModel, text: str | None = None) -> Server:
-    """The live page on an open model, as a notebook shows it.
+    """The live page for an open model, for notebooks.
 
-    The page asks a module of its own, of the same weights, so that both may be asked at once.
+    The page uses a copy of the module that shares its weights, so that both can run concurrently.
     """
     server = served([twin(load_model(model))], text, framed=True)
     server.start()
     return server
 
 
-# --- inside
+# --- internals
 
 
 def _refused(status: int, text: str) -> Response:
@@ -209,7 +209,7 @@ def _refused(status: int, text: str) -> Response:
 
 
 async def _json_of(request: Request) -> dict[str, Any] | None:
-    """The JSON object of a request; None if it is none, too large, or too slow."""
+    """The JSON object of a request; None if invalid, too large, or too slow."""
     content = b""
     try:
         async with asyncio.timeout(_PATIENCE):
@@ -224,9 +224,9 @@ async def _json_of(request: Request) -> dict[str, Any] | None:
 
 
 class _Guard:
-    """Refuses whatever does not come from this page by its secret address.
+    """Refuse requests that do not come from this page at its secret address.
 
-    ``Host`` is compared against rebinding of names, ``Origin`` against other pages.
+    The check of ``Host`` prevents DNS rebinding; that of ``Origin``, cross-site requests.
     """
 
     def __init__(self, app: ASGIApp, host: str, token: str, policy: str) -> None:
@@ -261,9 +261,9 @@ class _Guard:
         allowed = [name.encode() for name in (self._host, self._host.replace(HOST, "localhost"))]
         hosts, origins = headers.get(b"host", []), headers.get(b"origin", [])
         if len(hosts) != 1 or hosts[0] not in allowed:
-            return 403, "This page is for this machine alone; forward the port to use it from afar."
+            return 403, "This page is local; forward the port to use it from another machine."
         if any(one != b"http://" + hosts[0] for one in origins):
-            return 403, "No other page may ask."
+            return 403, "Requests from other pages are refused."
         parts = scope["path"].encode().split(b"/", 2)
         if len(parts) < 3 or not secrets.compare_digest(parts[1], self._token.encode()):
             return 404, "Not found: open the address that `lipscope explore` printed."
@@ -277,21 +277,21 @@ class _Guard:
 
 
 class _Uvicorn(uvicorn.Server):
-    """A server that Ctrl-C ends at once, whoever still listens."""
+    """A server that stops immediately on Ctrl-C, even with open connections."""
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Wait for nobody."""
+        """Exit without waiting for connections."""
         self.force_exit = True
         super().handle_exit(sig, frame)
 
 
 class _Protocol(H11Protocol):
-    """HTTP whose connections are few, and closed when no request comes."""
+    """HTTP with a limited number of connections, closed when idle."""
 
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Take a connection, if there are not too many."""
+        """Accept a connection unless there are too many."""
         super().connection_made(transport)
         self._wait()
         if len(self.connections) > _MOST_OPEN:
@@ -303,7 +303,7 @@ class _Protocol(H11Protocol):
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget a connection."""
+        """Clean up after a connection."""
         if self._late is not None:
             self._late.cancel()
         super().connection_lost(exc)
@@ -319,7 +319,7 @@ class _Protocol(H11Protocol):
 
 
 def _is_encoder(model: OpenModel) -> bool:
-    """Whether its class says that it has no words of its own to go on with."""
+    """Whether the model's class has no language-model head."""
     named = (type(model.model).__name__, *(getattr(model.config, "architectures", None) or ()))
     return not any(part in name for name in named for part in ("CausalLM", "LMHead"))
 

@@ -1,4 +1,4 @@
-"""A thread that answers the questions of a model: the newest of each place, and what it kept."""
+"""A worker thread that answers the latest question of each place, with a cache of answers."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ from lipscope.engine import OpenModel
 from lipscope.errors import InputError
 from lipscope.explore.answers import Event, Question, events_of
 
-_KEPT = 32  # answers
+_KEPT = 32  # maximum number of cached answers
 T = TypeVar("T")
 Listener = Callable[[Event | None], None]
 
 
 class SupersededError(BaseException):
-    """Ends a question between two products: a newer one took its place, or nobody waits for it.
+    """Aborts a question between two products: it was replaced by a newer one, or abandoned.
 
-    No mistake of the question, so that nothing that handles mistakes stops it on its way.
+    A `BaseException`, so that it is not caught by error handlers.
     """
 
 
 class Place(NamedTuple):
-    """Where an answer is shown: a question takes the place of the one before."""
+    """Where an answer is shown; a new question replaces the previous one of the same place."""
 
-    window: str  # of a browser
-    part: str  # of the page
+    window: str  # browser window
+    part: str  # part of the page
 
 
 class Ticket:
-    """A question that waits or is answered, and who is told of the answer."""
+    """A waiting or running question, with the listener for its events."""
 
     def __init__(self, place: Place, asked: Question, listener: Listener) -> None:
         self.place, self.asked, self._listener = place, asked, listener
         self._over = threading.Event()
 
     def tell(self, event: Event | None) -> None:
-        """Tell of an event, the last one None; nobody is told when it is over."""
+        """Send an event to the listener, None as the last one; ignored after the end."""
         if not self._over.is_set():
             self._listener(event)
 
     def end(self) -> None:
-        """Nobody waits for the answer any more."""
+        """Send the last event and ignore all later ones."""
         self.tell(None)
         self._over.set()
 
     def check(self) -> None:
-        """Raise if nobody waits for the answer."""
+        """Raise `SupersededError` after the end."""
         if self._over.is_set():
             raise SupersededError
 
 
 class Solver:
-    """A thread that answers the questions of one model, one after the other."""
+    """A thread that answers the questions to one model sequentially."""
 
     def __init__(self, model: OpenModel) -> None:
         self.model = model
@@ -75,7 +75,7 @@ class Solver:
         self._thread.start()
 
     def ask(self, place: Place, asked: Question, listener: Listener) -> Ticket:
-        """Ask in the place of what was asked there before."""
+        """Queue a question, which replaces the previous one of the same place."""
         ticket = Ticket(place, asked, listener)
         self.drop(place)
         with self._change:
@@ -91,7 +91,7 @@ class Solver:
         return ticket
 
     def drop(self, place: Place | str, ticket: Ticket | None = None) -> None:
-        """Nobody waits for what a place, or a whole window, asked: one ticket if it is given."""
+        """Abandon the questions of a place or a whole window, or only the given ticket."""
         with self._change:
             for one in (*self._waiting.values(), self._running):
                 if one is None or (ticket is not None and one is not ticket):
@@ -102,7 +102,7 @@ class Solver:
                         del self._waiting[one.place]
 
     def first(self, asked: Question) -> str | None:
-        """Answer a question before any window asks; what went wrong, if something did."""
+        """Answer a question before any window is open; returns the error message, if any."""
         events: list[Event] = []
         ended = threading.Event()
 
@@ -117,7 +117,7 @@ class Solver:
         return next((one["text"] for one in events if one["event"] == "error"), None)
 
     def end(self) -> None:
-        """End the thread, between two products at the latest."""
+        """Stop the thread, at the latest after the current product."""
         with self._change:
             self._ended = True
             for ticket in (*self._waiting.values(), self._running):
@@ -138,35 +138,35 @@ class Solver:
             by_itself(lambda ticket=ticket: self._answer(ticket), self._threads)
 
     def _answer(self, ticket: Ticket) -> None:
-        told: list[Event] = []
+        sent: list[Event] = []
         asked, check = ticket.asked, ticket.check
         try:
             with closing(events_of(self.model, asked, check, ticket.tell)) as events:
                 for event in events:
-                    told.append(event)
+                    sent.append(event)
                     ticket.tell(event)
         except SupersededError:
             return
         except Exception as problem:
             kind = "" if isinstance(problem, InputError) else f"{type(problem).__name__}: "
             text = " ".join(f"{kind}{problem}".split())[:500]
-            told = []
+            sent = []
             ticket.tell({"event": "error", "text": text})
         with self._change:
-            if told and not asked.is_file:  # which is large, and wanted once
-                self._kept[asked] = told
+            if sent and not asked.is_file:  # files are large and requested once
+                self._kept[asked] = sent
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         ticket.end()
 
 
 def by_itself(work: Callable[[], T], threads: int | None = None) -> T:
-    """The work done in a thread that ends with it, and with it the threads of its products.
+    """Run ``work`` in a temporary thread, so that its OpenMP threads end with it.
 
-    It has so many, as its caller for None: others that work at the same time may leave fewer to
-    threads that begin.
+    ``threads`` is the number of OpenMP threads; None for that of the caller. Set explicitly, since
+    new threads may start with fewer while others are running.
 
-    OpenMP keeps as many for every thread that had some; where they are more than processors, they
+    OpenMP keeps a thread pool per calling thread; if there are more threads than processors, they
     sleep at every product, which takes 1.6 times as long (SmolLM2 at 58 tokens, two processors).
     """
     count = threads or torch.get_num_threads()
@@ -175,10 +175,10 @@ def by_itself(work: Callable[[], T], threads: int | None = None) -> T:
 
 
 def twin(model: OpenModel) -> OpenModel:
-    """The model once more, of the same weights, so that two threads may ask at once."""
+    """A copy of the model with shared weights, so that two threads can run it concurrently."""
     module = model.model
     weights: dict[int, Any] = {id(one): one for one in (*module.parameters(), *module.buffers())}
     for one in module.parameters():
-        if type(one) is nn.Parameter:  # over the same memory: each thread sets its own as it needs
+        if type(one) is nn.Parameter:  # same memory, but each thread sets `requires_grad` itself
             weights[id(one)] = nn.Parameter(one.detach(), requires_grad=one.requires_grad)
     return OpenModel(replace(model.loaded, model=copy.deepcopy(module, weights)))

@@ -1,6 +1,6 @@
-"""Rows, run folders, growth and sampling: what is known once tensors are gone."""
+"""Rows, run folders, growth and sampling statistics, without tensors."""
 
 import lazy_loader
 
-# Each module is imported when a name of it is first asked for: `__init__.pyi` says where they are.
+# Modules are imported lazily, on first access to one of their names in `__init__.pyi`.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,4 +1,4 @@
-"""Bounds beside the rows that they speak of: what may be compared, and the lines of the figure."""
+"""Comparison of bounds with measured sigma, and the curves of the comparison figure."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from lipscope.records.sampling import geometric_mean
 
 MEASURED, ADVERSARIAL, CERTIFICATE = "measured", "adversarial", "local certificate"
 EVERYWHERE = ("global", "mean-field")
-"""Scopes of bounds on all inputs."""
+"""Scopes of bounds that hold for all inputs."""
 
-_OFF_SCALE = 1e6  # times the largest measured value: such a bound would flatten all others
-_SAME = 1.01  # bounds within one per cent of each other at every length are one line
+_OFF_SCALE = 1e6  # larger multiples of the largest measured value are omitted from the figure
+_SAME = 1.01  # bounds within one per cent of each other at every length share one curve
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of the figure: values by number of tokens."""
+    """One curve of the figure: values by number of tokens."""
 
-    name: str  # what it is compared with
+    name: str  # label in the legend
     group: str  # ``measured``, ``adversarial``, ``local certificate`` or ``bound``
     points: tuple[tuple[int, float, float], ...]  # ``(n, value, upper)``
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One layer or head in one map and metric: what was measured, and what theorems say."""
+    """Measured sigma and bounds of one layer or head, in one map and metric."""
 
     model: str  # name of the model
     map: str  # the map
@@ -43,20 +43,20 @@ class Comparison:
 
     @property
     def real(self) -> list[Measurement]:
-        """Rows at inputs that were given."""
+        """Rows at the user's inputs."""
         return [row for row in self.rows if given(row)]
 
     @property
     def allowed(self) -> str:
-        """The tokens of which bounds on all inputs speak, in words."""
+        """The tokens that global bounds cover, in words."""
         return allowed(bound for _, bound in self.bounds)
 
     def curves(self) -> tuple[list[Curve], list[str]]:
-        """Lines of the figure, and what is left out: bounds far off the scale.
+        """Curves of the figure, and the omitted bounds, which are far off the scale.
 
-        Several samples of one length become their geometric mean; equal bounds one line.
+        Samples of one length are averaged (geometric mean); equal bounds share one curve.
         """
-        # Rows at built inputs by what built them, which are not averaged.
+        # Rows at constructed inputs by construction: these are not averaged.
         built = grouped((row for row in self.rows if not given(row)), lambda row: row.input)
         lines = [
             _curve_of("sigma, real text", MEASURED, map(_sigma_point, self.real)),
@@ -73,13 +73,13 @@ class Comparison:
                 wide.setdefault(bound.theorem, []).append(_bounded(row, bound))
         every = [_curve_of(name, "bound", points) for name, points in wide.items()]
         every = [line for line in every if line.points]
-        # Lines that come below the top somewhere.
+        # Bounds that are on the scale somewhere.
         kept = [one for one in every if min(v for _, v, _ in one.points) <= _OFF_SCALE * top]
         left_out = [f"{x.name} ({x.points[-1][1]:.1e})" for x in every if x not in kept]
         return [line for line in [*lines, *_merged_lines(kept)] if line.points], left_out
 
     def _certificates(self) -> list[_Point]:
-        """The best local bound of every given input."""
+        """The best local bound at every input of the user."""
         found: dict[str, tuple[Measurement, list[Bound]]] = {}
         for row, bound in self.bounds:
             if given(row):
@@ -89,10 +89,10 @@ class Comparison:
 
 
 def comparisons(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> list[Comparison]:
-    """Rows and their bounds, joined by `id`, for every layer and head that bounds speak of."""
+    """Rows and their bounds, joined by `id`, for every layer and head with bounds."""
     rows, of = list(rows), by_row(bounds)
     places = {_place(row) for row in rows if row.id in of}
-    # Other given inputs are left out: their sigma may well be above a bound at this one.
+    # Other inputs of the user are omitted: their sigma may exceed a local bound at this one.
     rows = [row for row in rows if row.id in of or not given(row)]
     found: dict[tuple[Any, ...], Comparison] = {}
     for row in rows:
@@ -114,34 +114,34 @@ def by_row(bounds: Iterable[Bound]) -> dict[str, list[Bound]]:
 
 
 def given(row: Measurement) -> bool:
-    """Whether the input of a row was given, not built."""
+    """Whether the input of a row comes from the user, not from a construction."""
     return row.input in GIVEN
 
 
 def is_upper(bound: Bound) -> bool:
-    """Whether a bound is proved to be above sigma at the input of its row.
+    """Whether a bound is a proven upper bound of sigma at the input of its row.
 
-    A ball around the input, and all inputs, contain it.
+    Ball and global bounds hold at the input too.
     """
     above = bound.kind == "upper" and bound.scope in ("local", "ball", *EVERYWHERE)
     return above and bound.sound and bound.value is not None
 
 
 def looseness(bound: Bound, row: Measurement) -> float | None:
-    """An upper bound divided by the sigma of its row; None where they are not comparable."""
+    """The ratio of an upper bound to the sigma of its row; None if not comparable."""
     if not is_upper(bound) or bound.metric != row.metric or not row.sigma:
         return None
     return (bound.value or 0.0) / row.sigma
 
 
 def best_of(bounds: Iterable[Bound], *scopes: str) -> Bound | None:
-    """The smallest sound upper bound of these scopes."""
+    """The smallest sound upper bound in the given scopes."""
     found = [bound for bound in bounds if is_upper(bound) and bound.scope in scopes]
     return min(found, key=lambda bound: bound.value or 0.0, default=None)
 
 
 def allowed(bounds: Iterable[Bound]) -> str:
-    """The tokens of which bounds on all inputs speak, in words."""
+    """The tokens that global bounds cover, in words."""
     for bound in bounds:
         if bound.radius is not None:
             return f"tokens of norm up to {rounded_down(bound.radius):.4g}"
@@ -150,7 +150,7 @@ def allowed(bounds: Iterable[Bound]) -> str:
     return "all tokens"
 
 
-# --- lines ----------------------------------------------------------------------------------
+# --- curves ---------------------------------------------------------------------------------
 
 _Point = tuple[int, float | None, float | None]  # number of tokens, value, upper end
 
@@ -181,7 +181,7 @@ def _curve_of(name: str, group: str, points: Iterable[_Point]) -> Curve:
 
 
 def _merged_lines(lines: Iterable[Curve]) -> list[Curve]:
-    """Lines that nearly coincide become one with both names."""
+    """Merge curves that nearly coincide into one with both names."""
     merged: list[Curve] = []
     for line in lines:
         at = next((k for k, other in enumerate(merged) if _coincide(other, line)), None)

@@ -1,4 +1,4 @@
-"""The run folder: rows reach the disk as they come, survive a kill, and end as Parquet."""
+"""The run folder: append-only, crash-safe storage of rows, with Parquet copies at the end."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SURVEY = "survey"
-"""The part of the values that says what models were found to have."""
+"""The part of the values with the surveys of models."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -69,36 +69,37 @@ class Finished(NamedTuple):
     tokens: tuple[TokenShare, ...] = ()
     bounds: tuple[Bound, ...] = ()
     directions: tuple[Direction, ...] = ()
-    radii: tuple[tuple[str, dict[str, Any]], ...] = ()  # certified decisions, by their keys
+    radii: tuple[tuple[str, dict[str, Any]], ...] = ()  # certified decisions with their keys
 
 
 class RunFolder:
-    """A folder of rows: append-only while it runs, Parquet when it ends.
+    """A folder of rows: append-only during the run, with Parquet copies at the end.
 
     Files: ``manifest.json`` (specification, versions, machine, models, digests),
     ``rows.jsonl``, ``tokens.jsonl``, ``bounds.jsonl`` and ``directions.jsonl`` (each line with a
-    checksum, appended and brought to the disk; what belongs to a row is written before the row
-    itself, so that a row on disk is complete), ``values.jsonl`` (what an experiment computed
-    besides rows, and what models were found to have), and their Parquet copies.
+    checksum, appended and synced to disk; the side tables of a row are written before the row
+    itself, so that a row on disk is complete), ``values.jsonl`` (additional values of an
+    experiment, and surveys of models), and their Parquet copies.
 
-    It belongs to one process at a time. Use it in a ``with`` block, whose end writes the
-    Parquet files and gives the folder free; a new folder that got nothing is taken away again.
-    `read_run` only reads.
+    Only one process can open it at a time. Use it in a ``with`` block, which writes the Parquet
+    files and releases the folder at the end; a new folder without content is removed. Use
+    `read_run` for reading.
 
     Args:
-        path: Folder, made if it does not exist.
-        spec: Everything that determines the rows; as an attribute, with what was held before.
+        path: Folder, created if it does not exist.
+        spec: Everything that determines the rows; the attribute also includes the stored
+            specification of the folder.
         origin: Machine and versions (`lipscope.records.rows.provenance`).
-        growing: Whether it may hold a run of other layers, lengths and samples, which then are
-            asked for too.
+        growing: Whether the folder may hold a run with other layers, lengths and samples, which
+            are then added to the specification.
 
     Attributes:
-        done: Rows that need no measuring, by their ids: whole, and not failed for want of a
-            worker, memory or disk.
+        done: Finished rows by id: complete, and not failed for an external reason (no worker,
+            memory or disk space).
 
     Raises:
         InputError: If the folder cannot be read or written, holds another specification, or
-            is in use by another process, or open in this one.
+            is already open in this or another process.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class RunFolder:
         self._replaces = self._place.replaces
         with self._writing():
             self._made = [one for one in (self.path, *self.path.parents) if not one.exists()]
-        self._check()  # a folder that is refused stays as it is
+        self._check()  # first: a refused folder is left unchanged
         self._tables = tables(self.path)
         self._marks: dict[str, Mark] = {}
         self._manifest = empty(self.spec, origin or {})
@@ -133,9 +134,9 @@ class RunFolder:
     def __exit__(self, kind: object = None, *error: object) -> None:
         try:
             rows, *_, values = self._tables
-            told = (one.get("part") for one in values.told())
-            if kind is not None and not any(rows.told()) and all(one == SURVEY for one in told):
-                self._release()  # nothing was found worth keeping
+            parts = (one.get("part") for one in values.told())
+            if kind is not None and not any(rows.told()) and all(one == SURVEY for one in parts):
+                self._release()  # nothing to keep
                 self._take_away()
             else:
                 self.compact()
@@ -145,7 +146,7 @@ class RunFolder:
     # --- the folder
 
     def _check(self) -> dict[str, Any] | None:
-        """The manifest of a run of this specification; anything else in there is refused."""
+        """The manifest of a run with this specification; any other content is refused."""
         with self._writing():
             if self.path.is_dir():
                 for table in tables(self.path):
@@ -171,7 +172,7 @@ class RunFolder:
         return None
 
     def _lock(self) -> Callable[[], object]:
-        """Lock the folder for this process; what gives it free."""
+        """Lock the folder for this process; returns the release function."""
         with self._writing():
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -184,15 +185,15 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Tell in one line that the disk is full."""
+        """Convert write errors, such as a full disk, to one-line errors."""
         try:
             yield
         except OSError as problem:
             raise unwritable(f"out = {self.path}", problem) from problem
 
     def _open(self) -> dict[str, Measurement]:
-        """The finished rows, after every file was put in order."""
-        for left in self.path.glob(f".*{PART}"):  # of a kill
+        """The finished rows, after repair of all files."""
+        for left in self.path.glob(f".*{PART}"):  # temporary files of a killed process
             left.unlink()
         if self._replaces:
             self._place.clear()
@@ -200,8 +201,8 @@ class RunFolder:
         if held is not None:
             if others := other_versions(held["provenance"], self._manifest["provenance"]):
                 remark(
-                    f"`{self.path}` was begun with {others}; what it holds is kept (`--force` on "
-                    "the command line makes all of it anew)."
+                    f"`{self.path}` was begun with {others}; its content is kept (use `--force` on "
+                    "the command line to start over)."
                 )
             self._manifest |= held
             self._marks = marks_of(held["files"])
@@ -209,7 +210,7 @@ class RunFolder:
             if os.path.lexists(self.path / MANIFEST):
                 (self.path / MANIFEST).replace(self.path / "manifest.damaged")
             if holds_rows(self.path):
-                remark(f"The manifest of `{self.path}` was lost, and is made anew from its rows.")
+                remark(f"The manifest of `{self.path}` was lost; it is rebuilt from the rows.")
             self._write_manifest()
         incomplete = self._repaired()
         frame = self.compact(own=False)
@@ -223,7 +224,7 @@ class RunFolder:
         return done
 
     def _repaired(self) -> set[str]:
-        """Put the files in order, say in a line what was wrong, and name the incomplete rows."""
+        """Repair the files with a one-line report, and return the ids of incomplete rows."""
         rows = self._tables[0]
         marked = [(one, self._marks.get(one.name)) for one in self._tables]
         try:
@@ -241,7 +242,7 @@ class RunFolder:
             if all(known):
                 held_of, mark = counts.items(), marked[0][1]
                 back += rows.restore(mark, lambda r: {n: o.get(r["id"], 0) for n, o in held_of})
-            told = [*rows.told()]
+            entries = [*rows.told()]
         except OSError as problem:
             raise InputError(
                 f"`{self.path}` should hold files that can be read and written. Found: {problem}; "
@@ -249,7 +250,7 @@ class RunFolder:
             ) from problem
         incomplete = {
             one["id"]
-            for one in told
+            for one in entries
             for name, held in counts.items()
             if isinstance(one.get("id"), str)
             and type(one.get(name)) is int
@@ -258,18 +259,18 @@ class RunFolder:
         damaged = [f"{count} damaged in `{name}`" for name, count in aside.items() if count]
         parts = [f"lines set aside in `.damaged` files: {', '.join(damaged)}"] * bool(damaged)
         every, beside = ", ".join(one.name for one in self._tables), ", ".join(BESIDE)
-        parts += [f"brought back from Parquet: {back} of {every}"] * bool(back)
+        parts += [f"restored from Parquet: {back} of {every}"] * bool(back)
         parts += [f"rows without all of their {beside}: {len(incomplete)}"] * bool(incomplete)
         if parts:
-            remark(f"`{self.path}`: {'; '.join(parts)}. What is missing is measured again.")
+            remark(f"`{self.path}`: {'; '.join(parts)}. Missing rows are measured again.")
         return incomplete
 
     def planned(self, ids: Collection[str]) -> None:
-        """Say which rows this run asks for, when all its models have been looked at.
+        """Set the rows of this run, after the survey of all its models.
 
-        Rows of windows that more lengths or samples have moved are set aside in
-        ``rows.earlier``, so that no passage is counted twice; others that nobody asked for
-        are named.
+        If more lengths or samples have moved the windows, rows of the old windows are moved to
+        ``rows.earlier``, so that no passage is counted twice. Other rows that are not part of this
+        run are kept, with a warning.
         """
         grown = self._manifest["spec"] != self.spec
         wanted, rows = set(ids), self._tables[0]
@@ -281,17 +282,17 @@ class RunFolder:
                     lambda line: json.loads(line)["id"] in unknown, self.path / "rows.earlier"
                 )
             self.done = {id: row for id, row in self.done.items() if id in wanted}
-            del self._marks[rows.name]  # else the copy would give them back
+            del self._marks[rows.name]  # otherwise they would be restored from the copy
             self.compact()
             remark(
-                f"`{self.path}`: {count} row{'s' * (count > 1)} of windows that moved with the new "
-                "lengths or samples went to `rows.earlier`; they are measured anew."
+                f"`{self.path}`: {count} row{'s' * (count > 1)} of windows moved by the new "
+                "lengths or samples went to `rows.earlier`; they are measured again."
             )
         elif unknown:
             first = next(iter(unknown.values()))
             remark(
-                f"`{self.path}` holds {len(unknown)} row{'s' * (len(unknown) > 1)} that this run "
-                f"does not ask for, such as {first.id} ({first.model}, layer {first.layer}, "
+                f"`{self.path}` holds {len(unknown)} row{'s' * (len(unknown) > 1)} outside this "
+                f"run, such as {first.id} ({first.model}, layer {first.layer}, "
                 f"{first.num_tokens} tokens); they are kept."
             )
         if grown:
@@ -299,7 +300,7 @@ class RunFolder:
             self._write_manifest()
 
     def _take_away(self) -> None:
-        """Remove what opening made, and the folders that were not there before."""
+        """Remove the files and folders created when the run was opened."""
         with contextlib.suppress(OSError):
             for name in (MANIFEST, LOCK, *_files_of(self._tables)):
                 (self.path / name).unlink(missing_ok=True)
@@ -316,11 +317,11 @@ class RunFolder:
 
     @property
     def models(self) -> Mapping[str, Mapping[str, Any]]:
-        """What is known of the models of this run, by name."""
+        """Provenance of the models of this run, by name."""
         return self._manifest["models"]
 
     def extend(self, finished: Sequence[Finished]) -> None:
-        """Write finished rows, what belongs to them first, and flush all to the disk in one go."""
+        """Append finished rows after their side tables, and sync them to disk together."""
         rows, *sides, _ = self._tables
         lines = self._lines(finished)
         for side in sides:
@@ -330,7 +331,7 @@ class RunFolder:
         self.done |= {one.row.id: one.row for one in finished}
 
     def _lines(self, finished: Sequence[Finished]) -> list[str]:
-        """Rows as lines, which say how much of each side table belongs to each."""
+        """Rows as lines, with the number of their records in each side table."""
         again = [one.row.id for one in finished if one.row.id in self.done]
         _, *sides, _ = self._tables
         held: dict[str, Counter[str]] = {}
@@ -343,11 +344,11 @@ class RunFolder:
         return [to_line(vars(o.row) | count) for o, count in zip(finished, counts, strict=True)]
 
     def values(self, part: str) -> dict[str, dict[str, Any]]:
-        """What was computed for a part of an experiment, by key, in the order of `add_value`."""
+        """Values of a part of an experiment by key, in the order of `add_value`."""
         return values_of(self._read(Value), part)
 
     def add_value(self, part: str, key: str, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Write what was computed, and flush it to the disk."""
+        """Append a value and sync it to disk; returns it after a JSON round trip."""
         text = json.dumps(content, ensure_ascii=False)
         self._add(self._tables[-1], [to_line({"part": part, "key": key, "content": text})])
         return json.loads(text)
@@ -357,7 +358,7 @@ class RunFolder:
             table.append(lines)
 
     def add_model(self, name: str, about: Mapping[str, Any]) -> None:
-        """Note in the manifest what a model was found to be."""
+        """Record the provenance of a model in the manifest; refuse a change."""
         held, found = self._manifest["models"].get(name), json.loads(json.dumps(about))
         if held == found:
             return
@@ -371,19 +372,19 @@ class RunFolder:
         self._write_manifest()
 
     def beside(self, kind: type[T], ids: Iterable[str] | None = None) -> list[T]:
-        """The tokens, bounds or directions of finished rows, of all or of some, each once."""
+        """Tokens, bounds or directions of finished rows (all, or ``ids``), without duplicates."""
         wanted = [one for one in (self.done if ids is None else ids) if one in self.done]
         return records_of(kind, self._read(kind), wanted) if wanted else []
 
     def _read(self, kind: type) -> polars.DataFrame:
-        """A table of which this process wrote or checked every line."""
+        """A table whose lines were all written or checked by this process."""
         (table,) = (one for one in self._tables if one.kind is kind)
         return table.read(self._marks.get(table.name), own=True)
 
     def compact(self, *, own: bool = True) -> polars.DataFrame:
-        """Bring the Parquet copies up to their lines, and the manifest up to the copies; the rows.
+        """Update the Parquet copies from the lines, then the manifest; returns the rows.
 
-        ``own``: whether this process wrote or checked every line.
+        ``own``: whether all lines were written or checked by this process.
         """
         frame = self._tables[0].read(self._marks.get("rows"), own=own)
         marks = {}
@@ -403,7 +404,7 @@ class RunFolder:
 
 
 def _may_be_left(path: Path) -> bool:
-    """Whether a kill before the first row can have left this file."""
+    """Whether this file may be left over from a run killed before its first row."""
     names = (MANIFEST, "manifest.damaged", LOCK)
     ours = path.name in _files_of(tables(path.parent))
     bare = ours and path.is_file() and not path.stat().st_size
@@ -415,10 +416,10 @@ def _files_of(stored: Iterable[Stored]) -> list[str]:
 
 
 def _taken(path: Path) -> Callable[[], object]:
-    """Lock a folder for this process; the system gives it free however the process ends.
+    """Lock a folder for this process; the system releases the lock when the process ends.
 
-    The lock is on a file of its own, since some network file systems give a lock back as soon
-    as any handle of the locked file is closed. Where there are no locks, nothing is locked.
+    The lock uses a separate file, since some network file systems release a lock as soon as any
+    handle of the locked file is closed. File systems without locks are not locked.
     """
     refuse_links(path / LOCK)
     handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -442,8 +443,8 @@ def _lock(handle: int) -> None:
 
 
 def belonging(side: polars.DataFrame, rows: polars.DataFrame) -> polars.DataFrame:
-    """What belongs to finished rows: a kill may leave tokens whose row was never written."""
-    if "id" not in side.columns:  # values belong to no row
+    """Records of finished rows only: after a kill, there may be tokens without a row."""
+    if "id" not in side.columns:  # values have no row
         return side
     return side.join(rows.select("id"), on="id", how="semi", maintain_order="left")
 
@@ -461,7 +462,7 @@ def values_of(frame: polars.DataFrame, part: str) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True, repr=False)
 class Run(Shown):
-    """A run folder as it is read: its tables and the manifest."""
+    """A run folder opened for reading: its tables and the manifest."""
 
     path: Path  # the folder
     # ``schema``, ``spec``, ``provenance`` (versions, machine), ``models`` (revision and weights of
@@ -475,37 +476,37 @@ class Run(Shown):
 
     @cached_property
     def rows(self) -> polars.DataFrame:
-        """One line for each finished row, in the order in which they were finished."""
+        """One line per finished row, in order of completion."""
         return self._read(Measurement)
 
     @cached_property
     def tokens(self) -> polars.DataFrame:
-        """One line for each token; ``id`` says for which row."""
+        """One line per token; ``id`` refers to its row."""
         return belonging(self._read(TokenShare), self.rows)
 
     @cached_property
     def bounds(self) -> polars.DataFrame:
-        """One line for each theorem that was asked about a row; ``id`` says for which one."""
+        """One line per theorem applied to a row; ``id`` refers to the row."""
         return belonging(self._read(Bound), self.rows)
 
     @cached_property
     def directions(self) -> polars.DataFrame:
-        """One line for each part of a leading direction of a row; ``id`` says for which one."""
+        """One line per component of a leading direction; ``id`` refers to its row."""
         return belonging(self._read(Direction), self.rows)
 
     def values(self, part: str) -> polars.DataFrame:
-        """Values that an experiment computed for one of its parts, a line each, with their keys."""
+        """Values of one part of an experiment, one per line, with their keys."""
         import polars as pl
 
         lines = [{"key": key} | content for key, content in self.contents(part).items()]
         return pl.DataFrame(lines, infer_schema_length=None)
 
     def parts(self) -> list[str]:
-        """The parts of which `values` has some."""
+        """The names of the parts with values."""
         return sorted(set(self._read(Value)["part"]) - {SURVEY})
 
     def contents(self, part: str) -> dict[str, dict[str, Any]]:
-        """The same by key."""
+        """Values of one part of an experiment, by key."""
         return values_of(self._read(Value), part)
 
     def measurements(self) -> list[Measurement]:
@@ -513,15 +514,15 @@ class Run(Shown):
         return records_of(Measurement, self.rows)
 
     def token_shares(self, ids: Sequence[str] | None = None) -> list[TokenShare]:
-        """The tokens of some rows, or of all, as records."""
+        """The tokens of all rows, or of those in ``ids``, as records."""
         return records_of(TokenShare, self.tokens, ids)
 
     def bound_values(self, ids: Sequence[str] | None = None) -> list[Bound]:
-        """The bounds of some rows, or of all, as records."""
+        """The bounds of all rows, or of those in ``ids``, as records."""
         return records_of(Bound, self.bounds, ids)
 
     def direction_parts(self, ids: Sequence[str] | None = None) -> list[Direction]:
-        """The directions of some rows, or of all, as records."""
+        """The directions of all rows, or of those in ``ids``, as records."""
         return records_of(Direction, self.directions, ids)
 
     def _read(self, kind: type) -> polars.DataFrame:
@@ -530,14 +531,13 @@ class Run(Shown):
 
 
 def read_run(path: str | Path) -> Run:
-    """Open a run folder for reading; nothing in it is written.
+    """Open a run folder for reading; its files are not modified.
 
-    Holds also while a run goes on: then the rows that are finished at this moment are read. Lines
-    are believed, and the Parquet copies as far as they are theirs; a damaged line is left out,
-    and said.
+    During a run, the rows finished so far are read. The lines take precedence over the Parquet
+    copies; damaged lines are skipped with a warning.
 
     Raises:
-        InputError: If it is no run folder, cannot be read, or is of another schema.
+        InputError: If it is not a run folder, cannot be read, or has another schema.
     """
     if not isinstance(path, str | Path) or not os.path.isdir(path):
         is_file = isinstance(path, str | Path) and os.path.exists(path)

@@ -1,4 +1,4 @@
-"""The manifest of a run folder: what was asked, by what it was answered, how far the copies go."""
+"""The manifest of a run folder: specification, versions, models and file digests."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MANIFEST = "manifest.json"
 LOCK = ".lock"
 _VERSIONS = ("lipscope", "torch", "transformers")
 _ENTRIES = ("spec", "provenance", "models", "files")
-# In these a run may ask for more than the folder holds.
+# Options in which a run may extend the folder.
 _GROWING = ("layers", "lengths", "samples")
-_KINDS = ("jsonl", "parquet", "damaged", "earlier")  # of a table, which `force` removes
+_KINDS = ("jsonl", "parquet", "damaged", "earlier")  # files of a table, removed by `force`
 
 
 def empty(spec: Mapping[str, Any], origin: Mapping[str, Any]) -> dict[str, Any]:
-    """A manifest without models and copies."""
+    """A manifest without models and files."""
     return {
         "schema": SCHEMA,
         "spec": plain(spec),
@@ -36,12 +36,12 @@ def empty(spec: Mapping[str, Any], origin: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A specification as it will be read back."""
+    """A specification after a JSON round trip."""
     return json.loads(json.dumps(spec, default=str))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a run folder; one that says nothing if it was lost and there are rows."""
+    """The manifest of a run folder; an empty one if it is lost but there are rows."""
     path = folder / MANIFEST
     if not os.path.lexists(path) and not holds_rows(folder):
         raise InputError(
@@ -56,7 +56,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def load_manifest(path: Path) -> dict[str, Any] | None:
-    """What a manifest says; None if it is lost beside rows, or there is nothing at all."""
+    """The content of a manifest; None if there is none, or if it is lost but there are rows."""
     content = b"?"
     try:
         with opened(path) as file:
@@ -83,8 +83,8 @@ def load_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def _known_entries(held: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a manifest, of the types that they have."""
-    json.dumps(held, ensure_ascii=False).encode()  # half a surrogate is no text
+    """The known entries of a manifest, after a type check."""
+    json.dumps(held, ensure_ascii=False).encode()  # raises for lone surrogates
     known = {name: dict(held[name]) for name in _ENTRIES}
     for some in (known["provenance"], *known["models"].values()):
         for value in some.values():
@@ -94,7 +94,7 @@ def _known_entries(held: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def other_versions(held: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What of the versions in a manifest is not that of today, in words; empty if nothing.
+    """Differences between the versions in a manifest and the current ones; empty if none.
 
     >>> other_versions({"lipscope": "0.1", "torch": "2.5"}, {"lipscope": "0.2", "torch": "2.5"})
     'lipscope 0.1 (now 0.2)'
@@ -106,13 +106,13 @@ def other_versions(held: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write a manifest in one move."""
+    """Write a manifest atomically."""
     text = json.dumps(manifest, indent=2, ensure_ascii=False, default=str) + "\n"
     replaced(folder / MANIFEST, text.encode("utf-8", "replace"))
 
 
 def holds_rows(folder: Path) -> bool:
-    """Whether a folder holds the rows of a run, by a line with its checksum."""
+    """Whether a folder holds rows of a run: at least one line with a valid checksum."""
     path = folder / "rows.jsonl"
     if not os.path.lexists(path):
         return False
@@ -124,25 +124,25 @@ def holds_rows(folder: Path) -> bool:
 
 
 def refuse_record(path: Path) -> None:
-    """Refuse to write onto what belongs to a run: only the run itself does, also through a link."""
+    """Refuse to overwrite a file of a run's record, directly or through a link."""
     for one in (path, Path(os.path.realpath(path))):
-        name = one.name.lower()  # some file systems do not tell letters apart
+        name = one.name.lower()  # some file systems are case-insensitive
         ours = name in (MANIFEST, LOCK) or name.endswith(tuple(f".{kind}" for kind in _KINDS))
         if ours and (holds_rows(one.parent) or _spec(one.parent) is not None):
             raise InputError(
-                f"`{path}` should be no file of a run's record, which the run alone writes. Found "
+                f"`{path}` should not be a file of a run's record, written by the run only. Found "
                 f"the run folder `{one.parent}`; choose another name, or another folder."
             )
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file that is no part of the record of a run, in one move."""
+    """Write a file that is not part of the record of a run, atomically."""
     refuse_record(path)
     replaced(path, content)
 
 
 def joined(held: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """What a folder holds together with what is wanted: more layers, lengths and samples.
+    """The union of two specifications in layers, lengths and samples.
 
     >>> joined({"layers": [3], "samples": 5, "map": "heads"}, {"layers": [0], "samples": 2})
     {'layers': [0, 3], 'samples': 5}
@@ -162,7 +162,7 @@ def joined(held: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]
 def check_same(
     path: Path, held: Mapping[str, Any], wanted: Mapping[str, Any], *, growing: bool = False
 ) -> dict[str, Any]:
-    """Refuse a folder with the run of another specification, and name what differs."""
+    """Refuse a folder with a run of another specification; the message names the differences."""
     wanted = plain(wanted)
     both = joined(held, wanted) if growing else wanted
     names = {*held, *wanted} - (set(_GROWING) if growing else set())
@@ -170,7 +170,7 @@ def check_same(
     if other:
         raise InputError(
             f"`out = {path}` holds the run of another specification (it differs in "
-            f"{', '.join(other)}); choose another `out`, ask the same again, or replace it "
+            f"{', '.join(other)}); choose another `out`, use the same options, or replace it "
             "(`--force` on the command line)."
         )
     return both
@@ -186,15 +186,15 @@ class Place:
     """The folder of a run.
 
     Args:
-        path: The folder; None for one in ``runs`` that is chosen: that of the same question,
-            whenever it was asked, or else a new one, numbered where the name is taken.
-        name: What a chosen folder is called after.
-        dated: Whether it is called after the day too; else one that the question only extends is
-            the same.
-        force: Whether a run of another question is replaced.
+        path: The folder. None selects a folder in ``runs``: an existing one with the same
+            specification, or else a new one, with a number if the name is taken.
+        name: Base name of a selected folder.
+        dated: Whether the name of a selected folder contains the date; if not, an existing folder
+            that the specification extends is selected too.
+        force: Whether a run of another specification is replaced.
 
     Attributes:
-        path: The folder, once it is known.
+        path: The folder, once it is selected.
     """
 
     def __init__(
@@ -204,13 +204,13 @@ class Place:
         self.path = path or _RUNS
 
     def of(self, spec: Mapping[str, Any], *, growing: bool) -> Path:
-        """The folder of a question."""
+        """The folder for a specification."""
         if self._given is None:
             self.path = self._chosen(plain(spec), growing=growing and not self._dated)
         return self.path
 
     def clear(self) -> None:
-        """Remove the run that is replaced; what is not of a run stays."""
+        """Remove the run to be replaced; other files are left in place."""
         names = [f"{table.name}.{kind}" for table in tables(self.path) for kind in _KINDS]
         for name in (*names, MANIFEST):
             (self.path / name).unlink(missing_ok=True)
@@ -219,7 +219,7 @@ class Place:
 
     @property
     def replaces(self) -> bool:
-        """Whether an earlier run here gives way."""
+        """Whether an earlier run in this folder is replaced."""
         return self._force and (holds_rows(self.path) or _spec(self.path) is not None)
 
     def _chosen(self, spec: Mapping[str, Any], *, growing: bool) -> Path:
@@ -238,7 +238,7 @@ class Place:
 
 
 def _spec(path: Path) -> Mapping[str, Any] | None:
-    """The specification of a folder, if it is one of a run."""
+    """The specification of a run folder; None for other folders."""
     try:
         held = load_manifest(path / MANIFEST)
     except InputError:

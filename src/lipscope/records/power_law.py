@@ -1,8 +1,7 @@
-"""Growth of sigma with the number of tokens: exponent, interval, and whether one fits.
+"""Growth of sigma with the number of tokens: power-law exponent, interval and goodness of fit.
 
-A power law ``sigma ~ n^s`` is a line of log sigma on log n: fitted, with an interval for its
-slope when other passages are drawn, a test of whether a line describes the data at all, and how
-far the means leave it.
+A power law ``sigma ~ n^s`` is a line in log sigma and log n. The fit gives the slope with an
+interval over the sampling of text, a lack-of-fit test, and the largest deviation of the means.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from lipscope.records.sampling import (
 )
 
 LACK_OF_FIT = 0.01
-"""A lack-of-fit p-value below this says that the means leave the line."""
+"""Significance level of the lack-of-fit test."""
 NEAR = 0.1
-"""Means that leave the line by more than this part, and not by chance, withdraw the power law."""
+"""A significant relative deviation of the means above this rejects the power law."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,29 +37,29 @@ class Growth:
     """Growth of sigma with the number of tokens in one group of rows."""
 
     slope: float  # exponent ``s`` of ``sigma ~ n^s`` by least squares on the logarithms
-    low: float | None  # lower end of its interval over the sampling of text; null if there is none
+    low: float | None  # lower end of its interval over the sampling of text; null if none
     high: float | None  # upper end
-    level: float | None  # confidence level of the interval; null if there is none
-    lengths: tuple[int, ...]  # numbers of tokens that were compared, increasing
+    level: float | None  # confidence level of the interval; null if none
+    lengths: tuple[int, ...]  # numbers of tokens in the fit, increasing
     # Slopes between neighbouring lengths, from the mean of log sigma per length
     local: tuple[float, ...]
-    lack_of_fit_p: float | None  # p-value of the lack-of-fit test; null where it cannot be made
-    off: float  # largest deviation of the geometric means from the fitted line, as a part of it
+    lack_of_fit_p: float | None  # p-value of the lack-of-fit test; null if not available
+    off: float  # largest relative deviation of the geometric means from the fitted line
     num_samples: int  # samples (paired), or the smallest number of rows at a length
-    num_rows: int  # rows that entered
+    num_rows: int  # rows in the fit
     num_excluded: int  # rows without a finite, positive sigma
-    num_dropped: int  # rows of samples that lack another length (paired only)
+    num_dropped: int  # rows of incomplete samples, which lack a length (paired only)
     paired: bool  # whether a sample is the same passage at every length
-    note: str | None  # what limits the result; null if nothing does
-    # The growth over inputs longer than those that the model was trained on, which this one leaves
-    # out; null if there are none, or fewer than three lengths of them
+    note: str | None  # limitations of the result; null if none
+    # Separate fit for inputs longer than the trained length, which this one excludes; null if
+    # there are fewer than three such lengths
     beyond: Growth | None = None
 
     @property
     def fits(self) -> bool | None:
-        """Whether a power law describes the means; null if that was not tested.
+        """Whether a power law describes the means; null if not tested.
 
-        It does where the test finds no deviation, and where it finds one of at most `NEAR`.
+        True if the test finds no significant deviation, or one of at most `NEAR`.
         """
         if self.lack_of_fit_p is None:
             return None
@@ -68,18 +67,18 @@ class Growth:
 
     @property
     def nearly(self) -> bool:
-        """Whether the means leave the line by little, and not by chance."""
+        """Whether the deviation of the means is significant but small."""
         return bool(self.fits) and (self.lack_of_fit_p or 0.0) < LACK_OF_FIT
 
     @property
     def deviation(self) -> str:
-        """How far the means leave the line, and whether by chance: "off by 3.2 %, p = 0.002"."""
+        """Deviation of the means from the line, with its p-value: "off by 3.2 %, p = 0.002"."""
         p = "not tested" if self.lack_of_fit_p is None else format_p(self.lack_of_fit_p)
         return f"off by {percent_off(self.off)} %, {p}"
 
     @property
     def interval(self) -> str:
-        """What the interval is: "95 % interval", or the range of few samples with its level."""
+        """Name of the interval: "95 % interval", or the range of a few samples with its level."""
         if self.level is None:
             return "no interval"
         if self.level >= CONFIDENCE:
@@ -99,7 +98,7 @@ class Growth:
 
     @property
     def law(self) -> str:
-        """Which of the laws ``n^0``, ``n^(1/4)``, ``n^(1/2)`` the interval holds, in words."""
+        """Which of the laws ``n^0``, ``n^(1/4)``, ``n^(1/2)`` the interval contains, in words."""
         if self.fits is False:
             return "no power law"
         if self.low is None or self.high is None:
@@ -114,7 +113,7 @@ class Growth:
 
 
 def percent_off(share: float) -> str:
-    """Two digits of a share in per cent; 0 below a hundredth of one.
+    """A fraction in per cent, to two digits; 0 below 0.01 %.
 
     >>> percent_off(0.0413), percent_off(9e-16)
     ('4.1', '0')
@@ -123,7 +122,7 @@ def percent_off(share: float) -> str:
 
 
 def format_p(p: float) -> str:
-    """A p-value in words.
+    """A p-value as text.
 
     >>> format_p(0.0021), format_p(1e-9)
     ('p = 0.002', 'p < 0.001')
@@ -154,7 +153,7 @@ _fields_of = attrgetter(*Group._fields)
 
 
 def group_of(row: Measurement) -> Group:
-    """The growth curve that a row belongs to."""
+    """The growth curve of a row."""
     return Group(*_fields_of(row))
 
 
@@ -164,45 +163,45 @@ def groups(rows: Iterable[Measurement]) -> dict[Group, list[Measurement]]:
 
 
 def usable(sigma: float | None) -> bool:
-    """Whether a sigma has a logarithm: finite and positive."""
+    """Whether sigma is finite and positive, so that its logarithm exists."""
     return sigma is not None and math.isfinite(sigma) and sigma > 0
 
 
 def growth(
     rows: Sequence[Measurement], *, paired: bool, seed: int = 0, of: Of = "sigma"
 ) -> Growth | None:
-    """The exponent of sigma in the number of tokens, with its interval and its test.
+    """The power-law exponent of sigma in the number of tokens, with an interval and a test of fit.
 
     The slope is the least-squares slope of ``log sigma`` on ``log n`` over all rows. Its interval
-    speaks of the sampling of text; the solver's error is the row's own interval.
+    covers the sampling of text; the solver's error is given by the interval of each row.
 
-    Paired samples have slopes of their own. From six samples on, the interval is a 95 %
+    Each paired sample has its own slope. For six or more samples, the interval is a 95 %
     percentile bootstrap of their mean, with percentiles widened to the Student quantile (Hesterberg
-    2015, "expanded percentile interval"). The range of ``k`` fewer ones holds the median slope with
-    probability ``1 - 2^(1 - k)``, whatever their distribution, and `level` says so. Samples that
-    are not paired have the 95 % Student interval ``slope ± t s sqrt(sum_n c_n² / k_n)``, with ``s``
-    the spread within the lengths and ``slope = sum_n c_n mean_n``: it holds for nearly normal
+    2015, "expanded percentile interval"). For ``k < 6`` samples, their range contains the median
+    slope with probability ``1 - 2^(1 - k)`` for every distribution; `level` is this probability.
+    Unpaired samples have the 95 % Student interval ``slope ± t s sqrt(sum_n c_n² / k_n)``, with
+    ``s`` the spread within the lengths and ``slope = sum_n c_n mean_n``: it holds for nearly normal
     log sigma of equal variance. The lack-of-fit test is an F test, see `paired_lack_of_fit` and
     `unpaired_lack_of_fit`.
 
-    Inputs longer than those that the model was trained on, as far as its files say, are fitted
-    apart (`beyond`): what changes there need not be growth.
+    Inputs longer than the trained length of the model, if its files state one, are fitted
+    separately (`beyond`), since changes there need not be growth.
 
-    Interval and test hold for independent samples. Where two of them share text, neither is given,
-    and `note` says so. A paired sample that lacks one of the lengths is dropped whole, and counted.
+    Interval and test hold for independent samples. If samples share text, both are omitted and
+    `note` gives the reason. Paired samples that lack a length are dropped and counted.
 
     Args:
-        paired: Whether one sample index is the same passage at every length (windows
-            "spread"), rather than a fresh one (windows "disjoint").
+        paired: Whether a sample index is the same passage at every length (windows
+            "spread"), rather than a new one (windows "disjoint").
         seed: Seed of the bootstrap of paired samples.
-        of: What grows: sigma, or sigma with the top token held fixed.
+        of: The quantity to fit: sigma, or sigma with the top token held fixed.
 
     Returns:
-        The growth, or None below three lengths with a finite, positive sigma; of the longer
-        inputs where only they have so many.
+        The growth, or None for fewer than three lengths with a finite, positive sigma. If only
+        the inputs beyond the trained length have three, their growth.
 
     Raises:
-        InputError: If the rows are not of one group, or hold a sample and length twice.
+        InputError: If the rows belong to several groups, or hold a sample and length twice.
     """
     if len(groups(rows)) > 1:
         raise InputError(
@@ -217,7 +216,7 @@ def growth(
     than = f"than the {trained} tokens that the model was trained on"
     if inside is None:
         return None if beyond is None else _noted(beyond, f"all inputs are longer {than}")
-    what = "fitted apart" if beyond else "left out"
+    what = "fitted separately" if beyond else "left out"
     return replace(_noted(inside, f"inputs longer {than} are {what}"), beyond=beyond)
 
 
@@ -226,7 +225,7 @@ def _noted(fit: Growth, remark: str) -> Growth:
 
 
 def _growth(rows: Sequence[Measurement], *, paired: bool, seed: int, of: Of) -> Growth | None:
-    """The growth of rows that are all on one side of the trained length."""
+    """The growth of rows on one side of the trained length."""
     logs = _log_sigma(rows, of)
     lengths = sorted({n for n, _ in logs})
     if len(lengths) < 3:
@@ -268,7 +267,7 @@ def _growth(rows: Sequence[Measurement], *, paired: bool, seed: int, of: Of) -> 
 
 
 def top_held_fixed(rows: Iterable[Measurement]) -> list[Measurement]:
-    """The same rows with `sigma_rest` instead of sigma; those without it have none."""
+    """The same rows with `sigma_rest` in place of sigma."""
     return [replace(row, sigma=row.sigma_rest, upper=None) for row in rows]
 
 
@@ -295,7 +294,7 @@ def slope_of(points: Iterable[tuple[float | int, float]]) -> float:
 
 
 def off_line(points: Iterable[tuple[float | int, float]]) -> float:
-    """Largest deviation of points from their least-squares power law, as a part of the law.
+    """Largest relative deviation of points from their least-squares power law.
 
     >>> round(off_line([(1, 1.0), (2, 2.2), (4, 4.0)]), 2)
     0.07
@@ -307,7 +306,7 @@ def off_line(points: Iterable[tuple[float | int, float]]) -> float:
 
 
 def _log_sigma(rows: Sequence[Measurement], of: Of) -> dict[tuple[int, int], float]:
-    """``log sigma`` by (length, sample), of the rows that have one."""
+    """``log sigma`` by (length, sample), for rows with a finite, positive sigma."""
     logs: dict[tuple[int, int], float] = {}
     for row in rows:
         sigma: float | None = getattr(row, of)
@@ -324,9 +323,9 @@ def _log_sigma(rows: Sequence[Measurement], of: Of) -> dict[tuple[int, int], flo
 
 
 def share_text(rows: Sequence[Measurement], *, paired: bool) -> bool:
-    """Whether windows of different samples, or lengths of unpaired ones, have tokens in common."""
+    """Whether windows of different samples, or of unpaired lengths, overlap."""
     longest: dict[int, Measurement] = {}
-    for row in rows:  # the windows of a paired sample are parts of its longest one
+    for row in rows:  # the windows of a paired sample are nested in its longest one
         if paired and row.num_tokens >= longest.get(row.sample, row).num_tokens:
             longest[row.sample] = row
     windows = longest.values() if paired else rows
@@ -337,7 +336,7 @@ def share_text(rows: Sequence[Measurement], *, paired: bool) -> bool:
 def _slope_interval(
     columns: list[np.ndarray], weights: np.ndarray, *, paired: bool, seed: int
 ) -> tuple[float, float, float] | tuple[None, None, None]:
-    """Ends and level of the slope's interval; nothing where a length has a single sample."""
+    """Ends and level of the slope's interval; None if a length has a single sample."""
     sizes = np.array([len(column) for column in columns])
     count = int(sizes.min())
     if count < 2:
@@ -352,8 +351,8 @@ def _slope_interval(
     own = np.column_stack(columns) @ weights
     if (level := 1 - 2.0 ** (1 - count)) < CONFIDENCE:
         return float(own.min()), float(own.max()), level
-    # A resampled mean varies by sqrt((k - 1) / k) too little, and the normal quantile is
-    # too small for k samples: the tail is chosen so as to make up for both.
+    # The standard deviation of resampled means is too small by sqrt((k - 1) / k), and the normal
+    # quantile is too small for k samples: the tail corrects for both.
     student = special.stdtrit(count - 1, (1 + CONFIDENCE) / 2)
     tail = float(special.ndtr(-student * math.sqrt(count / (count - 1))))
     low, high = np.quantile(resampled(seed, count) @ own, [tail, 1 - tail])
@@ -363,7 +362,7 @@ def _slope_interval(
 def _sample_note(
     columns: list[np.ndarray], dropped: int, complete: bool, *, shared: bool, paired: bool
 ) -> str | None:
-    """What the reader of an exponent should know about the samples behind it."""
+    """Caveats about the samples behind an exponent."""
     remarks = []
     if not complete:
         remarks.append("no sample has every length: exponent of all rows, without interval")

@@ -1,7 +1,7 @@
-"""Records of a run folder: rows and what belongs to them, and what moves did.
+"""Records of a run folder: measurements with their side tables, pushes, splits and edits.
 
-A `Measurement` is one flat row; everything after it (tables, figures, pages) reads rows
-and never sees a tensor.
+A `Measurement` is a flat row; tables, figures and pages are made from rows and never see a
+tensor.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     import polars
 
 SCHEMA = 6
-"""Version of the files of a run; only this one is read."""
+"""Version of the file format; files of other versions are refused."""
 
 GIVEN = ("text", "batch", "image")
-"""Kinds of inputs that were given; all others were built."""
+"""Kinds of inputs from the user; all others are constructed."""
 
 AGAIN = "the next run tries it again"
-"""How the error of a row ends that failed for a reason outside its question."""
+"""End of the error message of a row that failed for an external reason."""
 
 Record = TypeVar("Record")
 Thing = TypeVar("Thing")
@@ -46,20 +46,20 @@ Status = Literal["converged", "max_steps", "non_finite", "failed"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Measurement(Shown):
-    """One measured local Lipschitz constant: what, where, how, and the answer.
+    """One measured local Lipschitz constant, with its settings and provenance.
 
     Attributes:
         id: Digest of everything that determines the row; stable across restarts.
-        model: Name of the model as the user gave it.
+        model: Name of the model as given by the user.
         revision: Commit, package version, or null.
-        weights: What the weights were stored as, for example "float32".
+        weights: Storage type of the weights, for example "float32".
         layer: Index of the layer from 0; null for maps of the whole model.
         head: Query head; null for all heads together.
-        map: Function whose Jacobian was taken (see the vocabulary).
-        metric: How a perturbation is measured.
+        map: Function whose Jacobian is measured (see the vocabulary).
+        metric: Norm of perturbations.
         move: Tokens that may move.
         read: Output tokens that are read.
-        input: Kind of input: "text", "batch", or what built it, such as "two_cluster" or
+        input: Kind of input: "text", "batch", or the construction, such as "two_cluster" or
             "ascent".
         num_tokens: Number of tokens n.
         sample: Index of the text window or batch entry.
@@ -67,40 +67,39 @@ class Measurement(Shown):
         sigma: Top singular value (a Ritz value, hence a lower bound); null if none.
         upper: Upper end of the interval, valid with probability ``1 - delta``.
         delta: Failure probability of the interval.
-        status: How the solver ended.
+        status: Final state of the solver.
         solver_residual: ``r / (sqrt(2) sigma)``: relative distance to a singular value.
-        products: JVPs plus VJPs that the measurement took.
+        products: Number of JVPs plus VJPs.
         relative: ``sigma ||X|| / ||f(X)||``.
         top_token: Token with the largest share of the top right singular vector.
         top_share: That share (squared norm, between 0 and 1).
-        sigma_rest: Sigma with the top token held fixed; null unless asked for.
-        frobenius: Estimate of ``||J||_F``; null unless asked for.
+        sigma_rest: Sigma with the top token held fixed; null unless requested.
+        frobenius: Estimate of ``||J||_F``; null unless requested.
         radius_max: Largest token norm of the map's input.
         radius_rms: Root mean square token norm of the map's input.
         input_norm: ``||X||_F``.
         output_norm: ``||f(X)||_F``.
-        seconds: Solving time, without capture.
+        seconds: Solver time, without capture.
         dtype: Floating type of the computation.
-        device: Where it ran.
+        device: Device of the computation.
         seed: Seed of the random starts.
         tokens_sha256: Digest of the token ids (or of the input tensor).
         version: Version of lipscope.
         note: Advice and remarks; null if none.
-        error: What went wrong; null unless the status is "failed".
+        error: Error message; null unless the status is "failed".
         text: Name of the text in a sweep; null elsewhere.
         step: Training step of a checkpoint in a sweep; null elsewhere.
-        side: What the moving tokens make: all of self-attention (``self``), or the queries
+        side: Role of the moving tokens: all of self-attention (``self``), or the queries
             (``query``), or the keys and values (``key``) of cross-attention.
-        position_offset: How much later than usual the position ids start.
+        position_offset: Offset added to the position ids.
         module: Path of the module in the model: the attention, the block of the map ``block``, the
-            first block of the map ``model``; null where the model is a layer by itself.
-        argument: What moves: names of the module's arguments, or those of the norm before it.
+            first block of the map ``model``; null if the model is a single layer.
+        argument: The moving input: names of the module's arguments, or those of the norm before it.
         projection: Whether the output projection is part of the map: true, false (``heads``, or the
-            model applies none), or null where none was seen as a module of its own.
+            model applies none), or null if it was not observed as a separate module.
         derivative_error: ``||J v - D|| / ||D||`` with D the finite difference of the model itself
-            along the direction found; null except for the first sample of a length.
-        trained_length: Number of tokens to which the model was trained; null where its files do
-            not say.
+            along the top direction; null except for the first sample of a length.
+        trained_length: Number of tokens the model was trained on; null if not stated in its files.
     """
 
     id: str
@@ -152,11 +151,11 @@ class Measurement(Shown):
 
     @property
     def passing(self) -> bool:
-        """Whether it failed for want of a worker, memory or disk: not an answer to the question."""
+        """Whether it failed for an external reason: no worker, memory or disk space."""
         return self.error is not None and self.error.endswith(AGAIN)
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as plain values in column order; non-finite numbers are null."""
+        """The row as a dict in column order; non-finite numbers are null."""
         return plain_values(vars(self))
 
     def to_json(self) -> str:
@@ -166,14 +165,14 @@ class Measurement(Shown):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenShare(Shown):
-    """One token of a measured window: its part in the most sensitive direction.
+    """One token of a measured window: its share of the top singular vectors.
 
     Attributes:
-        id: Row that it belongs to.
+        id: Row of the token.
         index: Position in the window, from 0.
-        text: The token's text; its id where there is no tokenizer, its index where there is no id.
-        share_in: Its share of the top right singular vector: moving it moves the output.
-        share_out: Its share of the top left singular vector: its output moves.
+        text: The token's text; its id without a tokenizer, its index without ids.
+        share_in: Its share of the top right singular vector (input).
+        share_out: Its share of the top left singular vector (output).
         norm: Norm of the map's input at this token.
     """
 
@@ -187,25 +186,25 @@ class TokenShare(Shown):
 
 @dataclass(frozen=True, kw_only=True)
 class Bound(Shown):
-    """One theorem, or one certificate, asked about a layer.
+    """One theorem, or one certificate, applied to a layer.
 
     Attributes:
-        id: Row that it belongs to; model, layer, head, map and sigma stand there. "" for a layer
-            that was not measured.
+        id: Row of the bound, with its model, layer, head, map and sigma. "" for a layer that was
+            not measured.
         theorem: Name in the catalogue.
-        statement: Where it is stated.
+        statement: Statement in the source, such as "Theorem 3.2".
         cite: Key of the bibliography, or "derived here".
         kind: ``upper`` or ``lower``; ``radius`` of a ball in which a decision stays.
-        scope: For which inputs: ``local``, ``ball``, ``global``, ``mean-field`` or ``limit``.
-        metric: How input and output are measured.
-        value: The bound; null if there is none.
-        radius: Largest token norm that global bounds allow; null for the map ``normed``.
-        floor: Smallest token norm (mean taken away if the norm does so) that global bounds for
-            the map ``normed`` allow, else null.
-        eps: Radius of the ball that a ``ball`` bound speaks of, else null.
+        scope: Covered inputs: ``local``, ``ball``, ``global``, ``mean-field`` or ``limit``.
+        metric: Norm of input and output.
+        value: The bound; null if not available.
+        radius: Largest token norm covered by global bounds; null for the map ``normed``.
+        floor: Smallest token norm (after centring if the norm centres) covered by global bounds
+            for the map ``normed``, else null.
+        eps: Radius of the ball of a ``ball`` bound, else null.
         reason: Why there is no value, or "".
-        note: What a reader must know, or "".
-        sound: False for a statement that is shown as found although it fails.
+        note: Caveats, or "".
+        sound: False for a published statement that is known to fail.
     """
 
     id: str = ""
@@ -231,36 +230,36 @@ class Bound(Shown):
 
 @dataclass(frozen=True, kw_only=True)
 class Direction:
-    """One part of one of the leading singular directions of a layer at an input.
+    """One component of a leading singular direction of a layer at an input.
 
-    A direction is a pair of vectors, v that moves and u = J v / sigma that answers; with both signs
-    changed it is the same one. A part is a token of v (``side`` is ``right``), a token of u
-    (``left``), a head's part in u (``head``), or a text (``text``) towards which the move v
-    turns the output of the model, or away from which.
+    A direction is a pair of singular vectors, v and u = J v / sigma, up to a common sign. A
+    component is a token of v (``side`` is ``right``), a token of u (``left``), a head's
+    contribution to u (``head``), or a text (``text``) that the model's output moves towards or
+    away from along v.
 
     Attributes:
-        id: Row that it belongs to.
+        id: Row of the direction.
         rank: 1 for the top direction, then the next ones.
         side: ``right``, ``left``, ``head`` or ``text``.
         index: Position of the token, or index of the head or text.
         text: The token's text, the place of a patch, or ``head 3``.
-        share: ``|v_i|^2`` or ``|u_i|^2`` of unit vectors; of a head ``<u, J_h v> / sigma``, which
-            sums to 1 over the heads and may be negative; of a text the derivative, for each unit
-            of a move along v, of the cosine of the model's mean output with that of the text.
-        sigma: At most the singular value of this rank.
-        upper: At least it, with probability ``1 - delta`` of the row.
+        share: ``|v_i|^2`` or ``|u_i|^2`` of unit vectors; for a head ``<u, J_h v> / sigma``, which
+            sums to 1 over the heads and may be negative; for a text the directional derivative
+            along v of the cosine between the mean outputs of the model at the input and the text.
+        sigma: Lower bound of the singular value of this rank.
+        upper: Upper bound, with probability ``1 - delta`` of the row.
         residual: ``‖J^T J v - theta^2 v‖ / (sqrt(2) theta^2)``, ``theta = ‖J v‖``.
-        sine: Upper bound of the sine of the angle between v and the singular vector; null where
-            the intervals do not tell this singular value from its neighbours'.
-        space: In what a token was read: ``vocabulary`` (tokens in its place), ``read-out``
-            (gradients of logits), ``window`` (the other tokens here); null where in nothing.
+        sine: Upper bound of the sine of the angle between v and the singular vector; null if
+            the intervals do not separate this singular value from its neighbours.
+        space: Vectors that a token is compared with: ``vocabulary`` (tokens in its place),
+            ``read-out`` (gradients of logits), ``window`` (the other tokens); null if none.
         plus: Readings along the vector as JSON, ``[[word, cosine], …]``, nearest first.
-        minus: Readings against it.
-        cosine: Largest absolute cosine with a reading; of a text that of v with the gradient.
-        spanned: Share of the squared norm that the ten nearest readings span.
-        chance_cosine: The largest such cosine of 99 random directions of this dimension; what does
-            not exceed it reads as nothing.
-        chance_spanned: The largest such share of these.
+        minus: Readings against the vector.
+        cosine: Largest absolute cosine with a reading; for a text that of v with the gradient.
+        spanned: Fraction of the squared norm in the span of the ten nearest readings.
+        chance_cosine: The largest cosine of 99 random directions of this dimension; smaller cosines
+            are not meaningful.
+        chance_spanned: The largest fraction for these random directions.
     """
 
     id: str
@@ -283,12 +282,12 @@ class Direction:
 
     @property
     def determined(self) -> bool:
-        """Whether the vector is known: a cosine with it is wrong by 0.1 at most."""
+        """Whether the vector is known accurately: errors of cosines are at most 0.1."""
         return self.sine is not None and self.sine <= 0.1
 
     @property
     def reads(self) -> bool | None:
-        """Whether a reading is nearer than to any of the random directions; None if unread."""
+        """Whether a reading is nearer than for all random directions; None without readings."""
         if self.cosine is None or self.chance_cosine is None:
             return None
         return self.cosine > self.chance_cosine
@@ -301,135 +300,134 @@ class Direction:
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """A value that an experiment computed besides rows, under a key of its own."""
+    """A value that an experiment stores in addition to rows, with its own key."""
 
-    part: str  # part of the experiment; its values have the same columns
-    key: str  # digest of what determines the value
+    part: str  # part of the experiment; values of a part have the same columns
+    key: str  # digest of the inputs of the value
     content: str  # the value as JSON
 
 
-# --- pushes of a layer's input, splits of tokens, edits of a text
+# --- pushes of a layer's input, token splits, text edits
 
 PLACES, DIRECTIONS, STEPS = "push-places", "push-directions", "push"
-"""Parts of the values of a run folder; lines of all three name their ``push``."""
+"""Parts of the values of a run folder; records of all three have a ``push``."""
 NEXT, NEAREST, MOVED = "next token", "nearest text", "most changed patch"
-"""What is read of a model's output."""
+"""Readings of a model's output."""
 PATCHES = "patches"
-"""The directions ``+patches`` and ``-patches``: v without what it moves of other tokens."""
+"""The directions ``+patches`` and ``-patches``: v restricted to patch tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PushPlace:
-    """One map of a model at one input, before anything moves."""
+    """One map of a model at the unperturbed input."""
 
-    push: str  # what names this push in all three parts
+    push: str  # name of this push in all three parts
     id: str  # row of sigma
-    mean_norm: float  # mean norm of the tokens of the map's input
+    mean_norm: float  # mean token norm of the map's input
     input_norm: float  # ``‖X‖_F``
     layer_norm: float | None = None  # ``‖f(X)‖_F``
-    # The same of what the block around it hands on; None where there is none
+    # Norm of the output of the enclosing block; None if there is none
     block_norm: float | None = None
-    model_norm: float | None = None  # the same of the model's output
-    # Sizes, each with what no move of it can exceed: a JSON list of pairs; the second is null where
-    # nothing is proved
+    model_norm: float | None = None  # norm of the model's output
+    # Sizes, each with the certified bound of the change: a JSON list of pairs; the bound is null if
+    # not available
     grid: str = "[]"
-    # ``next token``, ``nearest text``, ``most changed patch``, or "" where nothing is read
+    # ``next token``, ``nearest text``, ``most changed patch``, or "" for no reading
     reading: str = ""
-    # What is read at X: a JSON list of pairs, best first: a name, and its probability, its cosine,
-    # or its share of the squared change of the model's output
+    # Readings at X: a JSON list of pairs, best first: a name, and its probability, cosine, or share
+    # of the squared change of the model's output
     reads: str = "[]"
-    # What a read-out of the layer's pooled output decides at X, or None
+    # Decision at X of a read-out of the layer's pooled output, or None
     decision: str | None = None
-    decided_by: str = ""  # what decides, in words
-    # Frobenius radius within which the decision cannot change; None where none is proved
+    decided_by: str = ""  # description of the read-out
+    # Certified Frobenius radius within which the decision cannot change; None if not available
     radius: float | None = None
-    note: str | None = None  # what to know, or None
-    # Whether ``+patches`` and ``-patches`` are pushed: where pixels move a picture so
+    note: str | None = None  # caveats, or None
+    # Whether ``+patches`` and ``-patches`` are pushed: if pixels can realise these directions
     patches: bool = False
 
     @property
     def sizes(self) -> list[tuple[float, float | None]]:
-        """The grid, read."""
+        """The parsed grid."""
         return [(eps, most) for eps, most in json.loads(self.grid)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PushDirection:
-    """One direction ``e`` of unit Frobenius norm, and where its pushes change what happens.
+    """One direction ``e`` of unit Frobenius norm, and the sizes at which the outcome changes.
 
-    Sizes at which something changes are bisected between two sizes of the grid, to one per cent;
-    what changes and changes back between two of them is not seen.
+    These sizes are bisected between two sizes of the grid, to one per cent; a change that reverts
+    between two grid sizes is missed.
     """
 
-    push: str  # what names this push in all three parts
+    push: str  # name of this push in all three parts
     id: str  # row of sigma
     # ``+v``, ``-v`` (the top right singular vector), ``+top``, ``-top`` (its top token alone, of
-    # unit norm), of pictures ``+patches``, ``-patches`` (v without other tokens than patches),
+    # unit norm), for pictures ``+patches``, ``-patches`` (v restricted to patch tokens),
     # ``random 1`` and so on
     direction: str
-    gain: float  # ``‖J e‖``: the change for each unit of size, to first order; sigma for v
+    gain: float  # ``‖J e‖``: change per unit size, to first order; sigma for v
     most: float  # largest size
-    # Size from which the layer's change is off ``gain · eps`` by more than 1 %; None if by no more
-    # up to ``most``
+    # Smallest size at which the layer's change differs from ``gain · eps`` by more than 1 %; None
+    # if it does not up to ``most``
     leaves_1: float | None = None
     leaves_10: float | None = None  # the same for 10 %
-    # Size from which the best reading is another one; None if it stays up to ``most``
+    # Smallest size at which the best reading changes; None if it does not up to ``most``
     flip: float | None = None
-    flip_to: str | None = None  # which it is then
-    # Size of the grid at which the first reading is back; None if it is not
+    flip_to: str | None = None  # the new best reading
+    # Grid size at which the initial reading returns; None if it does not
     flips_back: float | None = None
-    # Size from which the read-out of the layer decides otherwise, or None
+    # Smallest size at which the decision of the layer's read-out changes, or None
     decision_flip: float | None = None
-    # Where the move is one of the picture: the patch of its largest share as JSON, with its
-    # ``name``, its pixels from 0 to 1 ``before``, and its ``move`` for each unit of size, both
-    # ``(c, p, p)``; of pictures up to 512 x 512 also where it is (``at``), and the whole
-    # ``picture`` and its ``moves`` by their ``scale``, a byte for each number. None where no pixels
-    # move the tokens so
+    # If pixels can realise the direction: the patch of largest share as JSON, with its ``name``,
+    # its pixels from 0 to 1 ``before``, and its ``move`` per unit size, both ``(c, p, p)``; for
+    # pictures up to 512 x 512 also its position (``at``), the whole ``picture`` and its ``moves``
+    # (divided by ``scale``), one byte per number. None otherwise
     pixels: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PushStep:
-    """One move ``E = eps e`` of a map's input, and what the model made of it."""
+    """One perturbation ``E = eps e`` of a map's input, and the response of the model."""
 
-    push: str  # what names this push in all three parts
+    push: str  # name of this push in all three parts
     id: str  # row of sigma
     direction: str  # as in `PushDirection`
     eps: float  # ``‖E‖_F``
-    relative: float  # ``eps`` by the mean norm of a token
+    relative: float  # ``eps`` divided by the mean token norm
     promise: float  # ``sigma · eps``
-    # What no move of this size can exceed; None where nothing is proved
+    # Certified bound of the change at this size; None if not available
     certificate: float | None = None
-    # ``‖f(X + E) - f(X)‖_F``; None where it is not finite, as for the others
+    # ``‖f(X + E) - f(X)‖_F``; like the next two, None if not finite
     layer: float | None = None
-    block: float | None = None  # the same of what the block around it hands on
-    model: float | None = None  # the same of the model's output
-    reads: str = "[]"  # what is read, as in `PushPlace`
-    decision: str | None = None  # what a read-out of the layer's pooled output decides, or None
+    block: float | None = None  # change of the output of the enclosing block
+    model: float | None = None  # change of the model's output
+    reads: str = "[]"  # readings, as in `PushPlace`
+    decision: str | None = None  # decision of a read-out of the layer's pooled output, or None
 
 
 GAINS, EDITS, RADII, READINGS, ALERTS = "tokens", "edits", "radii", "monitor", "alerts"
 """Parts of the values of a run folder: `TokenGain` and `TextEdit` records, certified radii of a
-model's decision, and what a monitor writes."""
+model's decision, and the output of a monitor."""
 
 
 @dataclass(frozen=True)
 class TokenGain:
-    """One token of a window: taken apart, and moved."""
+    """Gains of splitting and of moving one token of a window."""
 
     id: str  # row of its layer with ``move = copies``
     layer: int  # index of the layer
     sample: int  # index of the window or entry
     index: int  # position in the window, from 0
     text: str  # the token's text
-    split: float  # largest gain of moving its copies against each other
+    split: float  # largest gain of moving its copies in opposite directions
     split_upper: float  # upper end of its interval
-    moved: float  # largest gain of moving it alone, copies together
+    moved: float  # largest gain of moving this token alone, without splitting it
     moved_upper: float  # upper end of its interval
 
     @property
     def better_split(self) -> bool:
-        """Whether taking it apart is known to gain more than moving it."""
+        """Whether splitting the token provably gains more than moving it."""
         return self.split > self.moved_upper
 
 
@@ -444,54 +442,54 @@ class TextEdit(Shown):
     sample: int  # index of the window
     start: int | None  # its first text token
     num_tokens: int  # its length, special tokens included
-    recipe: str  # which recipe
-    target: str  # whose output should change
-    # ``succeeded``; ``failed``: no edit that a text can carry was found, or the decision stands;
-    # ``skipped``: the window's own text is not read back as its tokens
+    recipe: str  # name of the recipe
+    target: str  # the output to change
+    # ``succeeded``; ``failed``: no valid edit was found, or the decision is unchanged; ``skipped``:
+    # the text of the window does not tokenize back to its tokens
     status: str
-    # What was done, ``old → new`` with the position of each, in words; a copy as ``old → old old``
+    # The edits as text, ``old → new`` with their positions; a copy as ``old → old old``
     edits: str = ""
     changed: int = 0  # number of edits
-    before: str = ""  # the text as it was given
+    before: str = ""  # the original text
     after: str = ""  # the text with the edits
     # ``‖f(X') - f(X)‖ / ‖f(X)‖`` of the layer's output, without copies of tokens
     change_layer: float | None = None
-    change_model: float | None = None  # the same of the model's
-    first: float | None = None  # of the target's, after the edit that the recipe put first
-    # Of the target's, by the Jacobian; None where there is no such prediction
+    change_model: float | None = None  # the same for the model's output
+    first: float | None = None  # change of the target's output after the recipe's first edit
+    # Change of the target's output predicted by the Jacobian; None if not available
     predicted: float | None = None
-    sigma: float | None = None  # largest stretch of the token vectors by the target, a lower value
-    moved: float | None = None  # how far the token vectors moved; None for copies
-    queries: int = 0  # edited texts that the model read
-    products: int = 0  # products with its Jacobian, or gradients
-    # What was decided at the start; None where there is nothing to decide
+    sigma: float | None = None  # lower bound of sigma from the token vectors to the target's output
+    moved: float | None = None  # norm of the change of the token vectors; None for copies
+    queries: int = 0  # number of forward passes on edited texts
+    products: int = 0  # number of Jacobian products or gradients
+    # Decision for the original text; None without a read-out
     decision: str | None = None
-    decided: str | None = None  # what was decided at the end
+    decided: str | None = None  # decision for the edited text
 
 
 @dataclass(frozen=True)
 class RecipeSummary:
-    """A recipe on all windows; means are over those that were neither skipped nor failed."""
+    """One recipe on all windows; means are over the windows where it succeeded."""
 
-    recipe: str  # which
-    originals: int  # windows
-    skipped: int  # of those, how many were skipped
-    failed: int  # how many failed
-    succeeded: int  # how many succeeded
+    recipe: str  # name of the recipe
+    originals: int  # number of windows
+    skipped: int  # number of skipped windows
+    failed: int  # number of failures
+    succeeded: int  # number of successes
     changed: float | None  # mean number of edits
     queries: float | None  # mean number of queries, over windows that were not skipped
     change_layer: float | None  # mean relative change of the layer's output
-    change_model: float | None  # of the model's
+    change_model: float | None  # the same for the model's output
 
     @property
     def rate(self) -> float | None:
-        """Successes among the windows that were attacked."""
+        """Success rate among the windows that were not skipped."""
         tried = self.originals - self.skipped
         return self.succeeded / tried if tried else None
 
 
 def summed(recipe: str, edits: Sequence[TextEdit]) -> RecipeSummary:
-    """The effect of one recipe on all windows."""
+    """Summarise one recipe over all windows."""
 
     def mean(values: Sequence[float | None]) -> float | None:
         known = [one for one in values if one is not None]
@@ -512,11 +510,11 @@ def summed(recipe: str, edits: Sequence[TextEdit]) -> RecipeSummary:
     )
 
 
-# --- lines and frames
+# --- serialisation and data frames
 
 
 def grouped(things: Iterable[Thing], key: Callable[[Thing], Key]) -> dict[Key, list[Thing]]:
-    """Things by their keys, both in order of appearance."""
+    """Group items by key, in order of appearance."""
     found: dict[Key, list[Thing]] = {}
     for one in things:
         found.setdefault(key(one), []).append(one)
@@ -524,18 +522,18 @@ def grouped(things: Iterable[Thing], key: Callable[[Thing], Key]) -> dict[Key, l
 
 
 def to_line(values: Mapping[str, Any]) -> str:
-    """The values of a record as one line of JSON; non-finite numbers are null."""
+    """A record's values as one line of JSON; non-finite numbers are null."""
     return json.dumps(plain_values(values), ensure_ascii=False, allow_nan=False)
 
 
 def stable_id(parts: Mapping[str, Any]) -> str:
-    """A short digest of named values, the same on every machine and in every order.
+    """A short digest of named values, independent of their order and of the machine.
 
     >>> stable_id({"a": 1, "b": "x"}) == stable_id({"b": "x", "a": 1})
     True
     """
     text = json.dumps(parts, sort_keys=True, ensure_ascii=False, default=str)
-    # Half a character, which is refused later, has a digest too.
+    # Lone surrogates, which are refused later, have a digest too.
     return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:16]
 
 
@@ -546,7 +544,7 @@ def version() -> str:
 
 
 def provenance(**more: str) -> dict[str, Any]:
-    """Provenance of a run: recorded in its manifest, never compared."""
+    """Provenance of a run: stored in its manifest, never compared."""
     return {
         "lipscope": version(),
         "torch": importlib.metadata.version("torch"),
@@ -560,7 +558,7 @@ def provenance(**more: str) -> dict[str, Any]:
 
 
 def typed_frame(kind: type[Record], records: Iterable[Record]) -> polars.DataFrame:
-    """A frame whose types come from the record's annotations, never from the values."""
+    """A data frame with types from the record's annotations, not from the values."""
     import polars as pl
 
     finite = [plain_values(vars(one)) for one in records]
@@ -570,7 +568,7 @@ def typed_frame(kind: type[Record], records: Iterable[Record]) -> polars.DataFra
 def records_of(
     kind: type[Record], frame: polars.DataFrame, ids: Iterable[str] | None = None
 ) -> list[Record]:
-    """The lines of a frame, or those of some rows, as records."""
+    """The rows of a frame as records; with ``ids``, only those of these measurements."""
     if ids is not None:
         import polars as pl
 
@@ -585,7 +583,7 @@ def records_of(
 
 
 def schema_of(kind: type) -> dict[str, Any]:
-    """Columns of a record and their types in polars."""
+    """The polars schema of a record."""
     import polars as pl
 
     types = {int: pl.Int64, float: pl.Float64, str: pl.String, bool: pl.Boolean}
@@ -597,7 +595,7 @@ def schema_of(kind: type) -> dict[str, Any]:
 
 
 def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values, with null for numbers that are not finite."""
+    """The same values, with None for non-finite numbers."""
     return {
         k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
     }

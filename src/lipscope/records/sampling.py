@@ -1,4 +1,4 @@
-"""Statistics of a few samples: a mean, a share, a line, the difference of two samples."""
+"""Small-sample statistics: means, proportions, differences, correlation and lack of fit."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def geometric_mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are finite and positive; None where none is."""
+    """Geometric mean of the finite, positive values; None if there are none."""
     logs = [math.log(v) for v in values if v is not None and math.isfinite(v) and v > 0]
     return math.exp(math.fsum(logs) / len(logs)) if logs else None
 
 
 def enclosed_mean(ends: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """The mean of values that are each known up to an interval, and what holds it.
+    """The mean of interval-valued samples, with an enclosing interval.
 
     From the lower end of the 95 % Student interval of the lower ends to the upper end of that of
-    the upper ends; of one value its own two ends. Holds as `mean_interval`, for both ends.
+    the upper ends; a single value keeps its own ends. Holds under the conditions of `mean_interval`
+    for both ends.
 
     >>> [round(v, 3) for v in enclosed_mean([(1.0, 1.5), (2.0, 2.5), (3.0, 3.5)])]
     [2.0, -0.484, 4.984]
@@ -53,7 +54,7 @@ def enclosed_mean(ends: Sequence[tuple[float, float]]) -> tuple[float, float, fl
 
 
 class Shift(NamedTuple):
-    """By how much the mean of one sample is above that of another."""
+    """Difference of the means of two samples."""
 
     mean: float  # difference of the means
     low: float  # lower end of its 95 % interval
@@ -65,7 +66,7 @@ Ends = Sequence[tuple[float, float]]
 
 
 def paired_shift(before: Ends, after: Ends) -> Shift:
-    """The mean difference of pairs whose values are each known up to an interval.
+    """The mean difference of interval-valued pairs.
 
     Every difference lies in ``[after.low - before.high, after.high - before.low]``. The interval
     reaches from the lower Student limit of the lower ends to the upper one of the upper ends, and
@@ -81,10 +82,10 @@ def paired_shift(before: Ends, after: Ends) -> Shift:
 
 
 def welch_shift(before: Ends, after: Ends) -> Shift:
-    """The same for two independent samples, by Welch's interval.
+    """The difference of the means of two independent samples, with Welch's interval.
 
-    ``mean ± t √(s_a²/k_a + s_b²/k_b)`` with Welch's degrees of freedom, no equal variances asked
-    for. Holds for independent, nearly normal values, also of the two samples.
+    ``mean ± t √(s_a²/k_a + s_b²/k_b)`` with Welch's degrees of freedom; variances may differ.
+    Holds for independent, nearly normal values.
     """
     (a, top), (b, high) = (tuple(zip(*some, strict=True)) for some in (before, after))
     mean = math.fsum(b) / len(b) - math.fsum(a) / len(a)
@@ -99,11 +100,11 @@ class _Estimate(NamedTuple):
     free: float
 
     def beyond(self) -> float:
-        """Probability of a mean so far above 0 where it is 0."""
+        """One-sided p-value of a zero mean."""
         return float(special.stdtr(self.free, -self.mean / self.error))
 
     def limit(self) -> float:
-        """Half of the interval."""
+        """Half-width of the interval."""
         return float(special.stdtrit(self.free, (1 + CONFIDENCE) / 2)) * self.error
 
 
@@ -123,16 +124,16 @@ def _of_two(a: Sequence[float], b: Sequence[float]) -> _Estimate:
 
 
 def _variance(values: Sequence[float]) -> float:
-    """Of a sample; that of rounding at least, so that equal values have a test too."""
+    """Sample variance, at least that of rounding errors: equal values still have a test."""
     rounding = (1e-13 * max(1.0, *map(abs, values))) ** 2
     return max(variance(values), rounding)
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Holm's p-values for several tests together.
+    """Holm's adjusted p-values for multiple tests.
 
-    Those up to ``alpha`` are all right with probability at least ``1 - alpha``, however the tests
-    depend on each other: ``max_{j <= i} min(1, (m - j) p_(j))``, j from 0 in the order of p.
+    ``max_{j <= i} min(1, (m - j) p_(j))``, with j from 0 in increasing order of p. Rejecting at
+    ``alpha`` controls the family-wise error rate under any dependence of the tests.
 
     Source: Holm (1979), Scandinavian Journal of Statistics 6.
 
@@ -148,9 +149,9 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def share_interval(hits: int, total: int) -> tuple[float, float]:
-    """The 95 % Clopper–Pearson interval of a share.
+    """The 95 % Clopper–Pearson interval of a proportion.
 
-    Holds for independent trials, at any number of hits.
+    Holds for independent trials and any number of hits.
 
     >>> share_interval(0, 10)[0], round(share_interval(0, 10)[1], 3)
     (0.0, 0.308)
@@ -165,8 +166,8 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, flo
     """Spearman's rank correlation and its 95 % interval.
 
     ``tanh(artanh ρ ± z √((1 + ρ²/2) / (k - 3)))``, Bonett and Wright's standard error on Fisher's
-    scale. Holds for independent pairs, at least ten of them, and ``|ρ|`` below about 0.95; NaN
-    where a side is constant, and for the ends of fewer than ten pairs.
+    scale. Holds for at least ten independent pairs and ``|ρ|`` below about 0.95. NaN if ``x`` or
+    ``y`` is constant; the ends are NaN for fewer than ten pairs.
 
     Source: Bonett and Wright (2000), Psychometrika 65.
 
@@ -174,7 +175,7 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, flo
     >>> [round(v, 2) for v in rank_correlation(x, [x[1], x[0], *x[2:]])]
     [0.99, 0.97, 1.0]
     """
-    from scipy import stats  # half a second
+    from scipy import stats  # lazily: takes half a second
 
     k = len(x)
     if k < 2 or len({*x}) < 2 or len({*y}) < 2:
@@ -188,9 +189,9 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, flo
     return rho, math.tanh(at - half), math.tanh(at + half)
 
 
-@functools.lru_cache(maxsize=2)  # the curves of a report have the same sizes, and are thousands
+@functools.lru_cache(maxsize=2)  # a report has thousands of curves of the same size
 def resampled(seed: int, size: int) -> np.ndarray:
-    """The part that each value has in the means of resamples: a bootstrap as a matrix."""
+    """Bootstrap matrix: the weight of each value in the mean of each resample."""
     drawn = np.random.default_rng(seed).integers(size, size=(RESAMPLES, size))
     counts = np.bincount(
         (drawn + size * np.arange(RESAMPLES)[:, None]).ravel(), minlength=RESAMPLES * size
@@ -199,12 +200,12 @@ def resampled(seed: int, size: int) -> np.ndarray:
 
 
 def paired_lack_of_fit(columns: Sequence[np.ndarray], lengths: Sequence[int]) -> float | None:
-    """Lack of fit of a line when every sample is seen at every length.
+    """p-value of the lack of fit of a line when every sample is observed at every length.
 
-    Every sample has a line of its own; what the samples deviate from their lines *in
-    common*, length by length, is set against how they differ in it:
+    Each sample has its own line. The *common* deviation of the samples from their lines at
+    each length is compared with its spread between samples:
     ``F = (SS_common / (L - 2)) / (SS_differ / ((S - 1)(L - 2)))``. Holds for samples
-    with any level and slope and independent residuals of equal variance.
+    of any level and slope with independent residuals of equal variance.
 
     >>> line = np.log([16, 64, 256])
     >>> paired_lack_of_fit([np.array([1 + v, 2 + v]) for v in line], [16, 64, 256])
@@ -224,7 +225,7 @@ def paired_lack_of_fit(columns: Sequence[np.ndarray], lengths: Sequence[int]) ->
 
 
 def unpaired_lack_of_fit(columns: Sequence[np.ndarray], lengths: Sequence[int]) -> float | None:
-    """Lack of fit of a line against pure error, when every length has its own samples.
+    """p-value of the lack of fit of a line against pure error, for separate samples per length.
 
     ``F = (SS_lof / (L - 2)) / (SS_pure / (N - L))``, where ``SS_pure`` is the spread
     within the lengths. Holds for independent rows of equal variance.
@@ -245,8 +246,8 @@ def pure_error(columns: Sequence[np.ndarray]) -> float:
 
 
 def _f_test(lof: float, lof_free: int, rest: float, free: int, values: np.ndarray) -> float:
-    """p-value of ``(lof / lof_free) / (rest / free)``, also when the rest vanishes."""
-    # Below this, a sum of squares is rounding of the logarithms and not a deviation.
+    """p-value of ``(lof / lof_free) / (rest / free)``; ``rest`` may vanish."""
+    # A smaller sum of squares is rounding error of the logarithms.
     rounding = values.size * (1e-13 * max(1.0, float(np.abs(values).max()))) ** 2
     if lof <= rounding:
         return 1.0

@@ -1,7 +1,6 @@
-"""The tables of a run: lines of JSON with checksums that only grow, and a Parquet copy of each.
+"""The tables of a run: append-only JSON lines with checksums, each with a Parquet copy.
 
-The files of a folder are written in one move or at their ends, never through a link, and are safe
-from a power cut.
+Files are replaced atomically or appended to, never through a link, and survive a power cut.
 """
 
 from __future__ import annotations
@@ -32,25 +31,25 @@ Record = TypeVar("Record")
 PART = ".part"
 SEAL = "crc"
 BESIDE = ("tokens", "bounds", "directions")
-"""What a line of ``rows.jsonl`` says besides its row: how many lines of these belong to it."""
+"""Side tables; each line of ``rows.jsonl`` also has the number of its records in each of them."""
 _SEALED = len(f', "{SEAL}": "01234567"}}')
-_FOREIGN = b"\xef\xbb\xbf\r"  # what editors put around a line
+_FOREIGN = b"\xef\xbb\xbf\r"  # byte order mark and carriage return, added by editors
 _CHUNK = 2**24
 
 
 def opened(path: Path, mode: str = "rb") -> IO[Any]:
-    """A file of a run folder, which is neither a link nor a pipe or device that would hang."""
+    """Open a file of a run folder; links, pipes and devices are refused."""
     flags = {"rb": os.O_RDONLY, "rb+": os.O_RDWR, "ab": os.O_WRONLY | os.O_APPEND | os.O_CREAT}
     refuse_links(path)
     handle = os.open(
         path, flags[mode] | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666
     )
-    # No buffer: closing would try once more to write what did not fit.
+    # Unbuffered: on a full disk, closing a buffered file would retry the write.
     return os.fdopen(handle, mode, buffering=-1 if mode == "rb" else 0)
 
 
 def sha256_of(path: Path) -> str | None:
-    """Digest of a file of a run folder; None if there is none that can be read."""
+    """Digest of a file of a run folder; None if missing or unreadable."""
     try:
         with opened(path) as file:
             return hashlib.sha256(file.read()).hexdigest()
@@ -59,7 +58,7 @@ def sha256_of(path: Path) -> str | None:
 
 
 def refuse_links(path: Path) -> None:
-    """Refuse a path that stands for another place, or for no file."""
+    """Refuse links and anything else that is not a regular file."""
     try:
         kind = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -73,10 +72,10 @@ def refuse_links(path: Path) -> None:
 
 
 def replaced(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """Write a file in one move: at any moment the old or the new one is there, whole.
+    """Write a file atomically: at any time, either the old or the new content is complete.
 
-    The new one is made beside it under a name that nobody has, reaches the disk, and takes its
-    place; a link of this name is replaced, not followed.
+    The content is written to a temporary file with a unique name, synced to disk and renamed; a
+    link with this name is replaced, not followed.
     """
     beside = path.with_name(f".{path.name[:100]}.{secrets.token_hex(6)}{PART}")
     handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -95,7 +94,7 @@ def replaced(path: Path, content: bytes | Iterable[bytes]) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk, where the system has a way to."""
+    """Sync the directory entries of a folder to disk, if the system supports it."""
     with contextlib.suppress(OSError):
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -108,7 +107,7 @@ def sync_folder(path: Path) -> None:
 
 
 def with_checksum(line: str) -> bytes:
-    r"""A line with a checksum of itself as its last entry, and its line end.
+    r"""Add a checksum as the last entry, and a line end.
 
     >>> with_checksum('{"a": 1}')
     b'{"a": 1, "crc": "7aa88204"}\n'
@@ -118,7 +117,7 @@ def with_checksum(line: str) -> bytes:
 
 
 def is_intact(line: bytes) -> bool:
-    """Whether a line says what was written.
+    """Whether the checksum of a line is valid.
 
     >>> line = with_checksum('{"sigma": 0.0108}').strip()
     >>> is_intact(line), is_intact(line.replace(b"0.0108", b"0.0908"))
@@ -129,9 +128,9 @@ def is_intact(line: bytes) -> bool:
 
 
 def sorted_out(data: bytes) -> tuple[bytes, list[bytes]]:
-    """Complete lines: those that are whole, and those that are not.
+    """Split complete lines into intact and damaged ones.
 
-    A byte order mark and foreign line ends do no harm.
+    A byte order mark and carriage returns are ignored.
     """
     lines = data.split(b"\n")[:-1]
     if all(map(is_intact, lines)):
@@ -143,7 +142,7 @@ def sorted_out(data: bytes) -> tuple[bytes, list[bytes]]:
 
 
 def objects(data: bytes, *, first: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:
-    r"""The objects of whole lines by line number, without their checksums; empty for another.
+    r"""The JSON objects of lines with line numbers, without checksums; empty for anything else.
 
     >>> list(objects(with_checksum('{"a": 1}')))
     [(1, {'a': 1})]
@@ -151,7 +150,7 @@ def objects(data: bytes, *, first: int = 1) -> Iterator[tuple[int, dict[str, Any
     for number, line in enumerate(data.split(b"\n")[:-1], first):
         try:
             values = json.loads(line)
-        except (ValueError, RecursionError):  # also a number of 5,000 digits
+        except (ValueError, RecursionError):  # also for an integer of 5,000 digits
             values = None
         known = values if isinstance(values, dict) else {}
         known.pop(SEAL, None)
@@ -159,7 +158,7 @@ def objects(data: bytes, *, first: int = 1) -> Iterator[tuple[int, dict[str, Any
 
 
 def restored(kind: type[Record], values: Mapping[str, Any], where: str) -> Record:
-    """A record from its line."""
+    """A record from the values of its line, after type checks."""
     known: dict[str, Any] = {}
     wrong = None
     for name, parts in _column_types(kind):
@@ -168,7 +167,7 @@ def restored(kind: type[Record], values: Mapping[str, Any], where: str) -> Recor
             continue
         value = values[name]
         if type(value) is int and float in parts and abs(value) < 2**63:
-            value = float(value)  # not every writer tells 1.0 from 1
+            value = float(value)  # some writers write 1.0 as 1
         known[name] = value
         good = value in parts if parts[0].__class__ is str else type(value) in parts
         if not (good and _can_be_kept(value)):
@@ -184,7 +183,7 @@ def restored(kind: type[Record], values: Mapping[str, Any], where: str) -> Recor
 
 
 def _can_be_kept(value: Any) -> bool:
-    """Whether a table takes it: whole numbers have 64 bits, and half a surrogate is no text."""
+    """Whether a table can store it: integers up to 64 bits, text without lone surrogates."""
     if type(value) is int:
         return -(2**63) <= value < 2**63
     return type(value) is not str or value.isascii() or not _SURROGATE.intersection(value)
@@ -195,7 +194,7 @@ _SURROGATE = frozenset(map(chr, range(0xD800, 0xE000)))
 
 @functools.cache
 def _column_types(kind: type) -> list[tuple[str, tuple[Any, ...]]]:
-    """Name and allowed types (or words) of every column."""
+    """Name and allowed types (or literals) of every column."""
     hints = typing.get_type_hints(kind)
     found = []
     for field in dataclasses.fields(kind):
@@ -212,7 +211,7 @@ def _column_types(kind: type) -> list[tuple[str, tuple[Any, ...]]]:
 
 @dataclass(frozen=True)
 class Mark:
-    """What a Parquet copy is a copy of: digests of the lines ("" for none) and of the copy."""
+    """Digests of the lines ("" for none) and of their Parquet copy."""
 
     sha256: str
     copy: str
@@ -220,12 +219,12 @@ class Mark:
 
 @dataclass(frozen=True)
 class Stored:
-    """One table of a run folder, by its two files."""
+    """One table of a run folder with its two files."""
 
-    folder: Path  # where they are
+    folder: Path  # the run folder
     name: str  # ``rows``, one of `BESIDE` or ``values``
     kind: type  # type of a record
-    key: tuple[str, ...]  # columns that name a record; of two of one name the later one counts
+    key: tuple[str, ...]  # key columns; a later record replaces an earlier one with the same key
 
     @property
     def lines(self) -> Path:
@@ -234,31 +233,31 @@ class Stored:
 
     @property
     def parquet(self) -> Path:
-        """Its copy."""
+        """The Parquet copy."""
         return self.folder / f"{self.name}.parquet"
 
     @property
     def damaged(self) -> Path:
-        """Where lines go that cannot be believed."""
+        """The file for damaged lines."""
         return self.folder / f"{self.name}.damaged"
 
     @property
     def digest(self) -> str:
-        """Digest of the complete lines; "" where there are none."""
+        """Digest of the complete lines; "" if there are none."""
         digest, some = hashlib.sha256(), False
         for part in _chunks_of_lines(self.lines):
             digest.update(part)
             some = True
         return digest.hexdigest() if some else ""
 
-    # --- for who holds the folder
+    # --- for the owner of the lock
 
     def append(self, lines: Sequence[str]) -> None:
-        """Append records with their checksums, and bring them to the disk."""
+        """Append records with their checksums, and sync them to disk."""
         _append(self.lines, [with_checksum(line) for line in lines])
 
     def cut_torn_line(self) -> None:
-        """Remove what follows the last line end: a line that was never finished."""
+        """Truncate after the last line end: the rest is an incomplete line."""
         if not os.path.lexists(self.lines):
             return
         with opened(self.lines, "rb+") as file:
@@ -274,13 +273,13 @@ class Stored:
                 file.truncate(end)
 
     def repair(self) -> int:
-        """Set aside lines that are damaged; how many."""
+        """Set aside damaged lines; returns their number."""
         if all(sorted_out(data)[0] == data for data in _chunks_of_lines(self.lines)):
             return 0
         return self.set_aside(lambda _: False)
 
     def set_aside(self, unwanted: Callable[[bytes], bool], into: Path | None = None) -> int:
-        """Move lines that are damaged or unwanted into a file of their own; how many."""
+        """Move damaged or unwanted lines to a separate file; returns their number."""
         count = 0
 
         def kept() -> Iterator[bytes]:
@@ -300,7 +299,7 @@ class Stored:
     def restore(
         self, mark: Mark | None, more: Callable[[Any], dict[str, Any]] = lambda _: {}
     ) -> int:
-        """Write anew the lines of records that only the copy has; ``more`` is what they say too."""
+        """Restore lines of records that exist only in the copy, with the entries of ``more``."""
         copy = self.copied(mark)
         if copy is None:
             return 0
@@ -309,28 +308,28 @@ class Stored:
         return len(lost)
 
     def compacted(self, held: Mark | None, frame: Callable[[], polars.DataFrame]) -> Mark:
-        """Write the copy unless it is there; what it is a copy of."""
+        """Write the copy unless it is up to date; returns its mark."""
         digest = self.digest
         same = held is not None and held.sha256 == digest
         if held is not None and same and not (digest and self.copied(held) is None):
             return held
         if not digest and self.name not in ("rows", "tokens"):
-            return Mark("", "")  # without any there is no file of them
+            return Mark("", "")  # empty tables have no file
         content = io.BytesIO()
         frame().write_parquet(content)
-        replaced(self.parquet, content.getvalue())  # by ourselves: polars has errors of its own
+        replaced(self.parquet, content.getvalue())  # not by polars, which raises its own errors
         return Mark(digest, hashlib.sha256(content.getvalue()).hexdigest())
 
-    # --- for everybody
+    # --- for all readers
 
     def read(self, mark: Mark | None, *, own: bool = False) -> polars.DataFrame:
-        """All records, each once: of the copy if it is one of these lines, else of the lines.
+        """All records without duplicates, from the copy if it is up to date, else from the lines.
 
-        Other lines are believed and not the copy, which then only says what they lack.
+        If the copy is out of date, the lines take precedence and the copy adds missing records.
 
         Args:
-            mark: What the copy is said to be one of.
-            own: Whether this process wrote or checked every line.
+            mark: Expected digests of the lines and the copy.
+            own: Whether all lines were written or checked by this process.
 
         Raises:
             InputError: If a line cannot be read as a record.
@@ -347,14 +346,14 @@ class Stored:
         return pl.concat(parts).unique(self.key, keep="last", maintain_order=True)
 
     def copied(self, mark: Mark | None) -> polars.DataFrame | None:
-        """The copy, if it is the one that was made."""
+        """The copy, if its digest matches the mark."""
         import polars as pl
 
         if mark is None or not mark.sha256 or not os.path.lexists(self.parquet):
             return None
         try:
             with opened(self.parquet) as file:
-                # Not mapped into memory: the file may be replaced while it is read.
+                # Not memory-mapped: the file may be replaced during reading.
                 content = file.read()
             if hashlib.sha256(content).hexdigest() != mark.copy:
                 return None
@@ -364,12 +363,12 @@ class Stored:
         return frame if dict(frame.schema) == rows.schema_of(self.kind) else None
 
     def told(self) -> Iterator[dict[str, Any]]:
-        """The entries of every line, also of those that a later one replaces."""
+        """The entries of all lines, including those replaced by later lines."""
         for data in _chunks_of_lines(self.lines):
             yield from (values for _, values in objects(data))
 
     def _from_lines(self, *, own: bool) -> Iterator[polars.DataFrame]:
-        """Frames of the lines, some megabytes at a time."""
+        """The lines as data frames, in chunks of some megabytes."""
         number, damaged = 1, 0
         for data in _chunks_of_lines(self.lines):
             good, bad = (data, []) if own else sorted_out(data)
@@ -402,7 +401,7 @@ class Stored:
 
 
 def tables(folder: Path) -> tuple[Stored, ...]:
-    """The tables of a run folder: rows, what belongs to them by their ids, and other values."""
+    """The tables of a run folder: rows, their side tables, and other values."""
     return (
         Stored(folder, "rows", rows.Measurement, ("id",)),
         Stored(folder, "tokens", rows.TokenShare, ("id", "index")),
@@ -413,7 +412,7 @@ def tables(folder: Path) -> tuple[Stored, ...]:
 
 
 def marks_of(values: Mapping[str, Any]) -> dict[str, Mark]:
-    """The marks in a manifest; entries that are not marks are left out."""
+    """The marks in a manifest; invalid entries are skipped."""
     known = {
         n: v for n, v in values.items() if isinstance(v, Mapping) and {*v} >= {"sha256", "copy"}
     }
@@ -421,7 +420,7 @@ def marks_of(values: Mapping[str, Any]) -> dict[str, Mark]:
 
 
 def _chunks_of_lines(path: Path) -> Iterator[bytes]:
-    """The complete lines of a file, some megabytes at a time."""
+    """The complete lines of a file, in chunks of some megabytes."""
     if not os.path.lexists(path):
         return
     try:
@@ -450,7 +449,7 @@ def _append(path: Path, lines: Sequence[bytes]) -> None:
                 left = left[file.write(left) :]
             os.fsync(file.fileno())
         except OSError:
-            # Where this fails a torn last line stays, which the next opening cuts off.
+            # If this fails too, the next opening cuts the incomplete last line.
             with contextlib.suppress(OSError):
                 os.truncate(path, end)
             raise

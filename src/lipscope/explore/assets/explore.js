@@ -1,16 +1,16 @@
-// The live page: what is chosen is asked at once, and numbers are drawn as they come.
+// The live page: every choice is sent immediately, and numbers are drawn as they arrive.
 const LINES = "The hotel was wonderful.\nThe hotel was terrible.\nA story about a war.\nThe weather is cold today.";
-const linesFor = (model) => (D.models[model].encoder ? LINES : "");  // a decoder says its next words by itself
+const linesFor = (model) => (D.models[model].encoder ? LINES : "");  // decoders have next words of their own
 const FIRST = { theme: null, ...D.asked, layer: null, panel: "", beside: "", second: D.models.length - 1,
   among: linesFor(0), along: 0, size: 0, tables: "" };
 const state = { push: 0, ...FIRST };
-const SELF = crypto.randomUUID();  // this window, so that its newer question takes the place of the older
+const SELF = crypto.randomUUID();  // id of this window: its newer questions replace older ones
 const NAMES = ["model", "map", "metric", "move", "read", "mask"];
 
 // --- asking ------------------------------------------------------------------------------
 
 const running = new Map();
-// Tells of every event of an answer; a newer question of the same kind takes its place.
+// Calls `tell` with every event of an answer; a newer question of the same kind replaces it.
 async function ask(part, question, tell) {
   running.get(part)?.abort();
   const stop = new AbortController();
@@ -36,12 +36,12 @@ async function ask(part, question, tell) {
 
 const question = () => ({ text: state.text, ...Object.fromEntries(NAMES.map((n) => [n, state[n]])) });
 
-let seen = { layers: new Map() };  // what the answer said so far
+let seen = { layers: new Map() };  // the answer so far
 function askAll() {
   performance.clearMarks();
   performance.mark("asked");
   document.documentElement.dataset.drawn = "";
-  for (const [part, one] of running) if (part !== "all") one.abort();  // they were about what was there before
+  for (const [part, one] of running) if (part !== "all") one.abort();  // they concern the previous text
   remember();
   stale();
   const fresh = { layers: new Map(), asked: null, done: false };
@@ -67,8 +67,8 @@ function askAll() {
   });
 }
 
-// However many events come, there is a pause between two drawings: the solver needs the processors as well.
-// The first and the last number of an answer do not wait.
+// Pause between two drawings, as the solver needs the processors too. The first and the last number of
+// an answer are drawn immediately.
 const PAUSE = 250;  // ms
 const after = [];
 let [timer, framed, drawnAt] = [null, false, 0];
@@ -83,7 +83,7 @@ function soon(then) {
   timer = setTimeout(() => { timer = null; framed = true; requestAnimationFrame(draw); }, then ? 0 : drawnAt + PAUSE - performance.now());
 }
 
-// Whether a part of the page shows this already: what is drawn once more is laid out once more.
+// Whether a part of the page shows this already: redrawing would trigger a new layout.
 function shows(part, ...what) {
   const before = part.shown;
   part.shown = what;
@@ -98,7 +98,7 @@ function problem(text) {
 // --- layers ------------------------------------------------------------------------------
 
 const layerName = (layer) => (layer === null ? "model" : `layer ${layer}`);
-// Of a layer that is not solved anew yet, what stood there before: nothing jumps.
+// Keep the previous values of a layer until its new ones arrive, so that nothing jumps.
 const shownOf = (layer) => seen.layers.get(layer) ?? (seen.before?.layers.has(layer)
   ? { ...seen.before.layers.get(layer), old: true } : null);
 const endsOf = (one) => (one.row ? [one.row.sigma, one.row.upper] : one.rough);
@@ -122,7 +122,7 @@ function drawAxis() {
   if (shows($("axis"), width, ...axis)) return;
   const ticks = [];
   for (let p = 10 ** Math.floor(Math.log10(axis[0])); p <= axis[1]; p *= 10) ticks.push(...[1, 2, 5].map((s) => s * p));
-  const room = 2600 / Math.max(width, 1);  // of one number, in hundredths of the axis
+  const room = 2600 / Math.max(width, 1);  // width of a number, in per cent of the axis
   let last = -Infinity;
   const some = ticks.filter((t) => t >= axis[0] * 0.999 && t <= axis[1] * 1.001)
     .filter((t) => { const far = placeOf(t) - last >= room; if (far) last = placeOf(t); return far; });
@@ -217,7 +217,7 @@ function finished() {
   askMore();
 }
 
-// --- heads, a second text, and what takes longer: asked when the layers are there ---------------
+// --- heads, a second text, and slower questions: sent after the layers --------------------------
 
 function askMore() {
   askHeads();
@@ -263,9 +263,9 @@ function askBeside() {
   });
 }
 
-// What differs, in a sentence: the largest ratio whose intervals do not meet.
+// The main difference in a sentence: the largest ratio with disjoint intervals.
 function drawBeside() {
-  if (!second.done) return drawSeen();  // what is said of the texts before stays until then
+  if (!second.done) return drawSeen();  // until then, keep the sentence about the previous texts
   const both = [...second.layers].map(([layer, b]) => [layer, seen.layers.get(layer)?.row, b.row]).filter(([, a, b]) => a?.sigma > 0 && b?.sigma > 0);
   const apart = ([, a, b]) => a.upper < b.sigma || b.upper < a.sigma;
   const ratio = ([, a, b]) => b.sigma / a.sigma;
@@ -430,7 +430,7 @@ function drawTokens() {
       const [, blank, word] = /^( ?)(.*)$/s.exec(one.words[k]);
       if (!word) return [span];
       span.textContent = word;
-      return [blank, span];  // at the end of a line a blank in front would be shaded
+      return [blank, span];  // otherwise a leading blank would be shaded at a line end
     }));
     if (focus >= 0) box.children[Math.min(focus, box.children.length - 1)]?.focus();
   }
@@ -440,7 +440,7 @@ function drawTokens() {
   $("reading").textContent = state.read === "all" ? "" : `Read: ${state.read}.`;
 }
 
-// Tokens in the words of `measure`, and back.
+// Tokens in the syntax of `measure`, and back.
 function indices(scope, n) {
   const every = [...Array(n).keys()];
   if (scope === "all") return every;
@@ -532,7 +532,7 @@ function rove(box, k) {
 
 // --- controls ----------------------------------------------------------------------------
 
-// Named where it stands for no text, such as [CLS].
+// Show the name of tokens without text, such as [CLS].
 function firstToken() {
   const word = layersShown().map(shownOf).find((one) => one?.words)?.words[0]?.trim() ?? "";
   return /^[[<]/.test(word) ? word : "the first token";
@@ -610,7 +610,7 @@ function restored() {
 $("theme").addEventListener("click", nextTheme);
 $("controls").addEventListener("submit", (event) => event.preventDefault());
 $("text").addEventListener("input", () => { state.text = $("text").value; Object.assign(state, { move: keeps(state.move), read: keeps(state.read) }); controls(); askAll(); });
-// Tokens that were chosen by their places are others in another text.
+// Tokens chosen by position do not apply to another text.
 const keeps = (scope) => (["all", "not-first"].includes(scope) ? scope : "all");
 $("examples").append(select("Examples", null, [[null, "Choose …"], ...EXAMPLES.map(([name, text]) => [text, name])],
   (text) => { if (text) { $("text").value = text; choose({ text, move: keeps(state.move), read: keeps(state.read) }); } }));

@@ -1,4 +1,4 @@
-"""Records that hooks keep of calls of attention modules, norms and blocks in one forward pass."""
+"""Hooks that record the calls of attention modules, norms and blocks in a forward pass."""
 
 from __future__ import annotations
 
@@ -39,21 +39,20 @@ from lipscope.models.tracing.recorder import (
 from lipscope.models.tracing.resident_weights import ResidentWeights
 from lipscope.models.tracing.sites import Applied, AttentionCall, Side, is_plain, with_weights
 
-# Names under which models hand the queries' tokens, and the keys' source, to an
-# attention module.
+# Argument names of attention modules for the queries' tokens and for the source of the keys.
 _QUERIES = ("hidden_states", "query")
 _SOURCES = ("key", "key_tensor", "key_value_states", "encoder_hidden_states", "kv", "context")
 _VALUES = ("value", "value_tensor")
-_LAST = 8  # modules inside a layer that are looked at when its end is sought
+_LAST = 8  # number of modules inside a layer to consider as its end
 
 
 @dataclass
 class Stream:
-    """A tensor that a block is given, and under which names."""
+    """An input tensor of a block, with its argument names."""
 
-    names: tuple[str, ...]  # of the arguments that hold it
+    names: tuple[str, ...]  # names of the arguments
     x: Tensor
-    # What made it, in the graph of the forward pass; None if it depends on no input.
+    # Its `grad_fn` in the graph of the forward pass; None if it does not depend on the input.
     node: Node | None
 
 
@@ -64,22 +63,21 @@ class BlockCall:
     name: str  # path of the block
     module: nn.Module  # the block
     arguments: dict[str, Any]  # all its arguments by name
-    # Those of its tensors that depend on the model's input; of a block that is given none, its
-    # first tensor.
+    # Tensor arguments that depend on the model's input; if there are none, the first tensor.
     streams: list[Stream]
-    output: Tensor  # what it returns, its first tensor of the streams' width
-    returned: int = 1  # how many tensors of the streams' shape it returns that depend on the input
-    output_address: int = 0  # where its output lies in memory
-    have: Callable[[], None] = lambda: None  # as of an `AttentionCall`
+    output: Tensor  # the first output tensor
+    returned: int = 1  # number of input-dependent outputs with the shape of the stream
+    output_address: int = 0  # memory address of the output
+    have: Callable[[], None] = lambda: None  # as in `AttentionCall`
 
 
 @dataclass(frozen=True)
 class BlockStart:
-    """What a block of a model without weights is given, and what came before it."""
+    """The arguments of a block of a model without weights, and its place in the pass."""
 
-    arguments: dict[str, Any]  # all its arguments by name, copies
-    turn: int  # which of its calls it is, from 0
-    sums: int  # number of sums that the model had formed
+    arguments: dict[str, Any]  # copies of all its arguments by name
+    turn: int  # index of the call, from 0
+    sums: int  # number of previous sums in the pass
 
 
 @dataclass
@@ -88,34 +86,34 @@ class Trace:
 
     model: nn.Module
     inputs: Inputs  # the inputs of this pass
-    kept: TensorStore  # the tensors that were seen
+    kept: TensorStore  # the recorded tensors
     seen: SumRecorder  # sums of token matrices, for the map ``residual``
-    # Which attention calls are the layers: those of self-attention, or those with keys from
-    # elsewhere, through one of their sides.
+    # Which attention calls are layers: those of self-attention, or those of cross-attention
+    # through one of its sides.
     side: Side = "self"
-    # The layers, in the order in which they were called.
+    # The layers, in call order.
     calls: list[AttentionCall] = field(default_factory=list)
-    # Names of attention modules that were called the other way: no layers.
+    # Names of attention modules with the other kind of call, which are not layers.
     others: list[str] = field(default_factory=list)
     norms: list[NormCall] = field(default_factory=list)  # calls of normalisation modules, in order
-    # Calls of Transformer blocks, one per layer; empty unless asked for.
+    # Calls of Transformer blocks, one per layer; empty unless requested.
     blocks: list[BlockCall] = field(default_factory=list)
-    # By path: the first block of a list, and the stream that enters it; for ``model``.
+    # First block of each list by path, with its input stream; for ``model``.
     firsts: dict[str, tuple[nn.Module, Stream]] = field(default_factory=dict)
-    # The model's output tensor (``last_hidden_state`` where it has one).
+    # The model's output tensor (``last_hidden_state`` if available).
     output: Tensor | None = None
-    hidden: bool = False  # whether the model says itself that this is its last hidden state
-    complete: bool = True  # whether the pass went on to the end of the model
-    # Which weights are in memory; None for all.
+    hidden: bool = False  # whether the output is a ``last_hidden_state``
+    complete: bool = True  # whether the pass ran to the end of the model
+    # Weights in memory; None for all.
     resident: ResidentWeights | None = None
-    starts: dict[str, list[BlockStart]] = field(default_factory=dict)  # of the blocks that are kept
-    draws: bool = False  # whether its forward pass draws random numbers
-    # What rows of a layer should say about this input, by layer.
+    starts: dict[str, list[BlockStart]] = field(default_factory=dict)  # inputs of resident blocks
+    draws: bool = False  # whether the forward pass draws random numbers
+    # Notes about this input for the rows of a layer, by layer.
     remarks: dict[int, str] = field(default_factory=dict)
 
 
 def hook_site(recorder: Recorder, record: Trace, name: str, module: nn.Module) -> None:
-    """Keep every call of an attention module, and what happened to tokens inside and after it."""
+    """Record every call of an attention module, with the modules applied inside and after it."""
     now: list[AttentionCall | None] = [None]
 
     def start(site: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -138,7 +136,7 @@ def hook_site(recorder: Recorder, record: Trace, name: str, module: nn.Module) -
             result = several[call.out_at]
             call.kept.append(result.detach())
             call.output = as_tokens(record.kept.keep(result), call.token_axis)
-            # What may be the end of it: not every tensor inside has to be kept.
+            # Only candidates for the end of the layer: not all tensors inside are needed.
             call.inside = [a for a in call.inside if a.y.numel() == result.numel()][-_LAST:]
 
     def behind(leaf: nn.Module, args: tuple[Any, ...], out: Any) -> None:
@@ -155,7 +153,7 @@ def hook_site(recorder: Recorder, record: Trace, name: str, module: nn.Module) -
 
 
 def _modules_beside(model: nn.Module, name: str, module: nn.Module) -> list[nn.Module]:
-    """Modules with weights beside an attention module: one of them may be its projection."""
+    """Modules with weights next to an attention module: one may be its output projection."""
     if isinstance(module, nn.MultiheadAttention):
         return []
     inside, parts = set(module.modules()), name.split(".")
@@ -171,7 +169,7 @@ def _modules_beside(model: nn.Module, name: str, module: nn.Module) -> list[nn.M
 def _begin(
     name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], record: Trace
 ) -> AttentionCall | None:
-    """Read a call's input before the module runs, which may write into it."""
+    """Record a call's input before the module runs and possibly overwrites it."""
     arguments = bound_arguments(module, args, kwargs)
     tokens = token_arguments(arguments)
     moving = (k for k, v in tokens.items() if v.requires_grad)
@@ -191,7 +189,7 @@ def _begin(
     others = {k: v for k, v in tokens.items() if k not in own}
     source = next((others[k] for k in _SOURCES if k in others), None)
     unsure: tuple[str, ...] = ()
-    if source is None:  # under another name: what depends on the input too
+    if source is None:  # other names: any argument that depends on the input
         one = (v for v in others.items() if v[1].requires_grad and v[1].shape[1 - axis] == 1)
         others = {k: v for k, v in one if v.shape[-1] > 1}  # masks have an axis of heads
         source = next((v for v in others.values() if v.shape[:2] != x.shape[:2]), None)
@@ -209,7 +207,7 @@ def _begin(
 
 
 def _in_parts(name: str, module: nn.Module, arguments: dict[str, Any], x: Tensor) -> AttentionCall:
-    """A call on windows of the tokens, or on tokens of other axes: only its block is a map."""
+    """A call on windows of tokens, or along another axis: only maps of its block are available."""
     refusal = (
         f"`{name}` should take one sample, (1, tokens, width). Found {tuple(x.shape)}: windows, "
         "several samples or another layout; use the map `block` or `model`."
@@ -223,7 +221,7 @@ def _in_parts(name: str, module: nn.Module, arguments: dict[str, Any], x: Tensor
 def set_call_inputs(
     call: AttentionCall, arguments: dict[str, Any], x: Tensor, source: Tensor | None, record: Trace
 ) -> None:
-    """Set what moves in a call and what stays: tokens ``x`` of queries, those of other keys."""
+    """Set the moving and fixed inputs of a call from the tokens of queries and of other keys."""
     keys = x if source is None else source
     moved, still = (source, x) if record.side == "key" and source is not None else (x, source)
     call.arguments, call.hidden = arguments, names_of(arguments, moved)
@@ -234,17 +232,17 @@ def set_call_inputs(
     values = (arguments.get(k) for k in _VALUES)
     if any(isinstance(v, Tensor) and not same_tensor(v, keys) for v in values):
         call.refusal = (
-            f"`{call.name}` should take its values from where its keys are from. Found values of "
-            "another tensor (positions or a bottleneck before the queries?); use the map `block` "
+            f"`{call.name}` should take its keys and values from the same tensor. Found values "
+            "from another one (positions or a bottleneck before the queries?); use the map `block` "
             "or `model`."
         )
-    call.kept = [moved, *call.kept[1:]]  # alive: no later tensor can take its place in memory
+    call.kept = [moved, *call.kept[1:]]  # kept alive, so that its memory is not reused
 
 
 def output_index(several: Sequence[Tensor], call: AttentionCall) -> int:
-    """Which of the tensors that an attention module returns is its output.
+    """Index of the output among the tensors that an attention module returns.
 
-    The first one with a row for every token, unless they are indices or weights that sum to one.
+    The first tensor with a row for every token, except attention weights, which sum to one.
     """
     n, axis = call.num_queries, call.token_axis
     rows = [is_tokens(t) and t.shape[axis] == n and t.shape[1 - axis] == 1 for t in several]
@@ -261,7 +259,7 @@ def _are_weights(x: Tensor, num_keys: int) -> bool:
 
 
 def _token_axis(module: nn.Module, x: Tensor) -> int:
-    """1 where the batch comes first. A sample is a batch of one, so its length tells."""
+    """1 if the batch comes first, inferred from the shape, as a sample is a batch of one."""
     if x.ndim != 3:
         return 1
     if isinstance(module, nn.MultiheadAttention):
@@ -270,7 +268,7 @@ def _token_axis(module: nn.Module, x: Tensor) -> int:
 
 
 def _implementation(model: nn.Module, name: str) -> str | None:
-    """The attention implementation set nearest to a module: on it or on what holds it."""
+    """The attention implementation in the nearest configuration, of the module or its parents."""
     parts = name.split(".")
     for depth in range(len(parts), -1, -1):
         config = getattr(model.get_submodule(".".join(parts[:depth])), "config", None)
@@ -281,7 +279,7 @@ def _implementation(model: nn.Module, name: str) -> str | None:
 
 
 def hook_norm(recorder: Recorder, record: Trace, name: str, module: nn.Module) -> None:
-    """Keep every call of a normalisation module."""
+    """Record every call of a normalisation module."""
     started: list[tuple[Tensor, int]] = []
 
     def start(_: nn.Module, args: tuple[Any, ...], __: Any) -> None:
@@ -303,7 +301,7 @@ def hook_norm(recorder: Recorder, record: Trace, name: str, module: nn.Module) -
 
 
 def streams_of(record: Trace, arguments: Mapping[str, Any]) -> list[Stream]:
-    """The tensors among a block's arguments that depend on the model's input, each once."""
+    """Tensor arguments of a block that depend on the model's input, without duplicates."""
     given = {k: v for k, v in arguments.items() if isinstance(v, Tensor) and v.ndim > 1}
     given = {k: v for k, v in given.items() if v.is_floating_point()}
     moving = {k: v for k, v in given.items() if v.requires_grad} or dict([*given.items()][:1])
@@ -314,7 +312,7 @@ def streams_of(record: Trace, arguments: Mapping[str, Any]) -> list[Stream]:
 
 
 def hook_block(recorder: Recorder, record: Trace, name: str, module: nn.Module) -> None:
-    """Keep every call of a Transformer block."""
+    """Record every call of a Transformer block."""
     started: list[BlockCall] = []
 
     def start(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -338,7 +336,7 @@ def hook_block(recorder: Recorder, record: Trace, name: str, module: nn.Module) 
 
 
 def hook_start(recorder: Recorder, record: Trace, name: str, module: nn.Module) -> None:
-    """Keep what a block is given at each call."""
+    """Record the arguments of each call of a block."""
     started = record.starts.setdefault(name, [])
 
     def start(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -350,7 +348,7 @@ def hook_start(recorder: Recorder, record: Trace, name: str, module: nn.Module) 
 
 
 def hook_first(recorder: Recorder, record: Trace, name: str, module: nn.Module) -> None:
-    """Keep the input of the first block of a list, whether or not it holds attention."""
+    """Record the input of the first block of a list, even if it has no attention."""
 
     def start(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         streams = streams_of(record, bound_arguments(block, args, kwargs))
@@ -360,16 +358,16 @@ def hook_first(recorder: Recorder, record: Trace, name: str, module: nn.Module) 
     recorder.before(module, start)
 
 
-# --- attention again: from its weights, or by running its modules
+# --- rebuilt attention: from its weights, or by running its modules
 
 _OUT = ("out_proj.weight", "out_proj.bias")  # of torch's own attention
 
 
 def count_heads(module: nn.Module) -> int | None:
-    """Number of query heads of an attention module, as models spell it; None if unknown."""
+    """Number of query heads of an attention module, from common attributes; None if unknown."""
     config = getattr(module, "config", None)
     sides = {getattr(config, f"{side}_attention_heads", None) for side in ("encoder", "decoder")}
-    if len(sides) > 1:  # the configuration does not say which of them is meant
+    if len(sides) > 1:  # ambiguous: encoder and decoder differ
         config = None
     for owner in (module, config):
         for name in ("num_heads", "num_attention_heads", "n_heads", "n_head"):
@@ -387,7 +385,7 @@ def projection_by_head(call: AttentionCall) -> Tensor:
     if is_plain(projection):
         weight = projection.get_parameter("weight")
         weight = weight if isinstance(projection, nn.Linear) else weight.T
-    else:  # an adapter's or a packed weight is no matrix: its values at the unit vectors
+    else:  # adapters and packed weights have no plain matrix: evaluate at the unit vectors
         assert call.end.heads is not None
         unit = torch.eye(call.end.heads.shape[-1], dtype=call.x.dtype, device=call.x.device)
         with torch.no_grad():
@@ -417,7 +415,7 @@ class ClosedForm:
         return self.attention.heads(*self._sides(x))
 
     def _sides(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Tokens of the queries, and of keys and values where these are others."""
+        """Tokens of the queries, and those of keys and values if different."""
         context = self.call.context
         return (context, x) if context is not None and self.call.side == "key" else (x, context)
 
@@ -438,7 +436,7 @@ def called_again(
     call: AttentionCall, changed: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None
 ) -> Tensor:
     """The output of an attention module, as tokens, with some arguments and weights changed."""
-    # One copy of each tensor: a module may write into its input, and may ask whether two are one.
+    # One copy per tensor: a module may write into its input, and may compare inputs by identity.
     copies = each_tensor(changed, torch.clone)
     args, kwargs = as_called(call.module, {**call.arguments, **copies})
     call.have()
@@ -474,14 +472,14 @@ class Replayed:
         return first_tensor(projection(self._before_projection(x)))
 
     def _before_projection(self, x: Tensor) -> Tensor:
-        """What a projection beside the module takes: heads may come on an axis of their own."""
+        """Input of a projection next to the module; heads may be on a separate axis."""
         out, heads = self._run(x), self.call.end.heads
         return out if heads is None else out.reshape(heads.shape)
 
     def heads(self, x: Tensor) -> Tensor:
         """The map ``heads``."""
         if isinstance(self.call.module, nn.MultiheadAttention):
-            # It never calls its projection: an identity in its place leaves the heads.
+            # It does not call its projection as a module: replace the weight by the identity.
             own = isinstance(self.call.module, MultiheadAttention)
             names = ("attention.output", "attention.output_bias") if own else _OUT
             weight, bias = self.call.module.out_proj.weight, self.call.module.out_proj.bias
@@ -496,7 +494,7 @@ class Replayed:
         return self._seen_at(self.call.end.projection, x)[0]
 
     def _seen_at(self, leaf: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Input and output of a module inside, when the attention runs at ``x``."""
+        """Input and output of an inner module when the attention runs at ``x``."""
         seen: list[tuple[Tensor, Tensor]] = []
         with Recorder() as recorder:
             recorder.after(leaf, lambda _, args, out: seen.append((args[0], out)))
@@ -521,7 +519,7 @@ class Replayed:
         return compose(out, heads)
 
     def _by_head(self, op: Operator) -> Operator:
-        """The Jacobian of `heads`, each of which moves by itself."""
+        """The Jacobian of `heads` for each head separately."""
         count = count_heads(self.call.module)
         assert count is not None
         n, concat = op.out_shape
@@ -543,7 +541,7 @@ class Replayed:
 
 
 class TokenModule:
-    """A module as a function of a token matrix, in the shape in which the model called it."""
+    """A module as a function of a token matrix, called with the shape used by the model."""
 
     def __init__(self, module: nn.Module, like: Tensor) -> None:
         self.module, self.shape = module, like.shape
@@ -555,7 +553,7 @@ class TokenModule:
 
 
 def replay_block(block: BlockCall, axis: int, moved: Streams) -> Callable[[Tensor], Tensor]:
-    """A block as a function of these streams, all other arguments as the model passed them."""
+    """A block as a function of these streams, with all other arguments as in the trace."""
 
     def function(x: Tensor) -> Tensor:
         # Copies: a block may write into its input.
@@ -570,13 +568,13 @@ def replay_block(block: BlockCall, axis: int, moved: Streams) -> Callable[[Tenso
 
 
 class Streams:
-    """Several tensors as one matrix of tokens, one after the other; those of one sample."""
+    """Several tensors of one sample, concatenated to one token matrix."""
 
     def __init__(self, streams: Sequence[Stream], axis: int) -> None:
         for one in streams:
             if one.x.ndim == 3 and 1 not in one.x.shape[:2]:
                 raise InputError(
-                    "A block should see one sample at a time, (1, tokens, width). Found "
+                    "A block should take one sample at a time, (1, tokens, width). Found "
                     f"{tuple(one.x.shape)} in `{one.names[0]}`: frames or windows instead of "
                     "samples are not covered; measure the part of the model after them."
                 )
@@ -587,7 +585,7 @@ class Streams:
         self.firsts = tuple(one.names[0] for one in streams)
 
     def arguments(self, x: Tensor) -> dict[str, Tensor]:
-        """The arguments that hold them, each in the shape in which the model passed it."""
+        """The arguments for a token matrix, in the shapes used by the model."""
         parts = x.split([len(part) for part in self.parts])
         shaped = [
             part.reshape(one.x.shape).clone() for part, one in zip(parts, self.streams, strict=True)

@@ -1,4 +1,4 @@
-"""The model itself as a function between the two ends of a map, as nothing but hooks see it."""
+"""The model itself as a function between the endpoints of a map, using only hooks."""
 
 from __future__ import annotations
 
@@ -50,30 +50,30 @@ from lipscope.models.tracing.sites import AttentionCall, block_of, first_block_o
 
 @dataclass(frozen=True)
 class MapEndpoints:
-    """Where a map begins and ends in its model."""
+    """The start and the end of a map in its model."""
 
-    enters: str  # path of the module before whose call the tokens move
-    arguments: tuple[str, ...]  # which of its arguments hold them, one after the other
-    turn: int  # at which of its calls
+    enters: str  # path of the module whose input tokens move
+    arguments: tuple[str, ...]  # names of its arguments with the tokens, in order
+    turn: int  # index of the call of this module
     leaves: str  # path of the module whose output is read
-    until: str  # path of the module at whose end the run ends: it, or one around it
+    until: str  # path of the module at whose end the run stops: the same, or a parent
     token_axis: int  # axis of the tokens, 0 or 1
-    place: int = 0  # which of the tensors that it returns is read
-    total: int | None = None  # which of the sums of the pass is read instead; None for none
-    # From ``J e`` to the derivative of what is read.
+    place: int = 0  # index of the output tensor of this module
+    total: int | None = None  # index of the sum that is read instead; None for none
+    # Maps ``J e`` to the derivative of the output.
     onward: Callable[[Tensor], Tensor] = lambda product: product
-    moved: Tensor | None = None  # which tokens the map's input holds; None for all
-    read: Tensor | None = None  # which tokens its output holds; None for all
-    last: Callable[[Tensor], Tensor] = lambda y: y  # what is made of them at the end
+    moved: Tensor | None = None  # indices of the moving tokens; None for all
+    read: Tensor | None = None  # indices of the output tokens; None for all
+    last: Callable[[Tensor], Tensor] = lambda y: y  # final function of the output
 
     def function(
         self, model: nn.Module, inputs: Inputs, below: BlockOutputs | None = None
     ) -> Callable[[Tensor], Tensor]:
-        """What the model reads at one end, as a function of what moves at the other, ``(n, d)``.
+        """The model's output of the map, as a function of its input tokens, ``(n, d)``.
 
-        The tokens are written into the memory where the model holds them, so that whatever
-        else the model makes of that memory moves with them: no name of an argument is trusted.
-        The model is put back as it was after each call.
+        The tokens are written in place into the model's own tensor, so that all computations from
+        this memory move with them, whatever the names of the arguments. The tensor is restored
+        after each call.
         """
         return lambda x: self.beside((), model, inputs, below)(x)[0]
 
@@ -84,9 +84,9 @@ class MapEndpoints:
         inputs: Inputs,
         below: BlockOutputs | None = None,
     ) -> Callable[[Tensor], list[Tensor]]:
-        """As `function`, with what the model reads at other ends of the same pass.
+        """As `function`, with the outputs at other ends in the same pass.
 
-        Blocks ``below`` are not run again.
+        Blocks in ``below`` are not run again.
         """
         ends = (self, *others)
 
@@ -98,16 +98,16 @@ class MapEndpoints:
         return function
 
     def below(self, model: nn.Module, inputs: Inputs, x: Tensor) -> BlockOutputs:
-        """What the blocks give that end before the map begins, so that none runs again for it.
+        """Outputs of the blocks before the start of the map, so that these need not run again.
 
-        None of them where the model makes something else of ``x`` when they do not run.
+        Empty if skipping them changes the model's output at ``x``.
         """
         found = run_of_blocks(model, inputs, x.dtype, self.enters).below(self.enters)
         same = torch.equal(self.function(model, inputs, found)(x), self.function(model, inputs)(x))
         return found if same else {}
 
     def entering(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """What enters the map when the model reads other inputs, ``(n, d)``."""
+        """The map's input for other inputs of the model, ``(n, d)``."""
         dtype = next(model.parameters()).dtype
         with Recorder() as recorder, torch.no_grad():
             seen = recorder.arguments(model.get_submodule(self.enters), self._joined)
@@ -115,7 +115,7 @@ class MapEndpoints:
         return self._moving(seen[self.turn])
 
     def _joined(self, given: Mapping[str, Any]) -> Tensor:
-        """The tensors that hold the tokens as one matrix, a copy."""
+        """The input tokens concatenated to one matrix, a copy."""
         return torch.cat([as_tokens(given[name], self.token_axis) for name in self.arguments])
 
     def _moving(self, whole: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class MapEndpoints:
     def gradients(
         self, model: nn.Module, inputs: Inputs, path: str, scores: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "m n d"]:
-        """Gradients, in the tokens that move, of scores ``(m,)`` of what a module returns."""
+        """Gradients of scores ``(m,)`` of a module's output with respect to the moving tokens."""
 
         def held(given: Mapping[str, Any]) -> list[Tensor]:
             return [given[name].requires_grad_() for name in self.arguments]
@@ -139,7 +139,7 @@ class MapEndpoints:
         if not found.requires_grad:
             raise InputError(
                 f"The model should have gradients from its output back to `{self.enters}`. Found "
-                "that they are cut on the way."
+                "that they are cut in between."
             )
         some = []
         for one in found:
@@ -152,7 +152,7 @@ class MapEndpoints:
         return torch.stack(some)
 
     def tokens(self, y: Tensor) -> Tensor:
-        """What was read, as the tokens that are asked for."""
+        """The selected output tokens, after `last`."""
         y = as_tokens(y, self.token_axis)
         return self.last(y if self.read is None else y[self.read])
 
@@ -161,7 +161,7 @@ class MapEndpoints:
     ) -> list[Tensor]:
         waiting = self.turn
         written: list[tuple[Tensor, Tensor]] = []
-        found: dict[int, Tensor] = {}  # the last one that was read at each end
+        found: dict[int, Tensor] = {}  # the latest output at each end
         settled: set[int] = set()
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -175,7 +175,7 @@ class MapEndpoints:
 
         def leave(k: int, out: Any) -> None:
             if written and k not in settled:
-                # A copy: it may lie where the model goes on, or where the tokens are put back.
+                # A copy: the model, or the restored tokens, may overwrite it.
                 found[k] = first_tensor(out, ends[k].place).clone()
 
         def end(k: int) -> None:
@@ -218,8 +218,8 @@ class MapEndpoints:
         steps = (pair for t in held for pair in zip(t.stride(), t.shape, strict=True))
         if any(step == 0 and size > 1 for step, size in steps):
             raise InputError(
-                f"`{self.enters}` should take tokens that move one by one. Found that one value in "
-                "memory stands for several (`expand`); use the map `block` or `model`."
+                f"`{self.enters}` should take tokens with separate memory. Found that entries "
+                "share memory (`expand`); use the map `block` or `model`."
             )
 
     def _write(self, held: list[Tensor], x: Tensor) -> None:
@@ -230,7 +230,7 @@ class MapEndpoints:
             one.copy_(part.reshape(one.shape))
 
     def within(self, block: str, start: BlockStart) -> MapEndpoints | None:
-        """The same ends in a run of this block alone; None where they are not both inside.
+        """The same endpoints in a run of this block alone; None unless both are inside.
 
         ``start`` is its only call in the pass.
         """
@@ -246,24 +246,24 @@ class MapEndpoints:
         return replace(self, enters=enters, leaves=leaves, until=until, total=total)
 
     def at(self, path: str) -> MapEndpoints:
-        """The same beginning, but all that a module returns is read; "" for the model."""
+        """The same start, but with the whole output of a module as the end; "" for the model."""
         whole = MapEndpoints(self.enters, self.arguments, self.turn, path, path, self.token_axis)
         return replace(whole, moved=self.moved)
 
 
 @dataclass(frozen=True)
 class Norms:
-    """Norms and scale of a map ``x -> N_o(x + s N_s(f(N_b(x))))``, None where there is none."""
+    """Norms and scale of a map ``x -> N_o(x + s N_s(f(N_b(x))))``; None for missing ones."""
 
-    before: nn.Module | None = None  # ``N_b``, in front of the attention
-    second: nn.Module | None = None  # ``N_s``, which takes the attention's own output
-    outer: nn.Module | None = None  # ``N_o``, which takes the sum
-    scale: Tensor | None = None  # ``s``, one number, ``()``, or one for every channel, ``(d,)``
+    before: nn.Module | None = None  # ``N_b``, before the attention
+    second: nn.Module | None = None  # ``N_s``, of the attention's output
+    outer: nn.Module | None = None  # ``N_o``, of the sum
+    scale: Tensor | None = None  # ``s``, a scalar ``()`` or one factor per channel, ``(d,)``
 
 
 @dataclass(frozen=True)
 class LayerMap:
-    """A map of one layer at one input: callable, and linearised through `linearise`."""
+    """A map of one layer at one input: callable, and linearised by `linearise`."""
 
     layer: int | None  # index from 0; None for the maps of the whole model
     map: str  # name of the map
@@ -272,35 +272,35 @@ class LayerMap:
     function: Callable[[Tensor], Tensor]
     build: Callable[[Tensor, int, bool], Operator]
     attention: Attention | None  # the layer's weights in closed form, or None on the generic path
-    num_heads: int | None  # query heads, where known
+    num_heads: int | None  # number of query heads, if known
     # Output of every head, ``(h, n, d_out)``: its slice of ``heads``, or its contribution through
     # its part of the output projection.
     head_outputs: Callable[[], Tensor]
-    # Where the map is in its model; None for a layer by itself, its own model.
+    # Endpoints of the map in its model; None for a layer without a model.
     ends: MapEndpoints | None = None
-    note: str | None = None  # remark for the row, or None
-    module: str | None = None  # path of the module that the map is of; None for a layer by itself
-    # What moves: names of its arguments, or of those of the norm before it.
+    note: str | None = None  # note for the row, or None
+    module: str | None = None  # path of the module of the map; None for a layer without a model
+    # Names of the moving arguments, or of those of the norm before it.
     argument: str | None = None
-    # Whether the output projection is part of it; None if none was seen.
+    # Whether the output projection is part of it; None if none was found.
     projection: bool | None = None
-    norms: Norms | None = None  # of the map ``residual``; None for other maps
+    norms: Norms | None = None  # for the map ``residual``; None for other maps
 
     def __call__(self, x: Tensor) -> Tensor:
         """The map at another input."""
         return self.function(x)
 
     def onward(self, product: Tensor) -> Tensor:
-        """Derivative of what `ends` reads, from this product with the Jacobian."""
+        """Derivative of the output at `ends`, from a product with the Jacobian."""
         return product if self.ends is None else self.ends.onward(product)
 
     def linearise(self, x: Tensor, *, memory: int = 2**30, per_head: bool = False) -> Operator:
-        """The Jacobian at ``x``; with ``per_head`` on a leading axis of heads."""
+        """The Jacobian at ``x``; with ``per_head``, it has a leading axis of heads."""
         return self.build(x, memory, per_head)
 
 
 def ends_of_attention(record: Trace, call: AttentionCall, *, heads: bool = False) -> MapEndpoints:
-    """Ends of the maps ``attention`` and ``heads``, both read after the output projection."""
+    """Endpoints of the maps ``attention`` and ``heads``, both read after the output projection."""
     leaves, until, place = call.name, call.name, call.out_at
     if call.end.projection is not None and (call.end.goes_on or not call.end.inside):
         names = (name for name, one in record.model.named_modules() if one is call.end.projection)
@@ -321,7 +321,7 @@ def ends_of_attention(record: Trace, call: AttentionCall, *, heads: bool = False
 
 
 def from_norm(record: Trace, norm: NormCall, ends: MapEndpoints) -> MapEndpoints:
-    """The same end, but the tokens move before the norm."""
+    """The same end, with the start moved before the norm."""
     calls = [other for other in record.norms if other.module is norm.module]
     turn = next(i for i, other in enumerate(calls) if other is norm)
     first = next(iter(signature_of(norm.module).parameters))
@@ -333,10 +333,10 @@ def ends_of_model(record: Trace, first: str, moved: Streams, last: str) -> MapEn
     return MapEndpoints(first, moved.firsts, 0, last, last, record.calls[0].token_axis)
 
 
-# --- whole blocks, run again
+# --- whole blocks, rerun
 #
-# Where the layers are those of cross-attention, what moves is the decoder's stream (query side), or
-# the tokens of its keys and values as the blocks take them (key side); the other stays.
+# For cross-attention layers, either the decoder's stream moves (query side), or the tokens of the
+# keys and values as passed to the blocks (key side); the other is fixed.
 
 
 def _no_heads() -> Tensor:
@@ -346,7 +346,7 @@ def _no_heads() -> Tensor:
 def by_differentiation(
     function: Callable[[Tensor], Tensor],
 ) -> Callable[[Tensor, int, bool], Operator]:
-    """How a map without a closed form is linearised: `LayerMap.build`."""
+    """`LayerMap.build` for a map without a closed form, by automatic differentiation."""
     return lambda x, memory, per_head: linearise(function, x)
 
 
@@ -357,19 +357,19 @@ def _rerun_map(
     moved: Streams,
     ends: MapEndpoints,
 ) -> LayerMap:
-    """A map of whole blocks, which are always run again; of which layer is said elsewhere."""
+    """A map of whole blocks, which are always rerun; the caller sets its layer."""
     build = by_differentiation(function)
-    said = ", ".join(moved.names)
+    names = ", ".join(moved.names)
     return LayerMap(
-        None, "", x, output, function, build, None, None, _no_heads, ends, None, ends.enters, said
+        None, "", x, output, function, build, None, None, _no_heads, ends, None, ends.enters, names
     )
 
 
 def block_map(record: Trace, call: AttentionCall) -> LayerMap:
     """The block around an attention layer.
 
-    What moves is every argument that depends on the stream: the tensor that enters the first
-    block. Several tensors are one matrix, tokens after tokens.
+    All arguments that depend on the stream, the input of the first block, move. Several tensors
+    are concatenated along the token axis.
     """
     block, axis = _one_stream(_block_around(record, call)), call.token_axis
     if record.side == "key":
@@ -410,39 +410,39 @@ def stack_map(record: Trace, call: AttentionCall) -> LayerMap:
 def _one_stream(block: BlockCall) -> BlockCall:
     if block.returned > 1:
         raise InputError(
-            f"The maps `block` and `stack` need a block that hands on one stream. Found that "
+            f"The maps `block` and `stack` need a block with one output stream. Found that "
             f"`{block.name}` returns {block.returned}; use the map `attention` or `model`."
         )
     x = block.streams[0].x
-    if x.ndim == 2 and len(x) == 1:  # one row of tokens that were taken for samples
+    if x.ndim == 2 and len(x) == 1:  # tokens without a batch axis were read as samples
         raise InputError(
             f"`{block.name}` should take samples, (batch, tokens, width). Found {tuple(x.shape)} "
-            "of one sample; give data an axis for samples in front."
+            "of one sample; add a leading batch axis to the data."
         )
     return block
 
 
 def _moving(record: Trace, block: BlockCall) -> list[Stream]:
-    """The streams of a block that depend on what entered the first block."""
+    """The streams of a block that depend on the input of the first block."""
     _, origin = record.firsts.get(first_block_of(block.name), (None, block.streams[0]))
     found = [one for one in block.streams if depends(one.node, origin.node)]
     found = found or block.streams[:1]
     if record.side != "self":
-        found = found[:1]  # the decoder's own
+        found = found[:1]  # the decoder's stream
     if len({one.x.shape[-1] for one in found}) > 1:
         names = ", ".join(f"`{one.names[0]}`" for one in found)
         raise InputError(
-            f"The map `block` needs one stream, or several of one width that become one. Found "
+            f"The map `block` needs one stream, or several of equal width. Found "
             f"{names} in `{block.name}`; use the map `attention` or `model`."
         )
     return found
 
 
 def model_map(record: Trace, *, scores: bool = False) -> LayerMap:
-    """All blocks, from the first one (of the decoder, for cross-attention), and what follows.
+    """The map from the first block (of the decoder, for cross-attention) to the model's output.
 
-    What a model with a head returns is no hidden state: the map then ends at its last block, or
-    at the norm that takes what that hands on; with ``scores`` it ends at what the model returns.
+    A model with a head does not return a hidden state: the map then ends at its last block, or at
+    the norm after it; with ``scores`` it ends at the scores that the model returns.
     """
     name, first, start = _first_block(record)
     output, last = record.output, ""
@@ -454,7 +454,7 @@ def model_map(record: Trace, *, scores: bool = False) -> LayerMap:
                 "The maps `logits` and `margin` need a model that ends in scores. Found "
                 f"`{type(record.model).__name__}`, which ends in a hidden state; pass it with its "
                 "head, as `AutoModelForSequenceClassification` loads it, use the map `model`, "
-                "or, for a decision, say what it is between (`between`, `read_out`)."
+                "or, for a decision, give its alternatives (`between`, `read_out`)."
             )
         last, output = _last_hidden(record, name, start)
     axis = record.calls[0].token_axis
@@ -466,12 +466,12 @@ def model_map(record: Trace, *, scores: bool = False) -> LayerMap:
         function = rerun(record, {first: moved}, last, once=True)
         ends = ends_of_model(record, name, moved, last)
         built = _rerun_map(moved.x, output, function, moved, ends)
-    note = f"read after `{last}`: the model returns something else" if last else None
+    note = f"read after `{last}`: the model does not return this state" if last else None
     return replace(built, note=note)
 
 
 def _last_hidden(record: Trace, first: str, start: Stream) -> tuple[str, Tensor]:
-    """Path and output of the last block of a list, or of the norm that takes it."""
+    """Path and output of the last block of a list, or of the norm after it."""
     several = first.rpartition(".")[0]
     final = f"{several}.{len(list(record.model.get_submodule(several).children())) - 1}"
     block = next((b for b in reversed(record.blocks) if b.name == final), None)
@@ -487,7 +487,7 @@ def _last_hidden(record: Trace, first: str, start: Stream) -> tuple[str, Tensor]
 
 
 def _block_around(record: Trace, call: AttentionCall) -> BlockCall:
-    # Of the calls of a block with shared weights, the first that ends after this one began.
+    # For blocks with shared weights: the first call that ends after this attention call starts.
     name, later = block_of(record.model, call.name), record.blocks[call.blocks_before :]
     found = next((block for block in later if block.name == name), None)
     if found is None:
@@ -512,13 +512,13 @@ def _first_block(record: Trace) -> tuple[str, nn.Module, Stream]:
 
 
 def _names_of_states(block: BlockCall, call: AttentionCall) -> tuple[str, ...]:
-    """Under which names a block is given the tokens of the keys."""
+    """Argument names of a block for the tokens of the keys."""
     names = names_of(block.arguments, call.kept[0])
     if not names:
         raise InputError(
-            f"The maps `block` and `model` through the key side need a block that is given the "
-            f"keys' tokens. Found that `{block.name}` makes those of `{call.name}` itself; use "
-            "the map `attention`."
+            f"The maps `block` and `model` through the key side need a block with the keys' "
+            f"tokens as input. Found that `{block.name}` computes those of `{call.name}` itself; "
+            "use the map `attention`."
         )
     return names
 
@@ -548,7 +548,7 @@ def _model_of_states(record: Trace, output: Tensor, last: str) -> LayerMap:
 def rerun(
     record: Trace, places: Mapping[nn.Module, Streams], last: str, *, once: bool
 ) -> Callable[[Tensor], Tensor]:
-    """What a module returns, as a function of these arguments of others; "" for the model."""
+    """Output of a module as a function of arguments of other modules; "" for the model."""
     axis, end = record.calls[0].token_axis, record.model.get_submodule(last)
 
     def function(x: Tensor) -> Tensor:
@@ -565,9 +565,9 @@ def rerun(
 def _hand_over(
     recorder: Recorder, module: nn.Module, given: Mapping[str, Tensor], record: Trace, *, once: bool
 ) -> None:
-    """Give a module other values instead of some of its arguments, while the recorder is open.
+    """Replace some arguments of a module while the recorder is open.
 
-    The stream of a model is written over: what else reads that tensor reads the new values too.
+    The stream of a model is overwritten in place, so that other uses of the tensor change too.
     """
     weights = {t.untyped_storage().data_ptr() for t in record.model.parameters()}
 
@@ -578,7 +578,7 @@ def _hand_over(
 
     def put(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if once:
-            handle.remove()  # a block with shared weights is called again for later layers
+            handle.remove()  # blocks with shared weights are called again for later layers
         arguments = named_arguments(module, args, kwargs)
         for name, value in given.items():
             if is_free(arguments[name]):
@@ -586,6 +586,6 @@ def _hand_over(
                     arguments[name].copy_(value)
             else:
                 arguments[name] = value.clone()  # the model may write into it
-        return as_called(module, arguments, len(args))  # hooks of the model may count on these
+        return as_called(module, arguments, len(args))  # the model's hooks may need positional args
 
     handle = recorder.before(module, put)

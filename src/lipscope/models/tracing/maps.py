@@ -1,4 +1,4 @@
-"""The maps of a layer: what is measured, built from a trace and checked against it."""
+"""The maps of a layer, built from a trace and checked against it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from lipscope.models.tracing.sites import AttentionCall, closed_form, why_run
 from lipscope.models.tracing.trace import reaches_others
 from lipscope.records import MAPS
 
-WHOLE = ("model", "logits", "margin")  # of no layer
+WHOLE = ("model", "logits", "margin")  # maps of the whole model
 OF_BLOCKS = ("block", "stack", *WHOLE)
 PER_HEAD_MAPS = ("heads", "attention", "normed")
 
@@ -44,17 +44,17 @@ PER_HEAD_MAPS = ("heads", "attention", "normed")
 # largest output entry.
 _AGREEMENT = {torch.float32: 1e-5, torch.float64: 1e-10}
 _NO_BOUNDS = "so no bound from weights (local, in a ball or global) is available for this layer"
-# Matrices of scores per head and layer that the generic path holds at its peak: scores,
-# probabilities, their cotangents and the graph of the second pullback.
+# Peak number of score matrices per head and layer on the generic path: scores, probabilities,
+# their cotangents and the graph of the second pullback.
 _GENERIC_COPIES = 7
 
 
 def build_map(
     record: Trace, layer: int | None, name: str, *, memory: int = 2**30, per_head: bool = False
 ) -> LayerMap:
-    """The map ``name`` of a layer of a trace (None: of the model), checked against the model's own.
+    """The map ``name`` of a layer (None for the whole model), checked against the trace.
 
-    Known families are rebuilt in closed form, all others replay the model's own modules.
+    Known families are rebuilt in closed form; all others rerun the model's own modules.
 
     Raises:
         InputError: If the layer or the map does not exist, the request is too large for the
@@ -142,14 +142,14 @@ def _layer_map(
 
 
 def _behind_norm(built: LayerMap, record: Trace, call: AttentionCall, norm: NormCall) -> LayerMap:
-    """The map with the input of a norm for its own."""
+    """The same map with its input moved before a norm."""
     assert built.ends is not None
     x, ends = as_tokens(norm.x, call.token_axis), from_norm(record, norm, built.ends)
     return replace(built, x=x, ends=ends, argument=f"input of {norm.name}")
 
 
 def _projects(call: AttentionCall, attention: Attention | None, name: str) -> bool | None:
-    """Whether the output projection is part of a map; None if none was seen."""
+    """Whether the output projection is part of a map; None if none was found."""
     if name == "heads":
         return False
     if attention is not None:
@@ -158,7 +158,7 @@ def _projects(call: AttentionCall, attention: Attention | None, name: str) -> bo
 
 
 def _own_heads(call: AttentionCall, core: ClosedForm | Replayed) -> Tensor:
-    """The heads that the model computed, or those that its projection takes to its output."""
+    """The heads in the trace, or rebuilt ones that the projection maps to the model's output."""
     if call.end.projection is None:
         raise InputError(
             f"The map `heads` needs an output projection of its own. Found none after "
@@ -187,10 +187,10 @@ def _head_outputs(
 
 
 def margin_of(built: LayerMap) -> LayerMap:
-    """From a model's scores to ``s_a - s_b``: the answer over the next one, of the last row.
+    """Reduce the map of a model's scores to the margin ``s_a - s_b`` of the last row.
 
-    Which two they are is held fixed, as it is at the map's input, padding left out. Their order
-    changes where the margin is zero, so that ``margin / sigma`` is the distance to first order.
+    ``a`` and ``b`` are the two best classes at the map's input, and stay fixed; padding is
+    excluded. The decision changes at margin zero: to first order at distance ``margin / sigma``.
     """
     if built.output.shape[-1] < 2:
         raise InputError("The map `margin` needs two scores. Found one; use the map `logits`.")
@@ -211,7 +211,7 @@ def margin_of(built: LayerMap) -> LayerMap:
 def check_request(
     record: Trace, layer: int | None, name: str, num_tokens: int, memory: int
 ) -> None:
-    """Refuse a map that the generic path could not hold in ``memory`` bytes at this length."""
+    """Refuse a map that needs more than ``memory`` bytes on the generic path at this length."""
     if name in OF_BLOCKS or closed_form(record.calls[layer or 0]) is None:
         _check_memory(record, layer, name, num_tokens, memory)
 
@@ -223,20 +223,20 @@ def _check_memory(
     layers = (layer or 0) + 1 if name == "stack" else len(record.calls) if name in WHOLE else 1
     others = num_tokens if call.context is None else call.context.shape[0]
     pairs = num_tokens * others
-    if call.context is not None and name in OF_BLOCKS:  # it attends to itself, too
+    if call.context is not None and name in OF_BLOCKS:  # the block has self-attention too
         pairs += (num_tokens if call.side == "query" else others) ** 2
     heads = count_heads(call.module) or 1
     needed = _GENERIC_COPIES * layers * heads * pairs * call.x.element_size()
     if needed > memory:
         raise InputError(
-            f"The map `{name}` of this model goes through the generic path, which would need "
+            f"The map `{name}` of this model uses the generic path, which would need "
             f"about {needed / 2**30:.1f} GiB at {num_tokens} tokens. Found "
             f"`memory = {memory / 2**30:.3g}GiB`; raise `memory` or use shorter lengths."
         )
 
 
 def _check_agreement(built: LayerMap, record: Trace) -> None:
-    """The rebuilt map must give the model's own output at the captured input."""
+    """Require that the rebuilt map gives the model's own output at the captured input."""
     rows = _rows_that_read(built, record)
     if not len(built.output[rows]) or not bool(built.output[rows].isfinite().all()):
         return  # nothing to compare, or reported as non-finite by the solver
@@ -248,12 +248,12 @@ def _check_agreement(built: LayerMap, record: Trace) -> None:
         raise InputError(
             f"The rebuilt map `{built.map}` of `{where}` should equal the model's own output to "
             f"{limit:g}. Found a difference of {error:.2g} (relative to the largest output): "
-            "this model computes something that lipscope does not rebuild."
+            "this model has a computation that lipscope does not rebuild."
         )
 
 
 def _rebuilt(built: LayerMap, where: str) -> Tensor:
-    """What the rebuilt map gives; modules that are run again may not run alone."""
+    """Output of the rebuilt map; replayed modules may fail outside the model."""
     try:
         return built(built.x)
     except InputError:
@@ -262,14 +262,14 @@ def _rebuilt(built: LayerMap, where: str) -> Tensor:
         if built.attention is not None or out_of_memory(problem):
             raise
         raise InputError(
-            f"The map `{built.map}` of `{where}` should run by itself as it ran in the model, "
+            f"The map `{built.map}` of `{where}` should run on its own as in the model, "
             f"without a key/value cache. Found that it raised {type(problem).__name__}: "
             f"{str(problem)[:200]}"
         ) from problem
 
 
 def _rows_that_read(built: LayerMap, record: Trace) -> Tensor | slice:
-    """All rows but those that may read no token, for which every model has its own habit."""
+    """All rows except fully masked ones, for which conventions differ between models."""
     if built.attention is None or built.layer is None:
         return slice(None)
     call = record.calls[built.layer]
@@ -278,11 +278,11 @@ def _rows_that_read(built: LayerMap, record: Trace) -> Tensor | slice:
     return slice(None) if empty is None else ~empty.reshape(-1, empty.shape[-1]).any(0)
 
 
-# --- ``residual``: which sum of its input and output an attention layer is part of
+# --- ``residual``: the sum of the input and output of an attention layer
 
 
 def norm_before(record: Trace, call: AttentionCall) -> NormCall | None:
-    """The norm whose output is the layer's input: the same place, with the same values."""
+    """The norm whose output is the layer's input: same memory and same values."""
     here = data_address(call.kept[0])
     found = [n for n in record.norms if n.y_address == here and n.y.numel() == call.x.numel()]
     same = (n for n in found if close(as_tokens(n.y, call.token_axis), call.x))
@@ -290,7 +290,7 @@ def norm_before(record: Trace, call: AttentionCall) -> NormCall | None:
 
 
 def _norm_after(record: Trace, call: AttentionCall) -> NormCall | None:
-    """The norm that takes the attention's own output, before any sum."""
+    """The norm applied directly to the attention's output, before any sum."""
     here = data_address(call.end.held)
     found = [
         n for n in record.norms if n.x_address == here and n.x.numel() == call.end.output.numel()
@@ -308,9 +308,8 @@ def _residual_map(
 ) -> LayerMap:
     """``x + s f(N(x))`` (pre-norm) or ``N(u + s f(u))`` (post-norm), with further norms.
 
-    Which of them the model computes is read off the trace. Its sum is one that the model
-    formed; it is the stream if the model adds to it again, and enters the stream through
-    its norm if the norm alone took it.
+    The variant is determined from the trace, as is the sum. The sum is the stream if the model
+    adds to it again; if only a norm uses it, the output of the norm is the stream.
     """
     after = _norm_after(record, call)
     added = call.end.output if after is None else as_tokens(after.y, call.token_axis)
@@ -327,8 +326,8 @@ def _residual_map(
         index, scale = _sum_of(record, call, call.x, added, here)
     if index is None:
         raise InputError(
-            f"The map `residual` needs a sum of the layer's input and output from which the model "
-            f"goes on. Found none after `{call.name}`; use the map `block`."
+            f"The map `residual` needs a sum of the layer's input and output that the model uses "
+            f"further on. Found none after `{call.name}`; use the map `block`."
         )
 
     def behind(y: Tensor) -> Tensor:
@@ -370,9 +369,9 @@ def _residual_map(
 def _sum_of(
     record: Trace, call: AttentionCall, x: Tensor, added: Tensor, here: int
 ) -> tuple[int | None, Tensor | None]:
-    """Which sum is ``x + s added``, formed by the model, that it went on from; and ``s``.
+    """Index of the model's sum ``x + s added`` that is used further on, and ``s``.
 
-    ``s`` is a factor on what lies at this place, the attention's output; None for 1.
+    ``s`` is a recorded factor of the attention's output, at address ``here``; None for 1.
     """
     if x.shape != added.shape:
         return None, None
@@ -382,24 +381,24 @@ def _sum_of(
         if not total.read or total.value.numel() != x.numel():
             continue
         value = as_tokens(total.value, call.token_axis)
-        # Beside a large x, several of them are close.
+        # For large x, several candidates are close: take the closest.
         off = {i: distance(value, one) for i, one in enumerate(expected) if close(value, one)}
         if off:
             return index, scales[min(off, key=off.__getitem__)]
     return None, None
 
 
-# --- padding: held fixed and not read
+# --- padding: held fixed and excluded from the output
 
 
 def without_padding(built: LayerMap, record: Trace) -> LayerMap:
-    """The map from the real tokens to their outputs, at the same input; itself without padding.
+    """The map from the real tokens to their outputs, at the same input; unchanged without padding.
 
-    Which tokens are real is what the caller says in ``attention_mask`` (of a decoder after an
-    encoder ``decoder_attention_mask``; of states that are handed to a decoder
-    ``encoder_attention_mask``), one entry per token; and what the layer's own call says: tokens
-    that a mask among its arguments hides from all queries. Padding stands where it is: its keys
-    are hidden by the mask, and its own outputs are left out.
+    Padding is marked by the caller in ``attention_mask`` (``decoder_attention_mask`` for a decoder
+    after an encoder, ``encoder_attention_mask`` for the encoder states given to a decoder), with
+    one entry per token, and by masks among the layer's own arguments that hide a token from all
+    queries. Padding tokens are held fixed: the mask hides their keys, and their outputs are
+    excluded.
     """
     moves, reads = _whose_tokens(built, record)
     call = record.calls[built.layer or 0]
@@ -416,8 +415,8 @@ def without_padding(built: LayerMap, record: Trace) -> LayerMap:
         unseen = _unrecognised(record, built.x.shape[0])
         if unseen is None or hidden is not None:
             return built
-        said = f"`{unseen}` is not seen to hide any token of this layer: all move and are read"
-        return replace(built, note="; ".join(filter(None, (built.note, said))))
+        added = f"`{unseen}` does not appear to hide any token of this layer: all move and are read"
+        return replace(built, note="; ".join(filter(None, (built.note, added))))
 
     def whole(x: Tensor) -> Tensor:
         return x if moved is None else built.x.index_copy(0, moved, x)
@@ -444,7 +443,7 @@ def without_padding(built: LayerMap, record: Trace) -> LayerMap:
 
 
 def _whose_tokens(built: LayerMap, record: Trace) -> tuple[str, str]:
-    """Whose tokens move and whose are read: of ``states`` that a decoder reads, or its ``own``."""
+    """Which tokens move and which are read: the encoder ``states``, or the module's ``own``."""
     if record.side != "self":
         return ("states" if record.side == "key" else "own"), "own"
     name = next(iter(record.firsts), "") if built.layer is None else record.calls[built.layer].name
@@ -459,7 +458,7 @@ def _two_parts(record: Trace) -> bool:
 
 
 def _real_tokens(record: Trace, of: str, count: int, hidden: Tensor | None) -> Tensor | None:
-    """Indices of the real tokens, or None if all are."""
+    """Indices of the real tokens; None if there is no padding."""
     given = record.inputs
     mask = None
     if isinstance(given, Mapping):
@@ -467,7 +466,7 @@ def _real_tokens(record: Trace, of: str, count: int, hidden: Tensor | None) -> T
         states, own = two if _two_parts(record) else ("encoder_attention_mask", "attention_mask")
         mask = given.get(states if of == "states" else own)
     real = torch.ones(count, dtype=torch.bool)
-    # A mask of another length speaks of other tokens (a picture's, an encoder's).
+    # A mask of another length refers to other tokens (of an image or an encoder).
     if isinstance(mask, Tensor) and mask.shape == (1, count):
         real &= (mask[0] != 0).cpu()
     if count and not bool(real.any()):
@@ -478,9 +477,9 @@ def _real_tokens(record: Trace, of: str, count: int, hidden: Tensor | None) -> T
 
 
 def hidden_keys(call: AttentionCall) -> Tensor | None:
-    """Which keys a mask among the arguments of a call hides from every query; None: no mask.
+    """Keys that a mask among the arguments of a call hides from every query; None without mask.
 
-    Whether an entry hides or shows is seen, not read: what is hidden changes no other output.
+    The meaning of mask entries is tested, not assumed: hidden tokens do not change other outputs.
     """
     if call.in_parts:
         return None
@@ -489,7 +488,7 @@ def hidden_keys(call: AttentionCall) -> Tensor | None:
         if not _is_mask(name, mask) or mask.shape[-1] != count or mask.shape[-2:-1] == (0,):
             continue
         rows = mask.reshape(-1, count)
-        same = (rows == rows[:1]).all(0)  # for all queries
+        same = (rows == rows[:1]).all(0)  # equal for all queries
         for value in rows[0, same].unique():
             there = same & (rows[0] == value)
             if bool(there.all()) or reaches_others(call, call.hidden, there):
@@ -499,12 +498,12 @@ def hidden_keys(call: AttentionCall) -> Tensor | None:
 
 
 def _is_mask(name: str, value: Any) -> bool:
-    told = isinstance(value, Tensor) and not value.is_complex() and value.ndim > 0
-    return told and ("mask" in name or "padding" in name or value.dtype == torch.bool)
+    is_tensor = isinstance(value, Tensor) and not value.is_complex() and value.ndim > 0
+    return is_tensor and ("mask" in name or "padding" in name or value.dtype == torch.bool)
 
 
 def _unrecognised(record: Trace, count: int) -> str | None:
-    """Name of an input that looks like a mask of tokens, some of them hidden."""
+    """Name of an input that looks like a token mask with hidden tokens."""
     if not isinstance(record.inputs, Mapping):
         return None
     for name, value in record.inputs.items():

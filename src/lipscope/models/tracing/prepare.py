@@ -1,6 +1,6 @@
-"""A model made ready to be measured, and put back: mode, dtype, kernels, implementations.
+"""Preparation of a model for measurement: mode, dtype, kernels and implementations.
 
-Nothing is patched: settings live in context managers and are undone on exit.
+Nothing is patched: context managers change the settings and restore them on exit.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from lipscope.linalg import torch_state
 from lipscope.models.pretrained import quiet
 from lipscope.sources import CPU_ALONE
 
-# Where a Hugging Face configuration keeps its choices; read and put back one by one, because
-# the public setters also overwrite the sub-configurations.
+# Attributes of a Hugging Face configuration; saved and restored one by one, because the public
+# setters also overwrite the sub-configurations.
 _CHOICES = ("_attn_implementation_internal", "_experts_implementation_internal")
 _SETTERS = ("set_attn_implementation", "set_experts_implementation")
 
 
 class _KeepFloat64(TorchFunctionMode):
-    """Answer every request for float32 with float64.
+    """Replace every request for float32 by float64.
 
-    Many models compute softmax, norms or rotary angles in float32 whatever their weights
-    are, so that a float64 run would only look like one.
+    Many models compute softmax, norms or rotary angles in float32 for all weight types, so that a
+    float64 run would have only float32 accuracy.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -50,9 +50,9 @@ def _in_float64(value: Any) -> Any:
 
 @contextlib.contextmanager
 def exact_maths(dtype: torch.dtype, *, differentiable: bool = True) -> Iterator[None]:
-    """No fast path that skips modules, float64 where it is asked for.
+    """Disable fast paths that skip modules, and compute in float64 if requested.
 
-    ``differentiable``: only attention kernels with all derivatives; they hold every score.
+    ``differentiable``: allow only attention kernels with all derivatives; they store all scores.
     """
     mha = torch.backends.mha
     with torch_state(), contextlib.ExitStack() as stack:
@@ -62,14 +62,14 @@ def exact_maths(dtype: torch.dtype, *, differentiable: bool = True) -> Iterator[
         if differentiable:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if dtype == torch.float64:
-            torch.set_default_dtype(dtype)  # of what a model makes of numbers (masks, tables)
+            torch.set_default_dtype(dtype)  # for tensors created by the model (masks, tables)
             stack.enter_context(_KeepFloat64())
         yield
 
 
 @contextlib.contextmanager
 def swapped(entries: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Other entries in dictionaries, as those of a module's parts or weights, put back on exit."""
+    """Temporarily replace entries of dictionaries, such as a module's children or weights."""
     entries = list(entries)
     before = [(held, name, held[name]) for held, name, _ in entries]
     try:
@@ -82,13 +82,13 @@ def swapped(entries: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None
 
 
 def undisturbed(module: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Run a module on copies of its buffers, so that caches in it stay as they were."""
+    """Run a module on copies of its buffers, so that its caches are unchanged."""
     own = ((m._buffers, name, b) for m in module.modules() for name, b in m._buffers.items())
     return swapped((held, name, None if b is None else b.clone()) for held, name, b in own)
 
 
 class ExactNorm(nn.Module):
-    """A norm, maybe times a scale, in the precision of its input, whatever its code asks for."""
+    """A norm with an optional scale, computed in the precision of its input."""
 
     scale: Tensor | None
 
@@ -105,7 +105,7 @@ class ExactNorm(nn.Module):
 
 
 def converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model itself where it is in this dtype and on this device, else a copy that is."""
+    """The model itself if it has this dtype and device, else a converted copy."""
     _check_hooks(model)
     if all(t.dtype == dtype and t.device.type == device.type for t in floating(model)):
         return model
@@ -114,7 +114,7 @@ def converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.
 
 
 def cast_to(x: Tensor, device: torch.device | None, dtype: torch.dtype) -> Tensor:
-    """A tensor on a device, a floating one in a dtype, a complex one in that precision."""
+    """Move a tensor to a device; cast real floats to a dtype and complex ones to its precision."""
     if x.is_complex():
         return x.to(device, dtype.to_complex())
     return x.to(device, dtype) if x.is_floating_point() else x.to(device)
@@ -129,16 +129,16 @@ def prepared(
     implementation: str,
     own: nn.Module | None = None,
 ) -> Iterator[tuple[nn.Module, list[str]]]:
-    """A model ready to be measured, and notes on what was changed.
+    """Prepare a model for measurement; yields the model and notes about the changes.
 
-    It is in eval mode, of one dtype and one attention implementation, set before any capture
-    because masks are built for one implementation and are wrong or missing under another. A model
-    in another dtype or on another device is copied (``own`` is what `converted` gave for it
-    before); otherwise its settings are changed for the time of the block and put back.
+    The model is in eval mode, with one dtype and one attention implementation. These are set before
+    any capture because masks are built for one implementation and are wrong or missing for another.
+    A model with another dtype or device is copied (``own`` is an earlier result of `converted`);
+    otherwise its settings are changed temporarily and restored.
     """
     notes: list[str] = []
     if narrow := sorted({str(t.dtype)[6:] for t in floating(model) if t.dtype.itemsize < 4}):
-        # In half precision, sums and scores of real layers overflow; here they cannot.
+        # In half precision, sums and scores of real layers overflow; not in this dtype.
         kinds = " and ".join(narrow)
         notes.append(f"the weights are {kinds}: every layer was computed in {str(dtype)[6:]}")
     model = converted(model, dtype, device) if own is None else own
@@ -149,7 +149,7 @@ def prepared(
 
 
 def floating(model: nn.Module) -> list[Tensor]:
-    """A model's weights and buffers of a floating type; one that modules share, once for each."""
+    """A model's floating-point weights and buffers; shared ones once per module."""
     held = ((*m._parameters.values(), *m._buffers.values()) for m in model.modules())
     return [t for some in held for t in some if t is not None and t.is_floating_point()]
 
@@ -160,13 +160,13 @@ def _check_hooks(model: nn.Module) -> None:
     if found is not None:
         raise InputError(
             f"The model should take hooks. Found {f'`{found}`' if found else 'one'} compiled by "
-            "`torch.jit`, which takes none; pass it as it was before."
+            "`torch.jit`, which takes none; pass the original model."
         )
 
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """A model in eval mode, not compiled, its weights without gradients; put back on exit."""
+    """Temporarily set eval mode without compilation and without gradients of the weights."""
     trained = [m for m in model.modules() if m.training]
     held = (p for m in model.modules() for p in m._parameters.values())
     grads = [p for p in held if p is not None and p.requires_grad and not p.is_inference()]
@@ -186,12 +186,12 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @functools.cache
 def device_of(name: str) -> torch.device:
-    """The device of this name; ``auto`` takes a GPU where there is one."""
+    """The device with this name; ``auto`` selects a GPU if available."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(1, device=device).tolist()  # `meta` computes nothing
+        torch.empty(1, device=device).tolist()  # fails on `meta`, which has no values
     except (RuntimeError, AssertionError, ValueError) as problem:
         raise InputError(
             f"`device` should be one of this machine. Found `{name}`{_lacking(name, problem)}"
@@ -210,7 +210,7 @@ def _lacking(name: str, problem: Exception) -> str:
 def copied(model: nn.Module, instead: Mapping[int, Any] | None = None) -> nn.Module:
     """A deep copy; tensors computed from weights (weight norm, a cache) are copied as constants.
 
-    ``instead``: what stands in the copy for objects of these ids.
+    ``instead``: replacements for objects, by id.
     """
     memo: dict[int, Any] = dict(instead or {}) | {
         id(value): value.detach().clone()
@@ -221,7 +221,7 @@ def copied(model: nn.Module, instead: Mapping[int, Any] | None = None) -> nn.Mod
     }
     try:
         return copy.deepcopy(model, memo)
-    except Exception as problem:  # a module may refuse in any way; the user gets one line
+    except Exception as problem:  # modules may raise anything; the user gets one line
         raise InputError(
             f"`{type(model).__name__}` should be in the dtype and on the device of the "
             "measurement, or allow `copy.deepcopy`. Found that copying raised "
@@ -230,7 +230,7 @@ def copied(model: nn.Module, instead: Mapping[int, Any] | None = None) -> nn.Mod
 
 
 def _uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Every module as it was written: no hook sees into a compiled one."""
+    """Temporarily undo compilation of all modules: hooks do not run in compiled ones."""
     found: list[tuple[dict[str, Any], str, Any]] = []
     for module in model.modules():
         for name, child in module._modules.items():
@@ -248,12 +248,12 @@ def _drops(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _implementations(model: nn.Module, attention: str) -> Iterator[None]:
-    """One attention implementation everywhere, and plain loops over experts (for float64)."""
+    """Set one attention implementation everywhere, and plain loops over experts (for float64)."""
     before, wanted = choices(model), (attention, "eager")
     try:
         for key, setter, choice in zip(_CHOICES, _SETTERS, wanted, strict=True):
             for part in _outermost(model, setter):
-                # A setter looks at all that is inside, and at what it could import.
+                # Only if needed: setters are slow, as they inspect all submodules and imports.
                 if {one.value for one in choices(part) if one.key == key} != {choice}:
                     _switch(part, setter, choice)
         yield
@@ -262,7 +262,7 @@ def _implementations(model: nn.Module, attention: str) -> Iterator[None]:
 
 
 class Choice(NamedTuple):
-    """An implementation that a configuration names under a key."""
+    """An implementation in a configuration, with its key."""
 
     config: Any
     key: str
@@ -270,7 +270,7 @@ class Choice(NamedTuple):
 
 
 def choices(model: nn.Module) -> list[Choice]:
-    """The implementations of attention and experts that every part of a model has now."""
+    """The current implementations of attention and experts in all parts of a model."""
     return [
         Choice(config, key, getattr(config, key))
         for config in _configs(model)
@@ -286,7 +286,7 @@ def _choose(some: Iterable[Choice]) -> None:
 
 @contextlib.contextmanager
 def as_chosen(own: Iterable[Choice]) -> Iterator[None]:
-    """The attention that a model came with, as far as that runs: its answers may be others."""
+    """Temporarily restore the original attention (eager or sdpa), with possibly other results."""
     own = [one for one in own if one.value in ("eager", "sdpa")]
     before = [one._replace(value=getattr(one.config, one.key)) for one in own]
     try:
@@ -299,25 +299,25 @@ def as_chosen(own: Iterable[Choice]) -> Iterator[None]:
 def implementation_for(model: nn.Module, *, closed: bool) -> str:
     """The attention implementation for a capture, ``sdpa`` or ``eager``.
 
-    Fused attention keeps the forward pass small where all layers are read in closed form; the
-    generic path needs the attention whose derivatives all exist.
+    Fused attention saves memory in the forward pass if all layers have a closed form; the generic
+    path needs the implementation with all derivatives.
     """
     outer = _outermost(model, "set_attn_implementation")
-    # Of the parts inside, transformers asks those that it holds able to change, even where they
-    # have no attention (tokenizers of sound that are convolutions).
+    # transformers also checks submodules that claim to support the change without having attention
+    # (convolutional audio tokenizers).
     lacking = any(
         part in outer or getattr(part, "_can_set_attn_implementation", lambda: False)()
         for part in model.modules()
         if hasattr(type(part), "_supports_sdpa") and not part._supports_sdpa
     )
-    # Fused attention leaves a soft cap out, where transformers (5.18) does not rule it out.
+    # Fused attention ignores a soft cap, and transformers (5.18) does not always refuse this.
     capped = any(getattr(part, "attn_logit_softcapping", None) for part in model.modules())
     return "sdpa" if closed and not (lacking or capped) else "eager"
 
 
 def _switch(part: nn.Module, setter: str, choice: str) -> None:
     try:
-        with quiet():  # it warns of parts that have nothing to set
+        with quiet():  # it warns about parts without this setting
             getattr(part, setter)(choice)
     except (ValueError, RuntimeError, ImportError) as problem:
         raise InputError(
@@ -327,7 +327,7 @@ def _switch(part: nn.Module, setter: str, choice: str) -> None:
 
 
 def _outermost(model: nn.Module, setter: str) -> list[nn.Module]:
-    """The modules with a setter that are inside of no other one; a setter reaches its parts."""
+    """The outermost modules with a setter, which also applies to their submodules."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
@@ -338,7 +338,7 @@ def _outermost(model: nn.Module, setter: str) -> list[nn.Module]:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """The configurations of all modules, sub-configurations included, each once."""
+    """The configurations of all modules, including sub-configurations, without duplicates."""
     found: dict[int, Any] = {}
     waiting = [getattr(module, "config", None) for module in model.modules()]
     while waiting:

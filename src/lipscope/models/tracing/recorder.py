@@ -1,7 +1,7 @@
-"""A forward pass as hooks see it: what modules take, what they return, and what it is made of.
+"""Recording of a forward pass with hooks: inputs, outputs and dependencies of modules.
 
-Names of arguments tell little about what moves; the model's own computation tells it: autograd
-carries the marks, and no value is kept for it. Hooks are registered here and nowhere else.
+Argument names do not show which tensors depend on the input; the autograd graph does, here without
+saved values. Hooks are registered only in this module.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from lipscope.linalg import draws_from
 from lipscope.models.tracing.prepare import cast_to, exact_maths, swapped, undisturbed
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
-Node = Any  # of autograd's graph
-BlockOutputs = Mapping[str, Any]  # by the paths of the blocks
+Node = Any  # node of the autograd graph
+BlockOutputs = Mapping[str, Any]  # outputs by block path
 _Kind = inspect._ParameterKind
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 _ADDS = ("add", "add_", "__add__", "__radd__", "__iadd__")
@@ -35,14 +35,14 @@ _OVER = ("div", "div_", "__truediv__", "__itruediv__", "divide", "divide_", "tru
 
 
 class Reached(BaseException):
-    """What was asked for is there; what follows is not run. No model catches it by mistake."""
+    """Stops a run after the requested result. A `BaseException`, so that models do not catch it."""
 
 
 class Recorder(contextlib.ExitStack):
-    """Hooks on modules, and runs of the model with them; on exit they are gone.
+    """Hooks on modules, and runs of the model with them; removed on exit.
 
-    They see the calls of the thread that made it, of passes that take turns with a model; or of
-    ``all_threads``.
+    Hooks run only for calls in the thread that created the recorder, as passes may share a model,
+    or for ``all_threads``.
     """
 
     def __init__(self, *, all_threads: bool = False) -> None:
@@ -56,33 +56,33 @@ class Recorder(contextlib.ExitStack):
         return lambda *call: hook(*call) if threading.get_ident() == thread else None
 
     def before(self, module: nn.Module, hook: Callable[..., Any]) -> Any:
-        """Call ``hook(module, args, kwargs)`` before a call; what it returns takes their place."""
+        """Call ``hook(module, args, kwargs)`` before a call; its result replaces the arguments."""
         handle = module.register_forward_pre_hook(_unseen()(self._seeing(hook)), with_kwargs=True)
         self.callback(handle.remove)
         return handle
 
     def after(self, module: nn.Module, hook: Callable[..., Any]) -> None:
-        """Call ``hook(module, args, out)`` after every call; what it returns takes its place."""
+        """Call ``hook(module, args, out)`` after every call; its result replaces the output."""
         self.callback(module.register_forward_hook(_unseen()(self._seeing(hook))).remove)
 
     def around(self, module: nn.Module, start: Callable[..., Any], end: Callable[..., Any]) -> None:
-        """Call ``start`` before and ``end`` after every call, as these two do."""
+        """Call ``start`` as in `before` and ``end`` as in `after`."""
         self.before(module, start)
         self.after(module, end)
 
     def after_each(self, hooks: Mapping[nn.Module, Callable[..., Any]]) -> None:
-        """As `after`, of several modules."""
+        """As `after`, for several modules."""
         for module, hook in hooks.items():
             self.after(module, hook)
 
     def arguments(self, module: nn.Module, note: Callable[[dict[str, Any]], Any]) -> list[Any]:
-        """What is noted of the arguments by name of every call, before it."""
+        """Results of ``note`` for the named arguments of every call, before the call."""
         found: list[Any] = []
         self.before(module, lambda m, a, k: found.append(note(bound_arguments(m, a, k))))
         return found
 
     def outputs(self, module: nn.Module) -> list[Any]:
-        """What every call returns."""
+        """The outputs of all calls."""
         found: list[Any] = []
         self.after(module, lambda _, __, out: found.append(out))
         return found
@@ -96,9 +96,9 @@ class Recorder(contextlib.ExitStack):
         differentiable: bool = True,
         call: Callable[[nn.Module, Inputs], Any] | None = None,
     ) -> Any:
-        """Run a model in exact maths; its buffers stay as they are, and its draws are fixed.
+        """Run a model in exact maths, with unchanged buffers and fixed random numbers.
 
-        ``call``: instead of a call on copies of the inputs.
+        ``call``: replaces the default call on copies of the inputs.
         """
         exact = exact_maths(dtype, differentiable=differentiable)
         with _same_draws(model), exact, undisturbed(model):
@@ -109,14 +109,14 @@ class Recorder(contextlib.ExitStack):
 
 @contextlib.contextmanager
 def _unseen() -> Iterator[None]:
-    """What a hook computes is none of the model's: no mode counts its sums or sets its types."""
+    """Disable function modes in hooks: their computations are not part of the model."""
     with torch._C.DisableTorchFunction():
         yield
 
 
 @contextlib.contextmanager
 def _same_draws(model: nn.Module) -> Iterator[None]:
-    """What a forward pass draws (noise that masks patches) is the same each time it is run."""
+    """Fix the random numbers of a forward pass (such as noise for masked patches)."""
     gpus = model.parameters() if torch.cuda.is_initialized() else ()
     used = sorted({p.device.index for p in gpus if p.is_cuda})
     with draws_from(0, used):
@@ -124,13 +124,13 @@ def _same_draws(model: nn.Module) -> Iterator[None]:
 
 
 def run(model: nn.Module, inputs: Inputs) -> Any:
-    """Call the model without a key/value cache; what it draws is the same each time."""
+    """Call the model without a key/value cache and with fixed random numbers."""
     with _same_draws(model):
         return called(model, inputs)
 
 
 def called(model: nn.Module, inputs: Inputs) -> Any:
-    """What the model returns, without a key/value cache."""
+    """Call the model without a key/value cache."""
     if isinstance(inputs, tuple):
         return model(*inputs)
     extra = {}
@@ -145,7 +145,7 @@ _SIGNATURES: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
 
 
 def signature_of(module: nn.Module) -> inspect.Signature:
-    """What ``forward`` takes; of each method it is read once, as that takes longer than a layer."""
+    """The signature of ``forward``, cached per method, as inspection is slower than a layer."""
     method = getattr(module.forward, "__func__", None)
     if method is None:
         return inspect.signature(module.forward)
@@ -155,14 +155,14 @@ def signature_of(module: nn.Module) -> inspect.Signature:
 
 
 def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """A call's arguments by name; those that ``*args`` takes are called ``args[0]`` and so on."""
+    """A call's arguments by name; those in ``*args`` are named ``args[0]`` and so on."""
     signature = signature_of(module)
     try:
         arguments = dict(signature.bind(*args, **kwargs).arguments)
     except TypeError as problem:
         raise InputError(
-            f"`{type(module).__name__}` should be called as its `forward` is written. Found that "
-            f"the model calls it otherwise: {problem}."
+            f"`{type(module).__name__}` should be called with the arguments of its `forward`. "
+            f"Found that the model calls it differently: {problem}."
         ) from problem
     for name, parameter in signature.parameters.items():
         if parameter.kind is _Kind.VAR_KEYWORD:
@@ -174,7 +174,7 @@ def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]
 
 
 def bound_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """A call's arguments by name, without any key/value cache: a replay would grow it."""
+    """A call's arguments by name, without any key/value cache, which a replay would extend."""
     named = named_arguments(module, args, kwargs)
     return {k: None if k in _CACHES else v for k, v in named.items()}
 
@@ -182,7 +182,7 @@ def bound_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]
 def as_called(
     module: nn.Module, arguments: Mapping[str, Any], first: int = 0
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by name as a call: the ``first`` ones, and those before ``*args``, have no name."""
+    """Convert to ``args, kwargs``; the ``first`` and all before ``*args`` are positional."""
     kinds = {n: p.kind for n, p in signature_of(module).parameters.items()}
     named, args = dict(arguments), list[Any]()
     several = any(k.endswith("]") for k in named)
@@ -201,7 +201,7 @@ def as_called(
 
 
 def each_tensor(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A model's inputs with every tensor changed; one tensor stays one tensor."""
+    """Apply ``change`` to every input tensor; identical tensors stay identical."""
     once: dict[int, Tensor] = {}
 
     def changed(value: Any) -> Any:
@@ -217,14 +217,14 @@ def each_tensor(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def to_device(inputs: Any, device: torch.device | None, dtype: torch.dtype) -> Any:
-    """A model's inputs on a device (None: where they are), as `cast_to` casts them."""
+    """Move and cast a model's inputs as in `cast_to`; None keeps their device."""
     return each_tensor(inputs, lambda x: cast_to(x, device, dtype))
 
 
 def tensors_in(output: Any) -> list[Tensor]:
-    """The tensors that a module returns, in a tuple or a record or by itself."""
+    """The tensors in a module's output: a tensor, a tuple or a record."""
     while isinstance(output, tuple | list) and output and isinstance(output[0], tuple | list):
-        output = output[0]  # outputs, their scales (I-BERT)
+        output = output[0]  # (outputs, scales) in I-BERT
     if isinstance(output, Tensor):
         return [output]
     values = getattr(output, "values", None)
@@ -233,7 +233,7 @@ def tensors_in(output: Any) -> list[Tensor]:
 
 
 def first_tensor(output: Any, at: int = 0) -> Tensor:
-    """The output of a module that may return a tuple or a record, a loss first; or by place."""
+    """The main tensor of a module's output, a tuple or record possibly with a loss; or by index."""
     named = [] if at else [getattr(output, name, None) for name in ("last_hidden_state", "logits")]
     found = [one for one in named if isinstance(one, Tensor)] or tensors_in(output)
     if not found:
@@ -242,12 +242,12 @@ def first_tensor(output: Any, at: int = 0) -> Tensor:
 
 
 def is_tokens(value: Any) -> bool:
-    """Whether a value has the shape of token matrices, one or several."""
+    """Whether a value has the shape of a batch of token matrices."""
     return isinstance(value, Tensor) and value.ndim == 3 and value.is_floating_point()
 
 
 def token_arguments(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Those of a call's arguments that are token matrices, one or several."""
+    """The arguments of a call that are batches of token matrices."""
     return {name: value for name, value in arguments.items() if is_tokens(value)}
 
 
@@ -256,17 +256,17 @@ def as_tokens(x: Tensor, token_axis: int) -> Tensor:
     if x.ndim != 3:
         return x.reshape(-1, x.shape[-1])
     batch = 1 - token_axis
-    # A model may put tokens first inside and the batch first at its end (XLNet).
+    # Some models have tokens first inside and the batch first at the end (XLNet).
     return x.squeeze(batch if x.shape[batch] == 1 else token_axis)
 
 
 def unmarked(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments without their marks; tensors in tuples and lists too."""
+    """Detach a call's arguments, including tensors in tuples and lists."""
     return {name: _nested(value, Tensor.detach) for name, value in arguments.items()}
 
 
 def _nested(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A value with its tensors changed, those in tuples and lists too."""
+    """Apply ``change`` to a tensor, or to all tensors in tuples and lists."""
     if isinstance(value, Tensor):
         return change(value)
     if type(value) in (tuple, list):
@@ -275,7 +275,7 @@ def _nested(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def data_address(x: Tensor) -> int:
-    """Where a tensor lies in memory; one that lies nowhere (sparse, inside `vmap`) is no other."""
+    """Memory address of a tensor; a unique negative number without storage (sparse, `vmap`)."""
     try:
         return x.data_ptr()
     except RuntimeError:
@@ -283,12 +283,12 @@ def data_address(x: Tensor) -> int:
 
 
 def has_storage(x: Tensor) -> bool:
-    """Whether a tensor has a place in memory; inside `vmap`, where masks are made, none has."""
+    """Whether a tensor has storage; tensors inside `vmap`, used for masks, have none."""
     return data_address(x) != -id(x)
 
 
 def same_tensor(a: Any, b: Tensor) -> bool:
-    """Whether a value is the same tensor, or a view of all of it in the same order."""
+    """Whether a value is the same tensor, or a view with the same memory and strides."""
     if a is b:
         return True
     if not isinstance(a, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
@@ -300,24 +300,24 @@ def same_tensor(a: Any, b: Tensor) -> bool:
 
 
 def names_of(arguments: Mapping[str, Any], x: Tensor) -> tuple[str, ...]:
-    """The names of the arguments that are this tensor."""
+    """The names of the arguments equal to this tensor (`same_tensor`)."""
     return tuple(name for name, value in arguments.items() if same_tensor(value, x))
 
 
 def same_place(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one size begin at one place in memory."""
+    """Whether two tensors have the same address and number of entries."""
     return data_address(a) == data_address(b) and a.numel() == b.numel()
 
 
 def same_or_copy(taken: Any, result: Tensor) -> bool:
-    """Whether this is a call's output, or a copy: chunks of one are concatenated (CANINE)."""
+    """Whether a tensor is a call's output or a copy: CANINE concatenates a single chunk."""
     if not isinstance(taken, Tensor):
         return False
     if data_address(taken) == data_address(result):
         return True
     try:
         return torch.equal(taken.detach().flatten(), result.flatten()) and bool(result.any())
-    except RuntimeError:  # of a `vmap` that has ended: the call is refused for what it was
+    except RuntimeError:  # a tensor from a finished `vmap`: the call is refused elsewhere
         return False
 
 
@@ -335,7 +335,7 @@ def close(seen: Tensor, expected: Tensor, limit: float = 1e-5) -> bool:
     return torch.allclose(seen, expected, rtol=limit, equal_nan=True)
 
 
-# --- what is made of what
+# --- dependencies between tensors
 
 
 def _gone(_: int) -> Tensor:
@@ -344,22 +344,22 @@ def _gone(_: int) -> Tensor:
 
 @contextlib.contextmanager
 def tracked() -> Iterator[None]:
-    """Record which tensors are made of which, without the values that a derivative needs."""
+    """Record the autograd graph, without the saved values for derivatives."""
     drop = torch.autograd.graph.saved_tensors_hooks(id, _gone)
     with torch.enable_grad(), drop:
         yield
 
 
 def marked(x: Tensor) -> Tensor:
-    """A tensor whose consequences can be told from others."""
+    """A copy that requires gradients, so that its dependents can be recognised."""
     if not x.is_floating_point():
         return x
-    # A clone of a leaf is none, so that the model may write into it.
+    # The second clone is not a leaf, so that the model may write into it.
     return x.detach().clone().requires_grad_().clone()
 
 
 def mark_embeddings(recorder: Recorder, model: nn.Module, inputs: Inputs) -> None:
-    """Mark what tables give for the model's own token ids; positions are not marked."""
+    """Mark the embeddings of the model's token ids; position embeddings are not marked."""
     values = inputs.values() if isinstance(inputs, Mapping) else inputs
     ids = {data_address(v) for v in values if isinstance(v, Tensor) and not v.is_floating_point()}
 
@@ -373,7 +373,7 @@ def mark_embeddings(recorder: Recorder, model: nn.Module, inputs: Inputs) -> Non
 
 
 def origins(node: Node | None, jumps: Mapping[Node, Sequence[Node]]) -> Iterator[Node]:
-    """The nodes of which a node is made, it first; of one in ``jumps`` those that are there."""
+    """A node and its ancestors in the graph; ``jumps`` overrides the parents of some nodes."""
     seen, waiting = set[Node](), [node]
     while waiting:
         here = waiting.pop()
@@ -381,34 +381,34 @@ def origins(node: Node | None, jumps: Mapping[Node, Sequence[Node]]) -> Iterator
             continue
         seen.add(here)
         yield here
-        made_of = jumps[here] if here in jumps else [one for one, _ in here.next_functions]
-        waiting.extend(made_of)
+        parents = jumps[here] if here in jumps else [one for one, _ in here.next_functions]
+        waiting.extend(parents)
 
 
 def depends(node: Node | None, on: Node | None) -> bool:
-    """Whether what a node made depends on what another one made."""
+    """Whether the result of a node depends on that of another."""
     return on is not None and any(one is on for one in origins(node, {}))
 
 
 @dataclass
 class TensorStore:
-    """Tensors of one forward pass, kept alive so that none takes the place of another.
+    """Tensors of one forward pass, kept alive so that their memory is not reused.
 
-    ``copies``: as they were when seen, for models that write into them (``x += attention(x)``).
+    ``copies``: store copies, for models that overwrite tensors (``x += attention(x)``).
     """
 
     copies: bool = False
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def keep(self, x: Tensor) -> Tensor:
-        """The tensor without its marks, or a copy of it."""
+        """The detached tensor, or a copy of it."""
         x = x.detach()
         if not x.is_inference():
             self.versions.append((x, x._version))
         return x.clone() if self.copies else x
 
     def overwritten(self) -> bool:
-        """Whether the model wrote into a tensor after it was seen."""
+        """Whether the model overwrote a recorded tensor."""
         return any(x._version != version for x, version in self.versions)
 
 
@@ -457,12 +457,12 @@ def _equal(a: Any, b: Any) -> bool:
     return isinstance(a, simple) and type(a) is type(b) and a == b
 
 
-# --- sums and fixed multiples of token matrices
+# --- sums and constant multiples of token matrices
 
 
 @dataclass
 class NormCall:
-    """One call of a normalisation module: ``y = module(x)``, and where both lie in memory."""
+    """One call of a normalisation module, ``y = module(x)``, with the memory addresses of both."""
 
     name: str
     module: nn.Module
@@ -474,38 +474,38 @@ class NormCall:
 
 @dataclass
 class Sum:
-    """A sum of two tensors of one shape, and what the model did with it next."""
+    """A sum of two tensors of equal shape, and its later uses in the model."""
 
     value: Tensor  # the sum
-    read: bool = False  # whether anything but another sum used it: a partial sum is not the stream
-    added: bool = False  # whether it was a term of another sum: the stream goes on from here
-    norm: NormCall | None = None  # the norm that took it, or None
+    read: bool = False  # used other than in a sum; otherwise it is a partial sum, not the stream
+    added: bool = False  # whether it is a term of another sum: the stream continues from here
+    norm: NormCall | None = None  # the norm applied to it, or None
 
 
 @dataclass
 class Multiple:
-    """A token matrix times a factor that depends on no token."""
+    """A token matrix times a factor that does not depend on tokens."""
 
-    factor: Tensor  # one number, ``()``, or one for every channel, ``(d,)``
-    of: int  # where the matrix lies in memory
-    address: int  # where the product lies
-    value: Tensor  # the product, kept alive so that nothing else takes its place
-    sums_before: int  # number of sums that the model had formed before
+    factor: Tensor  # a scalar ``()`` or one factor per channel, ``(d,)``
+    of: int  # memory address of the matrix
+    address: int  # memory address of the product
+    value: Tensor  # the product, kept alive so that its memory is not reused
+    sums_before: int  # number of previous sums in the pass
 
 
 class SumRecorder(TorchFunctionMode):
-    """Watch a forward pass for sums of tensors of one shape, and for fixed multiples of them."""
+    """Record sums of tensors of equal shape in a forward pass, and their constant multiples."""
 
     def __init__(self, kept: TensorStore) -> None:
         self.kept = kept
         self.sums: list[Sum] = []
         self.multiples: list[Multiple] = []
-        self.latest: dict[int, Sum] = {}  # by where they lie in memory
+        self.latest: dict[int, Sum] = {}  # by memory address
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         terms = [a for a in args if isinstance(a, Tensor) and has_storage(a)]
-        if name == "__get__":  # a shape or a dtype, no computation
+        if name == "__get__":  # attribute access such as shape or dtype
             return func(*args, **(kwargs or {}))
         adds = _adds(func, args)
         factors = [] if kwargs else _factors(name, args)
@@ -523,7 +523,7 @@ class SumRecorder(TorchFunctionMode):
         return out
 
     def factors(self, address: int, sums_before: int) -> Iterator[Tensor]:
-        """By what the model multiplied the matrix at a place, after so many sums: step by step."""
+        """Cumulative factors of the matrix at an address, after the given number of sums."""
         total = torch.ones((), dtype=torch.float64)
         for one in self.multiples:
             if one.of == address and one.sums_before >= sums_before:
@@ -532,7 +532,7 @@ class SumRecorder(TorchFunctionMode):
 
 
 class AtSum(TorchFunctionMode):
-    """Hand over the value of one sum of a forward pass: the one at this place of `SumRecorder`."""
+    """Call ``reached`` with one sum of a forward pass, by its index in `SumRecorder.sums`."""
 
     def __init__(self, index: int, reached: Callable[[Tensor], None]) -> None:
         self.left, self.reached = index, reached
@@ -547,7 +547,7 @@ class AtSum(TorchFunctionMode):
 
 
 def _adds(func: Any, args: Any) -> bool:
-    """Whether this adds two token matrices; scores have more axes, masks another shape."""
+    """Whether a call adds two token matrices; scores have more axes, masks another shape."""
     terms = [a for a in args if isinstance(a, Tensor)]
     if getattr(func, "__name__", "") not in _ADDS or len(terms) != 2:
         return False
@@ -556,7 +556,7 @@ def _adds(func: Any, args: Any) -> bool:
 
 
 def _factors(name: str, args: Any) -> list[tuple[int, Tensor]]:
-    """Which arguments of a product may be a matrix, and the factor that the other one is."""
+    """Addresses of the possible matrices in a product, each with its constant factor."""
     if name not in _TIMES + _OVER or len(args) != 2:
         return []
     pairs = [(args[0], args[1]), (args[1], args[0])]
@@ -567,12 +567,12 @@ def _factors(name: str, args: Any) -> list[tuple[int, Tensor]]:
 
 def _number_or_row(factor: Any) -> Tensor:
     if not isinstance(factor, Tensor):
-        return torch.tensor(float(factor), dtype=torch.float64)  # makes no matrix double
+        return torch.tensor(float(factor), dtype=torch.float64)  # 0-d: does not promote matrices
     return factor.detach().clone().reshape(() if factor.numel() == 1 else -1)
 
 
 def _is_factor(factor: Any, x: Any) -> bool:
-    """Whether it multiplies every token in the same way, and no token moves it."""
+    """Whether a factor is the same for all tokens and independent of the input."""
     if not isinstance(x, Tensor) or x.ndim not in (2, 3) or not x.is_floating_point():
         return False
     if not has_storage(x):
@@ -584,18 +584,18 @@ def _is_factor(factor: Any, x: Any) -> bool:
     return not factor.requires_grad and (size == 1 or of_channels) and has_storage(factor)
 
 
-# --- what blocks give, which can stand in for them in the next run
+# --- block outputs, which can replace the blocks in the next run
 
 
 @dataclass(frozen=True)
 class BlockRun:
-    """What the blocks of a model gave in one run: the elements of its outermost module lists."""
+    """Outputs of the blocks, the elements of the outermost module lists, in one run."""
 
-    outputs: BlockOutputs  # of those that were called once, in the order in which they ended
-    ended: Mapping[str, int]  # how many had ended when a block began that was called once
+    outputs: BlockOutputs  # in order of completion
+    ended: Mapping[str, int]  # number of completed blocks at the start of each block
 
     def below(self, module: str) -> BlockOutputs:
-        """Of the blocks that had ended when the one around a module began; none without one."""
+        """Outputs of the blocks completed before the block of a module; empty without a block."""
         block = next((one for one in self.ended if f"{module}.".startswith(f"{one}.")), None)
         if block is None:
             return {}
@@ -605,7 +605,7 @@ class BlockRun:
 def run_of_blocks(
     model: nn.Module, inputs: Inputs, dtype: torch.dtype, until: str | None = None
 ) -> BlockRun:
-    """Run a model, up to the first call of ``until`` if it is given; keep what its blocks give."""
+    """Run a model, up to the first call of ``until`` if given, and record its block outputs."""
 
     def end(*_: Any) -> None:
         raise Reached
@@ -620,10 +620,10 @@ def run_of_blocks(
 
 @contextlib.contextmanager
 def watched_blocks(model: nn.Module) -> Iterator[Callable[[], BlockRun]]:
-    """Keep what the blocks of a model give in the run that follows; ask for it after the run.
+    """Record the block outputs of the next run; the yielded function returns them after the run.
 
-    Nothing is kept of a model two of whose blocks give the same memory, which copies would part,
-    that calls a block more than once, or whose blocks give anything but tensors.
+    Nothing is recorded if outputs of two blocks share memory, which copies would not, if a block is
+    called more than once, or if block outputs are not only tensors.
     """
     outputs, began, calls = dict[str, Any](), dict[str, int](), Counter[str]()
 
@@ -647,7 +647,7 @@ def watched_blocks(model: nn.Module) -> Iterator[Callable[[], BlockRun]]:
 
 
 def standing_in(model: nn.Module, outputs: BlockOutputs) -> contextlib.AbstractContextManager[None]:
-    """A model some of whose blocks do not run: what they gave before stands in for them."""
+    """Temporarily replace some blocks of a model by their recorded outputs."""
     found: list[tuple[dict[str, Any], str, Any]] = []
     for path, output in outputs.items():
         around, _, name = path.rpartition(".")
@@ -657,7 +657,7 @@ def standing_in(model: nn.Module, outputs: BlockOutputs) -> contextlib.AbstractC
 
 
 class _KnownBlock(nn.Module):
-    """In the place of a block: its settings, and what it gave before."""
+    """Replacement of a block, with its attributes and its recorded output."""
 
     def __init__(self, block: nn.Module, output: Any) -> None:
         super().__init__()
@@ -677,12 +677,12 @@ def outer_blocks(model: nn.Module) -> dict[str, nn.Module]:
         inside = any(path.startswith(f"{one}.") for one in found)
         if isinstance(module, nn.ModuleList) and not inside:
             blocks = ((f"{path}.{index}", block) for index, block in enumerate(module))
-            found |= {name: block for name, block in blocks if block is not None}  # Informer's
+            found |= {name: block for name, block in blocks if block is not None}  # None: Informer
     return found
 
 
 def _places(output: Any) -> list[int]:
-    """Where the tensors of an output lie; -1 for what is no tensor."""
+    """Memory addresses of the tensors of an output; -1 for other values."""
     if type(output) in (tuple, list):
         return [place for one in output for place in _places(one)]
     if isinstance(output, Tensor):
@@ -691,5 +691,5 @@ def _places(output: Any) -> list[int]:
 
 
 def _copy(output: Any) -> Any:
-    """What a module gives, in memory of its own: a model may write into it."""
+    """A copy of a module's output, since the model may overwrite it."""
     return _nested(output, lambda x: x.detach().clone())

@@ -1,6 +1,6 @@
-"""Which weights of a model are in memory: those of the block that runs, and of few others.
+"""Block-by-block loading of weights: only the running block and a few others are in memory.
 
-Passes of one model take turns, so that a block that is read serves all of them.
+Concurrent passes of a model are synchronised, so that each loaded block serves all of them.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from lipscope.models.tracing.recorder import (
 Test = Callable[[], bool]
 T = TypeVar("T")
 
-# Weights of fewer entries (norms, biases) stay once they were read: theorems ask for them later.
+# Smaller weights (norms, biases) stay in memory once loaded: theorems need them later.
 _SMALL = 2**17
-# From so many entries on, a table of embeddings gives only the rows of its tokens.
+# Embedding tables with more entries are loaded by row, only for the tokens of the input.
 _TABLE = 2**22
-_BEGIN, _END = "to begin", "to end"  # places of passes that take turns
+_BEGIN, _END = "to begin", "to end"  # synchronisation points of passes
 
 
 @dataclass(frozen=True)
 class ModuleWeights:
-    """The weights of a module in memory, asked as `StoredWeights` are."""
+    """The weights of a module in memory, with the interface of `StoredWeights`."""
 
     module: nn.Module
 
@@ -55,25 +55,25 @@ class ModuleWeights:
         return weight[torch.tensor(index, device=weight.device)]
 
     def has_rows(self, name: str) -> bool:
-        """Whether single rows of a weight can be read: always."""
+        """Whether single rows of a weight can be read; always True."""
         return True
 
     def ahead(self, names: Collection[str]) -> None:
-        """Nothing: they are in memory."""
+        """Prefetch nothing, as the weights are in memory."""
 
 
 @dataclass
 class _Weight:
-    """A parameter of the model, in all its places."""
+    """A parameter of the model, with all modules that share it."""
 
     name: str
     places: list[tuple[nn.Module, str]]
-    empty: nn.Parameter  # on the device `meta`, in the type of the run
-    rows: set[int] = field(default_factory=set)  # those that have values, of one that is read so
+    empty: nn.Parameter  # on the device `meta`, in the dtype of the run
+    rows: set[int] = field(default_factory=set)  # loaded rows, if it is loaded by row
 
     @property
     def value(self) -> nn.Parameter:
-        """What stands in its places at the moment."""
+        """The current parameter."""
         module, name = self.places[0]
         return cast(nn.Parameter, module._parameters[name])
 
@@ -83,12 +83,12 @@ class _Weight:
 
 
 class ResidentWeights:
-    """A model without weights, and those that are in it at the moment.
+    """A model without weights, which are loaded and released block by block.
 
-    ``model`` gets its weights from ``source``, cast to the type of the run: those of a block when
-    it is called, or asked for by `fill`. A block is let go when another one comes, unless it is one
-    of the ``kept`` ones and they have room in ``room`` bytes. What lies beside the blocks is read
-    at once and stays, but for large tables of embeddings, whose rows are read for each pass.
+    ``model`` gets its weights from ``source``, cast to the dtype of the run: those of a block when
+    it is called, or requested by `fill`. A block is released when another one is loaded, unless it
+    is one of the ``kept`` blocks and they fit in ``room`` bytes. Weights outside blocks are loaded
+    immediately and stay, except large embedding tables, whose rows are loaded for each pass.
     """
 
     def __init__(
@@ -105,14 +105,14 @@ class ResidentWeights:
         self.blocks = tuple(path for path, block in parts if [*block.parameters()])
         self.blocks_read = 0
         self.turns = Turns()
-        self.order = tuple[str, ...]()  # the blocks of a pass
-        # A block of which only this part is read, and small weights, until another part is called.
+        self.order = tuple[str, ...]()  # the blocks of a pass, in call order
+        # Block and part: only this part and small weights are loaded, until another part is called.
         self.part: tuple[str, str] | None = None
         self._tell: Callable[[str], Any] = _never
-        self._ends: dict[int, tuple[Test, Test]] = {}  # of passes, by their threads
-        self._resident: dict[str, int] = {}  # bytes of the blocks that are in memory
-        # Blocks whose weights others may hold, and the memory of those that went and that nobody
-        # holds: the next block takes it, which spares the system to clear new memory.
+        self._ends: dict[int, tuple[Test, Test]] = {}  # stopping tests of passes, by thread
+        self._resident: dict[str, int] = {}  # size in bytes of the blocks in memory
+        # Blocks whose weights may be referenced elsewhere, and memory of released blocks without
+        # references: it is reused for the next block, as new memory has to be cleared first.
         self._lent: set[str] = set()
         self._free: dict[tuple[int, ...], list[Tensor]] = {}
         self._weights: dict[str, list[_Weight]] = {block: [] for block in (*self.blocks, "")}
@@ -144,11 +144,11 @@ class ResidentWeights:
         self._in_order(self._read_buffers)
 
     def block_of(self, path: str) -> str:
-        """The block that holds a module or a weight; "" for none."""
+        """The block of a module or a weight; "" for none."""
         return next((b for b in self.blocks if f"{path}.".startswith(f"{b}.")), "")
 
     def part_of(self, path: str) -> tuple[str, str]:
-        """The block that holds a module, and which part of it does: the first that is called."""
+        """The block of a module, and the outermost callable part of the block with the module."""
         block = self.block_of(path)
         last = block
         for name in path.removeprefix(f"{block}.").split("."):
@@ -158,11 +158,11 @@ class ResidentWeights:
         return block, last
 
     def bytes_of(self, block: str) -> int:
-        """Size of a block in the type of the run."""
+        """Size of a block in bytes, in the dtype of the run."""
         return sum(one.empty.numel() for one in self._weights[block]) * self.dtype.itemsize
 
     def fill(self, block: str) -> None:
-        """Have a block in memory for somebody who may hold its weights; others go."""
+        """Load a block for a caller that may keep references to its weights; release others."""
         self._lent.add(block)
         self._fill(block)
 
@@ -185,9 +185,9 @@ class ResidentWeights:
 
     @contextlib.contextmanager
     def passing(self, enough: Test, inside: Test) -> Iterator[None]:
-        """A forward pass, which ends before the first block at which there is ``enough``.
+        """A forward pass, which stops at the first block for which ``enough`` is true.
 
-        Or ``inside`` a block, before weights of it are read that are not read yet.
+        It also stops within a block, before more of its weights are loaded, if ``inside`` is true.
         """
         thread = threading.get_ident()
         self._ends[thread] = enough, inside
@@ -198,7 +198,7 @@ class ResidentWeights:
 
     @contextlib.contextmanager
     def told(self, tell: Callable[[str], Any]) -> Iterator[None]:
-        """Tell of every block before it is read."""
+        """Call ``tell`` with every block before it is loaded."""
         self._tell = tell
         try:
             yield
@@ -220,7 +220,7 @@ class ResidentWeights:
             self._in_order(lambda: self._read(block, whole=True))
 
     def _choose(self, one: _Weight, block: str, module: nn.Module, *called: Any) -> None:
-        """Read the experts of the tokens that a block is given; they stay as long as it does."""
+        """Load the experts selected for the tokens of a block; they are released with the block."""
         index = named_arguments(module, *called)[str(_chosen_by(one))]
         if one.value.is_meta:
             self._ends_here(1)
@@ -234,7 +234,7 @@ class ResidentWeights:
         self._in_order(lambda: self._look_up(one, (*args, *kwargs.values())[0]))
 
     def _wanted(self, block: str, *, whole: bool = False) -> list[_Weight]:
-        """Weights of a block that are to be read."""
+        """Weights of a block that have to be loaded."""
         of, part = self.part or ("none", "")
         whole = whole or block != of
         return [
@@ -250,7 +250,7 @@ class ResidentWeights:
             return
         tensors = self.source.read([*wanted])
         for name in [*tensors]:
-            tensor = tensors.pop(name)  # not held after it was cast
+            tensor = tensors.pop(name)  # release it after the cast
             if name in wanted:
                 wanted[name].put(self._parameter(name, tensor))
 
@@ -285,17 +285,17 @@ class ResidentWeights:
         del self._resident[block]
 
     def _in_order(self, work: Callable[[], Any]) -> Any:
-        """Work in a thread of its own: a pass sees, and changes, what is computed in its thread."""
+        """Run work in a separate thread, where the hooks and modes of a pass do not apply."""
         return self._worker.submit(work).result()
 
     def _look_up(self, one: _Weight, ids: Tensor) -> None:
-        """Read rows that are not there; the others take no memory, and have no values."""
+        """Load missing rows; rows that are not loaded take no memory and have no values."""
         if one.value.is_meta:
             table = torch.empty(one.empty.shape, dtype=self.dtype, device=self.device)
             one.put(nn.Parameter(table, requires_grad=False))
         new = [i for i in ids.unique().tolist() if 0 <= i < len(one.empty) and i not in one.rows]
-        if new:  # of others the module says it
-            # Not in the graph of an earlier call, which has used other rows.
+        if new:  # the module itself reports invalid ids
+            # `data`: not part of the graph of an earlier call, which used other rows.
             one.value.data[new] = self._parameter(one.name, self.source.rows(one.name, new)).data
             one.rows.update(new)
 
@@ -321,7 +321,7 @@ def _weights(model: nn.Module) -> Iterator[_Weight]:
 
 
 def _is_table(one: _Weight) -> bool:
-    """Whether a weight is a table that is read by row and in no other way."""
+    """Whether a weight is a large table that is only read by row."""
     return one.empty.numel() > _TABLE and all(
         type(module).forward is nn.Embedding.forward
         or type(module).__name__.endswith("ScaledWordEmbedding")
@@ -330,7 +330,7 @@ def _is_table(one: _Weight) -> bool:
 
 
 def _chosen_by(one: _Weight) -> str | None:
-    """Which argument of a module says which rows of a stack of experts it uses; None for all."""
+    """The argument of a module that selects rows of a stack of experts; None if all are used."""
     if one.empty.ndim < 3 or len(one.places) > 1:
         return None
     takes = signature_of(one.places[0][0]).parameters
@@ -338,29 +338,29 @@ def _chosen_by(one: _Weight) -> str | None:
 
 
 def without_weights(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A copy whose parameters have a shape and a type, and no values; its buffers have theirs."""
+    """A copy with parameters on the `meta` device, without values; buffers keep their values."""
 
     def empty(p: Tensor) -> nn.Parameter:
         kind = dtype if p.is_floating_point() else p.dtype
         return nn.Parameter(torch.empty_like(p, dtype=kind, device="meta"), requires_grad=False)
 
-    made = copied(model, {id(p): empty(p) for p in model.parameters()})
-    return made._apply(lambda t: t if t.is_meta else cast_to(t, device, dtype))
+    bare = copied(model, {id(p): empty(p) for p in model.parameters()})
+    return bare._apply(lambda t: t if t.is_meta else cast_to(t, device, dtype))
 
 
-# --- passes that take turns
+# --- synchronised passes
 
 
 class _Stopped(BaseException):
-    """The others are to be ended too. No model catches it by mistake."""
+    """Stops a pass after the failure of another. A `BaseException`: models do not catch it."""
 
 
 class _Pass(threading.Thread, Generic[T]):
-    """A pass in a thread of its own, which runs when it is let."""
+    """A pass in its own thread, which runs step by step."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         super().__init__(daemon=True)
-        self.place: str | None = _BEGIN  # what it waits for; None once it is done
+        self.place: str | None = _BEGIN  # where it waits; None when done
         self.stopped = False
         self.found: T | BaseException = _Stopped()
         self._work = functools.partial(contextvars.copy_context().run, work)
@@ -377,7 +377,7 @@ class _Pass(threading.Thread, Generic[T]):
         self._back.release()
 
     def wait(self, place: str) -> None:
-        """In the pass: let the others go on, until it is its turn."""
+        """Called in the pass: let others run until its next turn."""
         self.place = place
         self._back.release()
         self._go.acquire()
@@ -385,30 +385,30 @@ class _Pass(threading.Thread, Generic[T]):
             raise _Stopped
 
     def step(self) -> None:
-        """Let it run until it waits again, or is done."""
+        """Run it until it waits again, or is done."""
         self._go.release()
         self._back.acquire()
 
     def stop(self) -> None:
-        """End it where it waits, or will wait next."""
+        """Stop it at its current or next waiting point."""
         self.stopped = True
         while self.place is not None:
             self.step()
 
 
 class Turns:
-    """Passes of which one runs at a time, each to the place where the others are.
+    """Run passes one at a time, each up to the place where the others wait.
 
-    A place is a block of the model. All begin before the first goes on, and they end in reverse
-    order: what a pass changes for its time (types, kernels, draws) it puts back as it found it.
+    A place is a block of the model. All passes begin before the first continues, and end in reverse
+    order, so that their temporary settings (dtypes, kernels, random state) are nested.
     """
 
     def __init__(self) -> None:
         self._passes: dict[int | None, _Pass] = {}
 
     def run(self, works: Sequence[Callable[[], T]]) -> list[T | BaseException]:
-        """What each pass gives, or what it raises."""
-        with torch_state():  # of all passes together, which hold it in turns
+        """The result of each pass, or its exception."""
+        with torch_state():  # shared by all passes, which hold it in turns
             return self._run([_Pass(work) for work in works])
 
     def _run(self, passes: list[_Pass[T]]) -> list[T | BaseException]:
@@ -430,15 +430,15 @@ class Turns:
         return [one.found for one in passes]
 
     def begin(self) -> None:
-        """Wait until all others begin a pass, too."""
+        """Wait until all other passes have begun."""
         self.wait_at(_BEGIN)
 
     def end(self) -> None:
-        """Wait until all others are at the end of theirs."""
+        """Wait until all other passes are at their end."""
         self.wait_at(_END)
 
     def wait_at(self, place: str) -> None:
-        """Wait until all others have come to a place; at once where there are none."""
+        """Wait until all other passes have reached a place; returns immediately without others."""
         mine = self._passes.get(threading.get_ident())
         if mine is not None:
             mine.wait(place)

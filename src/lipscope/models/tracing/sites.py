@@ -1,4 +1,4 @@
-"""The attention modules of a model, their calls, and the families known in closed form."""
+"""The attention modules of a model, their calls, and families with a closed form."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ Side = Literal["self", "query", "key"]
 SIDES: tuple[str, ...] = get_args(Side)
 
 
-# What needs no model, only a function whose input is a tensor.
+# The call for a function of a tensor, without a model.
 OF_FUNCTION = "ls.top_singular(ls.linearise(f, x))"
-_SECONDS = 1.0  # that a search in one path may take
-# Class names of attention, with what variants of one layout (channels last, a stride) add to them.
+_SECONDS = 1.0  # timeout of a regular expression search in one path
+# Class names of attention, with suffixes of layout variants (channels last, strides).
 _NAMED = regex.compile(
     "(Attention|Attn|GPSA|MHSA|MLA|XCA)(Cl|2d|Rope|V2|(2d)?Downsample|PoolFirst|Global|ConvRelPosEnc)?$"
     "|FlashAttention2$"
@@ -42,7 +42,7 @@ _NAMED = regex.compile(
 
 @dataclass
 class Applied:
-    """A module with weights that was applied to a tensor."""
+    """A call of a module with weights, ``y = module(x)``."""
 
     module: nn.Module
     x: Tensor
@@ -51,56 +51,56 @@ class Applied:
 
 @dataclass(frozen=True)
 class LayerEnd:
-    """Where a layer ends: at its output projection, in its module or beside it."""
+    """The end of a layer at its output projection, inside its module or after it."""
 
     output: Tensor  # output with the output projection, ``(n, d_out)``
-    held: Tensor  # the same as the model holds it
-    projection: nn.Module | None = None  # the output projection, where a module of its own
+    held: Tensor  # the model's own tensor of this output
+    projection: nn.Module | None = None  # the output projection, if it is a separate module
     # Concatenated heads, the projection's input, ``(n, h d_v)``; None if unknown.
     heads: Tensor | None = None
     inside: bool = True  # whether the module applies the projection itself
-    goes_on: bool = False  # whether the module does more after its projection (adds the residual)
-    refusal: str = ""  # why the call is no attention map of its input; empty if it is one
+    goes_on: bool = False  # whether the module continues after its projection (adds the residual)
+    refusal: str = ""  # why the call is not an attention map of its input; empty if it is
 
 
 @dataclass
 class AttentionCall:
-    """One call of an attention module, as the model made it on one input.
+    """One call of an attention module in a forward pass.
 
-    In cross-attention, queries are made of some tokens and keys and values of others: one of
-    the two is the layer's input here, the other its fixed context.
+    In cross-attention, the queries come from one set of tokens, the keys and values from another:
+    one of the two is the layer's input here, the other is its fixed context.
     """
 
     name: str  # dotted path of the module in the model
     module: nn.Module
     arguments: dict[str, Any]  # bound arguments of its forward, by name
-    hidden: tuple[str, ...]  # names of the arguments that hold the layer's input
+    hidden: tuple[str, ...]  # names of the arguments with the layer's input
     token_axis: int  # axis of the tokens in the input, 0 or 1; the other one has length 1
     x: Tensor  # input, ``(n, d)``
-    output: Tensor  # what the module returns; the layer's own output is that of its `end`
-    side: Side = "self"  # what the input makes: all (``self``), queries, or keys and values
-    context: Tensor | None = None  # cross-attention: the tokens that stay, ``(m, d)``; else None
-    out_at: int = 0  # place of the output among the tensors that the module returns
-    # Modules with weights that were applied inside, in their order.
+    output: Tensor  # output of the module; `end` has the output of the layer
+    side: Side = "self"  # role of the input: all (``self``), queries, or keys and values
+    context: Tensor | None = None  # cross-attention: the fixed tokens, ``(m, d)``; else None
+    out_at: int = 0  # index of the output among the tensors that the module returns
+    # Calls of modules with weights inside, in order.
     inside: list[Applied] = field(default_factory=list, repr=False)
-    # Modules with weights beside it that took its output.
+    # Calls of modules with weights on its output.
     behind: list[Applied] = field(default_factory=list, repr=False)
-    # Names of other tokens that may be the source of keys, under names of their own.
+    # Names of other token arguments that may be the source of keys.
     unsure: tuple[str, ...] = ()
-    implementation: str | None = None  # attention implementation under which the call was made
-    sums_before: int = 0  # number of sums that the model had formed before
-    blocks_before: int = 0  # number of calls of blocks that had ended before
-    turn: int = 0  # which of the calls of its module it is, from 0
-    refusal: str = ""  # what speaks against it where it begins; see `end`
-    # Whether it was made on windows of the tokens, or on tokens of other axes.
+    implementation: str | None = None  # attention implementation of the call
+    sums_before: int = 0  # number of previous sums in the pass
+    blocks_before: int = 0  # number of completed block calls at its start
+    turn: int = 0  # index among the calls of its module, from 0
+    refusal: str = ""  # reason for a refusal known at its start; see `end`
+    # Whether it is a call on windows of tokens, or along another axis.
     in_parts: bool = False
     kept: list[Any] = field(default_factory=list, repr=False)
-    # Has the weights of its block in memory, where they are read when they are needed.
+    # Loads the weights of its block, if the model is loaded block by block.
     have: Callable[[], None] = field(default=lambda: None, repr=False)
 
     @functools.cached_property
     def end(self) -> LayerEnd:
-        """Where the layer ends; looked for when it is first asked, of this layer alone."""
+        """The end of the layer, computed on first access."""
         return _end_of(self)
 
     @property
@@ -110,12 +110,12 @@ class AttentionCall:
 
     @property
     def num_queries(self) -> int:
-        """Number of tokens that read."""
+        """Number of query tokens."""
         return self._tokens("query").shape[0]
 
     @property
     def num_keys(self) -> int:
-        """Number of tokens that may be read."""
+        """Number of key tokens."""
         return self._tokens("key").shape[0]
 
     def _tokens(self, side: Side) -> Tensor:
@@ -123,7 +123,7 @@ class AttentionCall:
 
 
 def _end_of(call: AttentionCall) -> LayerEnd:
-    """The end of a layer: the last affine map inside, or one beside it that takes the output."""
+    """The end of a layer: the last affine map inside, or one applied to the module's output."""
     out, axis = call.kept[1], call.token_axis
     bare = LayerEnd(call.output, out, refusal=call.refusal)
     if call.in_parts:
@@ -134,7 +134,7 @@ def _end_of(call: AttentionCall) -> LayerEnd:
     for one in call.inside:
         if not isinstance(one.module, nn.Conv1d) or one.x.shape != given.shape:
             continue
-        # As many channels as tokens: what was transposed on the way is not contiguous.
+        # With as many channels as tokens, a transposed input is recognised by its strides.
         square = given.shape[-1] == given.shape[-2]
         if not square or one.x.is_contiguous() or same_place(one.x, given):
             raise InputError(
@@ -162,16 +162,16 @@ def _end_of(call: AttentionCall) -> LayerEnd:
 
 
 def _projection_of(call: AttentionCall, applied: list[Applied]) -> Applied | None:
-    """The outermost of these modules that is affine; the linear map in it that is all it does."""
+    """The outermost affine module, or the linear map inside it if it does nothing else."""
     affine = [one for one in applied if _is_affine(call, one)]
     if not affine:
         return None
-    last = affine[-1]  # what holds a module is done after it
+    last = affine[-1]  # outer modules end after inner ones
     return next((one for one in affine if is_plain(one.module) and same_place(one.y, last.y)), last)
 
 
 def _is_affine(call: AttentionCall, one: Applied) -> bool:
-    """Whether a module with a matrix maps its input, alone, to ``x W + b``."""
+    """Whether a module with a weight matrix is an affine function ``x W + b`` of its input."""
     if is_plain(one.module):
         return True
     if not has_weights(one.module, 2):
@@ -184,12 +184,12 @@ def _is_affine(call: AttentionCall, one: Applied) -> bool:
                 first_tensor(one.module(x)) for x in (noise, one.x + noise, torch.zeros_like(one.x))
             )
             return distance(sum_ - near, one.y - zero) < 1e-3
-    except Exception:  # it takes more than one tensor, or returns something else
+    except Exception:  # it needs more than one tensor, or does not return one
         return False
 
 
 def _term_of_sum(call: AttentionCall, out: Tensor, norm: Applied | None) -> Applied | None:
-    """The projection in a module that adds the residual itself (BLOOM; ALBERT: and a norm)."""
+    """The projection in a module that adds the residual itself (BLOOM), and a norm (ALBERT)."""
     axis = call.token_axis
     total = as_tokens(norm.x, axis) if norm is not None else call.output
     given = [v for k, v in call.arguments.items() if k not in call.hidden]
@@ -208,25 +208,25 @@ def _term_of_sum(call: AttentionCall, out: Tensor, norm: Applied | None) -> Appl
 
 
 class NotCoveredError(Exception):
-    """A call of a known family with something that its closed form does not cover."""
+    """A call of a known family that its closed form does not cover."""
 
 
 WeightReader = Callable[[AttentionCall], Attention]
-_READERS: dict[str, dict[str, WeightReader]] = {}  # of a class of a package
+_READERS: dict[str, dict[str, WeightReader]] = {}  # by class name and package
 Scores = Literal["plain", "rotary", "relative bias", "soft cap", "normalised"]
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family whose weights are read."""
+    """A family with a closed form."""
 
-    reader: WeightReader  # how
-    classes: tuple[str, ...]  # names of its attention modules
-    scores: Scores  # what its logits are besides inner products, masks and windows
+    reader: WeightReader  # reads the weights
+    classes: tuple[str, ...]  # class names of its attention modules
+    scores: Scores  # features of its logits besides inner products, masks and windows
 
     @property
     def title(self) -> str:
-        """What the file that reads it says it is."""
+        """First line of the docstring of the reader's module."""
         text = inspect.getmodule(self.reader)
         return (text.__doc__ or "").strip().splitlines()[0] if text is not None else ""
 
@@ -235,20 +235,20 @@ _REGISTRY: list[Family] = []
 
 
 def known_families() -> list[Family]:
-    """Every family with a closed form; those of plug-ins too."""
+    """Every family with a closed form, including plug-ins."""
     load_plugins(_PLUGINS)
     return sorted(_REGISTRY, key=lambda one: one.reader.__name__)
 
 
 _PLUGINS = "lipscope.families"
 _PLAIN = ("torch.nn.", "transformers.pytorch_utils")
-_OWN = ("torch.nn.", "transformers.models.")  # norms, tables of positions
+_OWN = ("torch.nn.", "transformers.models.")  # norms, position embeddings
 
 
 def family(
     *class_names: str, package: str | tuple[str, ...] = "transformers", scores: Scores = "plain"
 ) -> Callable[[WeightReader], WeightReader]:
-    """Register how to read the weights of a package's attention modules with these names."""
+    """Register a weight reader for attention classes of a package, by class name."""
     packages = (package,) if isinstance(package, str) else package
 
     def register(reader: WeightReader) -> WeightReader:
@@ -266,8 +266,8 @@ def family(
 def reader_of(module: nn.Module) -> WeightReader | None:
     """The reader for a module's class, or None for an unknown family.
 
-    A class of the same name from elsewhere may compute something else, and so may a linear
-    layer of another kind in it: an adapter or packed weights are run, not read.
+    Classes of the same name from other packages, and modules with other linear layers (adapters,
+    packed weights), may compute something else: they are replayed, not read.
     """
     kind = type_before_parametrizations(module)
     reader = _reader_named(kind)
@@ -289,10 +289,10 @@ def _reader_named(kind: type) -> WeightReader | None:
 
 
 def why_run(module: nn.Module) -> str:
-    """What stands between a module and the closed form, where it can be seen."""
+    """Why a module has no closed form, as far as its attributes show."""
     kind = type_before_parametrizations(module).__name__
     if kind in _READERS:
-        return f"`{kind}` holds something that its family does not (an adapter, appended keys)"
+        return f"`{kind}` contains something that its family does not (an adapter, appended keys)"
     if getattr(module, "attn_logit_softcapping", None):
         return f"no closed form is known for `{kind}`, which soft-caps its scores"
     if any(hasattr(module, name) for name in ("q_norm", "q_layernorm", "query_norm")):
@@ -301,7 +301,7 @@ def why_run(module: nn.Module) -> str:
 
 
 def closed_form(call: AttentionCall) -> Attention | None:
-    """The layer of a call from its weights, or None where it has to be run instead."""
+    """The layer of a call from its weights, or None if it has to be replayed."""
     reader = reader_of(call.module)
     if reader is None:
         return None
@@ -318,11 +318,11 @@ def attention_sites(
     """The attention modules of a model by dotted path, in model order.
 
     By default the innermost modules whose class name ends in ``Attention`` (``Attn``, ``XCA``); for
-    self-attention without those that are named cross-attention. ``modules`` is a regular expression
-    searched in the dotted paths instead, or one whole path; what lies inside a match is no match.
+    self-attention, those named cross-attention are excluded. ``modules`` is a regular expression
+    for the dotted paths instead, or one full path; modules inside a match are not matched.
 
     Raises:
-        InputError: If nothing matches, a match only holds attention, or the expression is
+        InputError: If nothing matches, a match only contains attention, or the expression is
             malformed.
     """
     named = {name: m for name, m in model.named_modules() if name}
@@ -351,20 +351,20 @@ def attention_sites(
             held = next((n for n, m in module.named_modules() if n and is_attention(m)), None)
             if held is not None and not is_attention(module):
                 raise InputError(
-                    f"`modules` should match attention. Found `{name}`, which holds it in "
-                    f"`{name}.{held}`; match that, or give the whole path of one module."
+                    f"`modules` should match attention. Found `{name}`, which contains it in "
+                    f"`{name}.{held}`; match that, or give the full path of one module."
                 )
         return outer
-    # A variant inside other attention is no layer of the model.
+    # A variant inside other attention is not a layer of the model.
     whole = tuple(f"{n}." for n, m in named.items() if _is_whole(m))
     found = {n: m for n, m in named.items() if is_attention(m) and not n.startswith(whole)}
     inner = {n: m for n, m in found.items() if not any(o.startswith(f"{n}.") for o in found)}
-    # What is not named so may be called either way: the calls decide.
+    # Modules not named cross-attention may still have cross-attention calls: the trace decides.
     chosen = {n: m for n, m in inner.items() if side != "self" or not _is_cross(n, m)}
     if not chosen and is_attention(model):
         raise InputError(
-            "The model should hold attention in a module of its own. Found "
-            f"`{type(model).__name__}` by itself; give the model that it is part of."
+            "The model should contain attention as a submodule. Found "
+            f"`{type(model).__name__}` alone; give the model that contains it."
         )
     if not chosen:
         by_name = f"name the modules with `modules=` (a regular expression over {_some(named)}), or"
@@ -377,12 +377,12 @@ def attention_sites(
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module is attention by the name of its class."""
+    """Whether a module is attention, by its class name."""
     return _NAMED.search(type_before_parametrizations(module).__name__) is not None
 
 
 def _is_whole(module: nn.Module) -> bool:
-    """Whether a module is one layer with all it holds: a variant, or a step without weights."""
+    """Whether a module is one layer with all its parts: a variant, or a step without weights."""
     held = module.children() if is_attention(module) else ()
     parts = (isinstance(m, Attention) or (is_attention(m) and not has_weights(m)) for m in held)
     return isinstance(module, nn.MultiheadAttention) or any(parts)
@@ -391,30 +391,30 @@ def _is_whole(module: nn.Module) -> bool:
 def _is_cross(name: str, module: nn.Module) -> bool:
     own = (name.rsplit(".", 1)[-1] + type(module).__name__).lower()
     return (
-        "cross" in own.replace("crosscovariance", "")  # of channels: it reads its own tokens
+        "cross" in own.replace("crosscovariance", "")  # cross-covariance is self-attention
         or bool(getattr(module, "is_cross_attention", False))
         or name.endswith(("EncDecAttention", "encoder_attn", "multihead_attn"))
     )
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module is `is_linear` and its weights are all it computes with."""
+    """Whether a module is `is_linear` and of a standard class, not an adapter."""
     kind = type_before_parametrizations(module)
     return is_linear(module) and kind.__module__.startswith(_PLAIN)
 
 
 def has_weights(module: nn.Module, axes: int = 1) -> bool:
-    """Whether a module has weights of so many axes; packed ones are buffers."""
+    """Whether a module has weights with at least ``axes`` axes; packed ones are buffers."""
     return any(t.ndim >= axes for t in (*module.parameters(), *module.buffers()))
 
 
 def with_weights(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those of some modules that have weights."""
+    """The modules that have weights."""
     return [module for module in modules if has_weights(module)]
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a normalisation by the name of its class."""
+    """Whether a module is a normalisation, by its class name."""
     return "norm" in type(module).__name__.lower()
 
 
@@ -430,9 +430,9 @@ def linears(module: nn.Module) -> list[nn.Module]:
 
 
 def count_of_layers(model: nn.Module, sites: Collection[str]) -> int | None:
-    """The number of attention layers, where the configuration counts as many as there are sites.
+    """The number of attention layers, if the configuration agrees with the number of sites.
 
-    None where some site may be called more than once, or not at all: only a pass can tell.
+    None otherwise: sites may be called repeatedly or not at all, which only a pass can show.
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -447,8 +447,8 @@ def count_of_layers(model: nn.Module, sites: Collection[str]) -> int | None:
 def block_of(model: nn.Module, site: str) -> str | None:
     """Path of the Transformer block around a site, or None.
 
-    The innermost element of a module list that has weight matrices (an MLP, experts) besides
-    the site's own and its output projection's.
+    The innermost element of a module list with more weight matrices (an MLP, experts) than
+    those of the site and its output projection.
     """
     parts = site.split(".")
     own = _matrices(model.get_submodule(site))
@@ -460,14 +460,14 @@ def block_of(model: nn.Module, site: str) -> str | None:
 
 
 def first_block_of(block: str) -> str:
-    """Path of the first element of the outermost list that holds a block."""
+    """Path of the first element of the outermost list with the block."""
     parts = block.split(".")
     depth = next(i for i, part in enumerate(parts) if part.isdigit())
     return ".".join([*parts[:depth], "0"])
 
 
 def _matrices(module: nn.Module) -> int:
-    """Number of weights with two axes or more: experts keep theirs without linear layers."""
+    """Number of weights with two or more axes, including experts without linear layers."""
     return sum(p.ndim > 1 for p in module.parameters())
 
 

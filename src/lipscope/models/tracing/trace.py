@@ -1,4 +1,4 @@
-"""Run a model once with hooks and keep what its attention layers saw."""
+"""Tracing: run a model once with hooks and record its attention calls."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ from lipscope.models.tracing.sites import (
 
 
 class BlockPass(NamedTuple):
-    """A pass through a model that is read block by block."""
+    """A pass through a model whose weights are loaded block by block."""
 
-    resident: ResidentWeights  # the weights that are in memory
-    upto: int | None = None  # the layer after whose block none is run; None for all
-    briefly: bool = False  # whether nothing is run after the attention of that layer
+    resident: ResidentWeights  # the weights in memory
+    upto: int | None = None  # stop after the block of this layer; None for all layers
+    briefly: bool = False  # stop after the attention of this layer
 
 
 def trace(
@@ -71,13 +71,13 @@ def trace(
     asked: str | None = None,
     by_block: BlockPass | None = None,
 ) -> Trace:
-    """Run a `prepared` model on one sample and record its attention calls, which are the layers.
+    """Run a `prepared` model on one sample and record its attention calls, the layers.
 
-    ``sites`` are its attention modules by path (`attention_sites`), ``side`` is ``self`` or through
-    which side the calls of cross-attention are layers, ``asked`` the path of a module that is a
-    layer because it was asked for by its own name. ``norms``: record norms and sums, for the maps
-    ``normed`` and ``residual``; ``blocks``: the Transformer blocks around the sites. ``by_block``:
-    how a model passes that is read block by block.
+    ``sites`` are its attention modules by path (`attention_sites`); ``side`` is ``self``, or the
+    moving side of cross-attention layers; ``asked`` is the path of a module that is a layer because
+    the user named it. ``norms``: record norms and sums, for the maps ``normed`` and ``residual``;
+    ``blocks``: record the Transformer blocks around the sites; ``by_block``: the pass of a model
+    whose weights are loaded block by block.
     """
 
     def once(marks: bool, copies: bool = False) -> Trace:
@@ -90,7 +90,7 @@ def trace(
     marks = True
     try:
         record = once(marks)
-    except (InputError, *OF_MODELS):  # some code runs without marks only; mistakes come again
+    except (InputError, *OF_MODELS):  # some code fails only with marks; real errors occur again
         marks = False
         if by_block is not None:
             by_block.resident.part = None
@@ -160,20 +160,20 @@ def _fill(
         recorder.enter_context(tracked() if marks else torch.no_grad())
         given = each_tensor(inputs, marked) if marks else inputs
         output = recorder.run(model, given, dtype, differentiable=False, call=called_once)
-        if tensors_in(output):  # a composite model may return what its parts return, and no more
+        if tensors_in(output):  # composite models may return only nested outputs
             record.output = first_tensor(output).detach()
         record.hidden = getattr(output, "last_hidden_state", None) is not None
 
 
 def _hook_blocks(recorder: Recorder, record: Trace, by_block: BlockPass) -> None:
-    """Keep what the blocks are given that will be asked for, and end the pass after the last."""
+    """Record the arguments of resident blocks, and stop the pass after the last requested layer."""
     resident, upto, briefly = by_block
 
     def enough() -> bool:
         return upto is not None and sum(not one.unsure for one in record.calls) > upto
 
     def inside() -> bool:
-        """Whether the last one asked is over, and what ends it is inside of it."""
+        """Whether the last requested attention is complete, including its output projection."""
         last = record.calls[-1] if enough() else None
         if last is None or not briefly or len(last.kept) < 2:
             return False
@@ -186,7 +186,7 @@ def _hook_blocks(recorder: Recorder, record: Trace, by_block: BlockPass) -> None
 
 
 _ROOM = __name__.rpartition(".")[0]
-# What the code of models and of torch's own layers raises where an input does not fit.
+# Exceptions of models and torch layers for invalid inputs.
 OF_MODELS = (
     *(RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError),
     *(ArithmeticError, OSError),
@@ -194,7 +194,7 @@ OF_MODELS = (
 
 
 def _called_once(model: nn.Module, inputs: Inputs) -> Any:
-    """`called`, with whatever the model's own code raises as one line."""
+    """`called`, with exceptions of the model's code converted to one-line errors."""
     try:
         return called(model, inputs)
     except InputError:
@@ -210,7 +210,7 @@ def _called_once(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def _check_indices(model: nn.Module, problem: Exception) -> None:
-    """Refuse token ids, or positions, that a table of the model has no row for."""
+    """Report token ids or positions outside an embedding table of the model."""
     for frame, _ in traceback.walk_tb(problem.__traceback__):
         table, ids = frame.f_locals.get("self"), frame.f_locals.get("input")
         if isinstance(table, nn.Embedding) and isinstance(ids, Tensor) and ids.numel():
@@ -224,7 +224,7 @@ def _check_indices(model: nn.Module, problem: Exception) -> None:
 
 
 def _is_ours(problem: Exception) -> bool:
-    """Whether a hook of lipscope raised it, and not the model that ran between the hooks."""
+    """Whether an exception comes from a hook of lipscope, not from the model's code."""
     frames = (frame for frame, _ in traceback.walk_tb(problem.__traceback__))
     codes = [
         frame.f_code for frame in frames if frame.f_globals.get("__name__", "").startswith(_ROOM)
@@ -234,7 +234,7 @@ def _is_ours(problem: Exception) -> bool:
 
 
 def resolve_calls(record: Trace, asked: str | None = None) -> None:
-    """Tell layers from other calls, once the pass is over."""
+    """Separate layers from other calls after the pass."""
     calls, record.calls = record.calls, []
     if record.resident is not None:
         resident = record.resident
@@ -248,14 +248,14 @@ def resolve_calls(record: Trace, asked: str | None = None) -> None:
         if not known and call.num_tokens > 1 and not _mixes(call, call.hidden):
             raise InputError(
                 f"`modules` should match attention. Found `{call.name}`, a "
-                f"`{type(call.module).__name__}` in which no token reads another; give its whole "
-                "path to have it measured all the same."
+                f"`{type(call.module).__name__}` in which no token reads another; give its full "
+                "path to measure it anyway."
             )
         record.calls.append(call)
 
 
 def _belongs(record: Trace, call: AttentionCall) -> bool:
-    """Whether a call is one of the layers, now that the source of its keys is known."""
+    """Whether a call is a layer, after the source of its keys is resolved."""
     if not call.unsure:
         return True
     source = next((name for name in call.unsure if _mixes(call, [name])), None)
@@ -265,7 +265,7 @@ def _belongs(record: Trace, call: AttentionCall) -> bool:
 
 
 def reaches_others(call: AttentionCall, names: Sequence[str], there: Tensor) -> bool:
-    """Whether these tokens (booleans) of arguments that are one tensor change others' output."""
+    """Whether the tokens in mask ``there`` of the given arguments change the output of others."""
     given: Tensor = call.arguments[names[0]]
     noise = torch.randn(given.shape, generator=start_named("what changes")).to(given)
     shape = [1, 1, 1]
@@ -278,7 +278,7 @@ def reaches_others(call: AttentionCall, names: Sequence[str], there: Tensor) -> 
 
 
 def _mixes(call: AttentionCall, names: Sequence[str]) -> bool:
-    """Whether any of three tokens changes the output of another one."""
+    """Whether any of three test tokens changes the output of another token."""
     count = call.arguments[names[0]].shape[call.token_axis]
     each = torch.arange(count, device=call.x.device)
     return any(reaches_others(call, names, each == t) for t in {0, count // 2, count - 1})
@@ -294,9 +294,9 @@ def overflows(
     side: Side = "self",
     by_block: BlockPass | None = None,
 ) -> dict[int, str]:
-    """What overflows in a model's own half precision, where it is measured in more: by layer.
+    """Notes by layer on overflow in a model's half precision, which the measurement avoids.
 
-    Nothing of one in float32 or wider, or that this machine cannot run in half precision.
+    Empty for models in float32 or wider, and if this machine cannot run half precision.
     ``by_block`` as in `trace`.
     """
     first = next(model.parameters(), None)
@@ -315,5 +315,5 @@ def overflows(
         return {}
     at = bad.index(True)
     inside = bool(record.calls[at].x.isfinite().all())
-    said = f"layer {at} overflows" if inside else f"the model overflows before layer {at}"
-    return {layer: f"in {name} {said} at this input" for layer in range(at, len(bad)) if bad[layer]}
+    what = f"layer {at} overflows" if inside else f"the model overflows before layer {at}"
+    return {layer: f"in {name} {what} at this input" for layer in range(at, len(bad)) if bad[layer]}
