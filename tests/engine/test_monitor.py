@@ -433,7 +433,7 @@ def test_a_trainer_is_attached_to_once_and_trains_the_model_of_the_monitor(tmp_p
     run = trainer(model(), tmp_path)
     monitor = ls.Monitor(model(), PROBE, every=2)
     monitor.attach(run)
-    with pytest.raises(InputError, match=r"once a Trainer\. Found a second call"):
+    with pytest.raises(InputError, match=r"once per Trainer\. Found a second call"):
         monitor.attach(run)  # steps would count twice
     with pytest.raises(InputError, match=r"Found another `GPT2LMHeadModel`; give"):
         run.train()
