@@ -53,7 +53,7 @@ def test_memory_that_runs_out_is_halved(monkeypatch: pytest.MonkeyPatch, error: 
     assert [m for m in tried if m != 8 * chunked.CHUNK_BYTES] == [2**26, 2**25, 2**24]
     assert row.status == "converged" and row.error is None
     assert row.sigma == pytest.approx(expected.sigma, rel=1e-6)
-    assert "out of memory: done again with `memory = 16MiB`" in (row.note or "")
+    assert "out of memory: repeated with `memory = 16MiB`" in (row.note or "")
     assert "memory" not in (expected.note or "")
 
 

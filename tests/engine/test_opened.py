@@ -211,12 +211,12 @@ def test_decisions_of_a_layer_s_read_outs_are_a_verb_of_python_too(command: Any)
 def test_what_is_asked_of_all_heads_is_refused_for_one() -> None:
     at = ls.load_model(BERT).at(TEXT, layer=0, length=6, head=1)
     for verb in ("directions", "push", "attack", "split"):
-        with pytest.raises(ls.InputError, match=f"`{verb}` speaks of all heads"):
+        with pytest.raises(ls.InputError, match=f"`{verb}` applies to all heads"):
             getattr(at, verb)()
     for asked in (at.linearise, lambda: at(at.x)):  # whose sigma is not `at.sigma`
         with pytest.raises(ls.InputError, match=r"all heads together.*at.attention.head\(1\)"):
             asked()
-    with pytest.raises(ls.InputError, match="`decision` speaks of all heads"):
+    with pytest.raises(ls.InputError, match="`decision` applies to all heads"):
         at.decision(between=["a b", "c d"])
     with pytest.raises(ls.InputError, match="Found a layer at `map = block`"):
         ls.load_model(BERT).at(TEXT, layer=0, length=6, map="block").decision(between=["a", "b"])
@@ -238,10 +238,10 @@ def test_bounds_of_a_head_are_its_own_and_nothing_else_is_asked_of_a_layer_at_an
         ("directions", "samples", 3),
         ("split", "length", 4),
     ):
-        with pytest.raises(ls.InputError, match=f"`{verb}` is asked of this layer at this input"):
+        with pytest.raises(ls.InputError, match=f"`{verb}` applies to this layer at this input"):
             getattr(whole, verb)(**{name: value})
     decide = ls.load_model(BERT).decision
-    with pytest.raises(ls.InputError, match=r"is of the whole model. Found `map = block`"):
+    with pytest.raises(ls.InputError, match=r"needs the whole model. Found `map = block`"):
         decide(TEXT, length=6, map="block")
     for wrong in (decide, lambda *a, **k: ls.certify_decision(BERT, *a, **k)):
         with pytest.raises(ls.InputError, match="`dtype` should be float64"):

@@ -1,6 +1,6 @@
-"""From a question to rows: the verbs, and what carries them out."""
+"""Verbs and their execution: from a question to result rows."""
 
 import lazy_loader
 
-# Each module is imported when a name of it is first asked for: `__init__.pyi` says where they are.
+# Modules are imported lazily, on first use of one of their names; see `__init__.pyi`.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,4 +1,4 @@
-"""One layer, one question: sigma, its interval, which tokens carry it, and the row of it all."""
+"""Answer for one layer: sigma, its interval, token shares, and the result row."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ from lipscope.measures import own_operator
 from lipscope.models import OF_MODELS, LayerMap, Sample
 from lipscope.records import AGAIN, Finished, Measurement, TokenShare, version
 
-_PROBES = 16  # of the Frobenius norm; the interval narrows like their root
-_LEAST_MEMORY = 2**22  # bytes below which a budget is not halved any more
+_PROBES = 16  # for the Frobenius norm; the interval narrows like the inverse root of their number
+_LEAST_MEMORY = 2**22  # bytes; smaller budgets are not halved further
 _Remarked = tuple[float | None, str | None]  # a number, and a remark on it
 
 
 @dataclass(frozen=True)
 class LeadingMove:
-    """One of the leading directions of a map, on all of its tokens."""
+    """A leading singular direction of a map, on all tokens."""
 
-    of: Leading  # the direction, its vectors on all tokens: zero where none moves or none is read
-    move: Float[Tensor, "n d"]  # ``D v``, the move that it is in the metric
+    of: Leading  # the direction; its vectors are zero on tokens that do not move or are not read
+    move: Float[Tensor, "n d"]  # ``D v``, the corresponding move in the metric
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The answer of one layer, or of one head."""
+    """The answer for one layer, or one head."""
 
     head: int | None  # head, or None for all together
     num_tokens: int  # number of tokens of the input
-    top: TopSingular | None = None  # the solver's record; None if the computation failed
+    top: TopSingular | None = None  # the solver's result; None if the computation failed
     input_norm: float = math.nan  # ``‖X‖_F``
     output_norm: float | None = None  # ``‖f(X)‖_F`` (of the head's slice or contribution, per head)
     share_in: Sequence[float | None] = ()  # share of each token in the top right singular vector
@@ -68,22 +68,22 @@ class Answer:
     norms: Sequence[float | None] = ()  # norm of each input token
     sigma_rest: float | None = None  # sigma with the top token held fixed, or None
     frobenius: float | None = None  # estimate of ``‖J‖_F``, or None
-    # how far ``J v`` is from a finite difference of the model, or None
+    # relative error of ``J v`` against a finite difference of the model, or None
     derivative_error: float | None = None
     seconds: float = 0.0  # solving time
     notes: tuple[str, ...] = ()  # remarks for the row
     error: str | None = None  # what failed, or None
-    leading: tuple[LeadingMove, ...] = ()  # the leading directions, if they are asked for
+    leading: tuple[LeadingMove, ...] = ()  # the leading directions, if requested
 
     def columns(self) -> dict[str, Any]:
-        """The columns of the row that the computation fills."""
+        """The computed columns of the row."""
         top = self.top
         sigma = finite(top.sigma) if top is not None else None
         known = [s for s in self.share_in if s is not None]
         best = self.share_in.index(max(known)) if known else None
         norms = [x for x in self.norms if x is not None]
         relative = None
-        if known and sigma is not None and self.output_norm:  # of the same metric
+        if known and sigma is not None and self.output_norm:  # in the same metric
             relative = sigma * self.input_norm / self.output_norm
         same = ("sigma_rest", "frobenius", "derivative_error", "output_norm", "seconds", "error")
         return {name: getattr(self, name) for name in same} | {
@@ -101,9 +101,9 @@ class Answer:
         }
 
     def token_shares(self, row_id: str, texts: Sequence[str] | None) -> list[TokenShare]:
-        """One record per token of the window, under the row that it belongs to."""
+        """One record per token of the window, with the id of its row."""
         if texts is not None and len(texts) != self.num_tokens:
-            texts = None  # several streams, or patches: these are no tokens of the text
+            texts = None  # several streams, or patches: not the tokens of the text
         return [
             TokenShare(
                 id=row_id,
@@ -118,14 +118,14 @@ class Answer:
 
 
 def finite(value: float) -> float | None:
-    """A number that JSON can hold, or None."""
+    """The number if it is finite, as JSON requires, else None."""
     return value if math.isfinite(value) else None
 
 
 def explained(problem: Exception) -> str:
-    """An error in one line, which says whether another run may well have none.
+    """An error in one line, with a note if another run may succeed.
 
-    Want of memory, and files that cannot be read or written, are not the question's fault.
+    Out-of-memory and file errors do not depend on the question.
 
     >>> explained(MemoryError("nothing left"))
     'MemoryError: nothing left; the next run tries it again'
@@ -138,18 +138,18 @@ def explained(problem: Exception) -> str:
 
 
 class Question(NamedTuple):
-    """A job, asked of a layer or of each of its heads."""
+    """A job for a layer, or for each of its heads."""
 
     layer: LayerMap
     spec: Spec
     job: Job
     memory: int  # bytes
-    key: str  # names the model, layer, length and sample; with the seed it fixes the starts
-    watch: Watch | None  # sees the intervals of sigma after every step, and may end the solver
+    key: str  # names the model, layer, length and sample; with the seed it determines the starts
+    watch: Watch | None  # receives the intervals of sigma after every step; may stop the solver
 
     @property
     def heads(self) -> list[int | None]:
-        """The heads that are measured one by one; None for all together."""
+        """The heads to measure individually; None for all together."""
         if self.spec.per_head and self.layer.num_heads is not None:
             return list(range(self.layer.num_heads))
         return [None]
@@ -160,14 +160,14 @@ def answer(
     reference: Callable[[], ReferenceModel] | None = None,
     solved: Solve | None = None,
 ) -> list[Answer]:
-    """Answer a question, within less memory where it runs out.
+    """Answer a question, retrying with less memory if it runs out.
 
     With a ``reference``, the model itself between the map's ends, the Jacobian is compared with its
-    finite difference along the direction that was found; it is made once that is there. ``solved``
-    has sigma already.
+    finite difference along the top direction; it is created after the solve. ``solved`` already
+    has sigma.
 
     Raises:
-        InputError: If the two disagree.
+        InputError: If Jacobian and finite difference disagree.
     """
     began, halved = time.perf_counter(), asked.memory
     while True:
@@ -184,12 +184,12 @@ def answer(
             return [_failed(asked.layer, head, seconds, why) for head in asked.heads]
         if halved == asked.memory:
             return found
-        said = f"out of memory: done again with `memory = {halved / 2**20:.3g}MiB`"
-        return [replace(one, notes=(*one.notes, said)) for one in found]
+        note = f"out of memory: repeated with `memory = {halved / 2**20:.3g}MiB`"
+        return [replace(one, notes=(*one.notes, note)) for one in found]
 
 
 class Solve:
-    """The operators of one layer and the runs on them, with an axis of heads (of one: all)."""
+    """Operators of one layer and their solves, with a heads axis (of size one for all heads)."""
 
     def __init__(self, asked: Question) -> None:
         self._began = time.perf_counter()
@@ -198,7 +198,7 @@ class Solve:
         self.jacobian = self._jacobian()
         self.norms = self.layer.x.norm(dim=1)
         rms = self.norms.square().mean().sqrt()
-        # Where the input is zero, D is too: no token may move in proportion to its norm.
+        # A zero input has D = 0: no token can move in proportion to its norm.
         unit = self.norms / rms if rms != 0 else self.norms
         self.scale = unit if self.job.metric == "token-relative" else None
         self.still = self.scale is not None and bool(rms == 0)
@@ -207,27 +207,27 @@ class Solve:
         self.read = self._index("read", self.spec.read, self.rows_out)
         self.operator = restrict(self.jacobian, move=self.move, read=self.read, scale=self.scale)
         self.tops: list[TopSingular] | None = None
-        self.seconds = 0.0  # a head
+        self.seconds = 0.0  # per head
 
     def solve(self) -> list[TopSingular]:
-        """Sigma of all heads together, or of each."""
+        """Sigma of all heads together, or of each head."""
         tops = self._top(self.operator, "sigma")
         self.keep(tops, (time.perf_counter() - self._began) / len(self.heads))
         return tops
 
     def keep(self, tops: list[TopSingular], seconds: float) -> None:
-        """Keep sigma, and how long a head took."""
+        """Store sigma and the time per head."""
         self.tops, self.seconds = tops, seconds
 
     def _jacobian(self) -> Operator:
-        """That of the map; for copies against each other, what tokens do by their own queries."""
+        """The Jacobian of the map; for ``copies``, its part through each token's own query."""
         layer, options = self.layer, {"memory": self.memory, "per_head": self.spec.per_head}
         if self.spec.move != COPIES:
             return layer.linearise(layer.x, **options)
         if layer.attention is None:
             raise InputError(
-                "`move = copies` needs weights that are read in closed form. Found a layer that "
-                "is run again as it is."
+                "`move = copies` needs weights that are read in closed form. Found a layer without "
+                "them."
             )
         return own_operator(layer.attention, layer.x, map=layer.map, **options)
 
@@ -236,7 +236,7 @@ class Solve:
         return None if chosen is None else torch.tensor(chosen, device=self.layer.x.device)
 
     def answers(self, reference: Callable[[], ReferenceModel] | None) -> list[Answer]:
-        """The answers, compared with the model itself."""
+        """The answers, checked against the model itself."""
         tops = self.tops or self.solve()
         error, remark = self._beside(reference(), tops) if reference is not None else (None, None)
         shares = [_token_shares(_embedded(top.v, self.move, self.n)) for top in tops]
@@ -245,7 +245,7 @@ class Solve:
         average = self._averages(tops) if self.spec.average else nothing
         outputs = self._output_norms()
         about = [
-            "the map's input is zero, so that no token moves in this metric" * self.still,
+            "the map's input is zero, so no token moves in this metric" * self.still,
             self.layer.note,
             self._of_copies(),
             remark,
@@ -295,7 +295,7 @@ class Solve:
         return tuple(LeadingMove(one, one.v * scale) for one in whole)
 
     def _beside(self, reference: ReferenceModel, tops: list[TopSingular]) -> _Remarked:
-        """How far ``J v`` is from the finite difference of the model; a remark."""
+        """The error of ``J v`` against a finite difference of the model, and a remark."""
         e, product = self._direction(tops)
         if not bool(product.isfinite().all()):
             return None, None  # reported as non-finite by the solver
@@ -303,7 +303,7 @@ class Solve:
         x = self.layer.x.to(reference.dtype)
         found = None
         if reference.quick is not None:
-            with suppress(InputError, *OF_MODELS):  # blocks may need what those below them do
+            with suppress(InputError, *OF_MODELS):  # blocks may depend on those below them
                 found = difference(reference.quick, x, e, product)
         if found is None or found.status != "agrees":
             found = difference(reference.function, x, e, product)
@@ -326,14 +326,14 @@ class Solve:
         if found.status == "unsettled":
             return finite(found.error), (
                 "the derivative could not be checked: finite differences of the model do not "
-                "settle in its precision"
+                "converge in its precision"
             )
         return found.error, None
 
     def _direction(self, tops: list[TopSingular]) -> tuple[Tensor, Tensor]:
         """The top right singular vector ``v`` as a move of all tokens, and ``J v``.
 
-        Where there is no such vector, a random move.
+        If there is no such vector, a random move.
         """
         best = max(tops, key=lambda top: top.sigma if math.isfinite(top.sigma) else -1.0)
         v = best.v.to(self.layer.x)
@@ -344,11 +344,11 @@ class Solve:
             v = v * (self.scale if self.move is None else self.scale[self.move])[:, None]
         e = _embedded(v, self.move, self.n)
         if known and len(tops) == 1 and self.read is None and self.job.metric in SPECTRAL:
-            return e, best.sigma * best.u  # so that what was found is compared with the model
+            return e, best.sigma * best.u  # checks the solver's own result against the model
         product = self.jacobian.matvec(e.expand(len(self.heads), *e.shape))
-        if product.shape[-1] < self.layer.output.shape[-1]:  # slices, as without a projection
+        if product.shape[-1] < self.layer.output.shape[-1]:  # slices: no projection
             return e, product.transpose(0, 1).flatten(1)
-        return e, product.sum(0)  # contributions, of which there is one without `per_head`
+        return e, product.sum(0)  # contributions of heads; only one without `per_head`
 
     def _top(self, operator: Operator, purpose: str) -> list[TopSingular]:
         if self.job.metric not in SPECTRAL:
@@ -365,7 +365,7 @@ class Solve:
         )
 
     def _alone(self, op: Operator, index: int) -> Operator:
-        """The operator of one head by itself."""
+        """The operator of a single head."""
 
         def of(product: Product) -> Product:
             return over_leading(lambda e: product(e.expand(len(self.heads), *e.shape))[index], 2)
@@ -373,12 +373,12 @@ class Solve:
         return replace(op, matvec=of(op.matvec), rmatvec=of(op.rmatvec))
 
     def generator(self, head: int | None, purpose: str) -> torch.Generator:
-        """A start that depends on names only: not on batches, order or restarts."""
+        """A random start that depends on names only, not on batches, order or restarts."""
         name = f"{self.job.seed}|{self.key}|{self.job.map}|{head}|{self.n}|{purpose}"
         return start_named(name)
 
     def _rest(self, shares: list[list[float | None]], tops: list[TopSingular]) -> list[_Remarked]:
-        """Sigma with each head's own top token held fixed, from a fresh start; a remark."""
+        """Sigma with each head's top token held fixed, from a fresh start, and a remark."""
         if all(top.status == "non_finite" for top in tops):
             return [(None, None)] * len(tops)
         allowed = range(self.n) if self.move is None else [int(i) for i in self.move]
@@ -392,7 +392,7 @@ class Solve:
         if len(kept) == 1:
             index = index[0]
         held = restrict(self.jacobian, move=index, read=self.read, scale=self.scale)
-        low = "sigma_rest may be too low: its steps ran out before the tolerance was met"
+        low = "sigma_rest may be too low: maximum number of steps reached before the tolerance"
         return [
             (finite(top.sigma), low if top.status == "max_steps" else None)
             for top in self._top(held, "rest")
@@ -427,7 +427,7 @@ class Solve:
             return [finite(float(part.norm())) for part in self.layer.head_outputs()]
 
     def _of_copies(self) -> str | None:
-        """What copies of a token share, where tokens are not alike."""
+        """A remark on what copies of a token share, if positions differ."""
         one = self.layer.attention
         if self.spec.move != COPIES or one is None:
             return None
@@ -437,9 +437,9 @@ class Solve:
 
 
 def solved_together(questions: Sequence[Question], found: Callable[[int, Solve], None]) -> None:
-    """Solves of layers of one specification: where they are alike, one product serves them all.
+    """Solve layers of one specification; layers of equal structure share their products.
 
-    ``found`` is called with each question's index and its solve, once that is over.
+    ``found`` is called with the index of each question and its solve as it finishes.
     """
     began = time.perf_counter()
     solves = [Solve(one) for one in questions]
@@ -466,7 +466,7 @@ def solved_together(questions: Sequence[Question], found: Callable[[int, Solve],
         nonlocal spent, left, last
         now = time.perf_counter()
         spent, left, last = spent + (now - last) / left, left - 1, now
-        solves[i].keep([top], spent)  # all of them add up to the time that they took together
+        solves[i].keep([top], spent)  # their sum is the time of the batch
         found(i, solves[i])
 
     def watch(now: Callable[[], Sequence[tuple[float, float]]]) -> None:
@@ -486,7 +486,7 @@ def solved_together(questions: Sequence[Question], found: Callable[[int, Solve],
 
 
 def _embedded(vector: Tensor, index: Tensor | None, n: int) -> Tensor:
-    """Rows of some tokens as rows of all; those of the others are zero."""
+    """Rows of selected tokens as rows of all tokens, zero elsewhere."""
     if index is None:
         return vector
     return vector.new_zeros(n, vector.shape[1]).index_copy(0, index, vector)
@@ -501,7 +501,7 @@ def _token_shares(vector: Tensor) -> list[float | None]:
 
 
 def _failed(layer: LayerMap, head: int | None, seconds: float, error: str) -> Answer:
-    """The answer of a layer whose tokens are known, and nothing else."""
+    """The answer for a failed layer, of which only the tokens are known."""
     none = [None] * len(layer.x)
     return Answer(
         head=head,
@@ -515,7 +515,7 @@ def _failed(layer: LayerMap, head: int | None, seconds: float, error: str) -> An
     )
 
 
-# --- rows: what tables, figures and pages read
+# --- rows for tables, figures and pages
 
 
 def row_of(
@@ -529,9 +529,9 @@ def row_of(
     device: str | None = None,
     notes: Iterable[str] = (),
 ) -> Measurement:
-    """The row of an answer to a job, with what its map and its input say where they are there.
+    """The row of an answer to a job, with details of its map and input if available.
 
-    ``about`` is `LoadedModel.about`, where known; ``notes`` are remarks on the model.
+    ``about`` is `LoadedModel.about`, if known; ``notes`` are remarks on the model.
     """
     model, weights = spec.models[job.model], about.get("weights", "unknown")
     if job.weights is not None and weights in ("random", "unknown"):
@@ -565,7 +565,7 @@ def row_of(
 def failed_rows(
     spec: Spec, job: Job, shape: Shape, error: str, about: Mapping[str, Any]
 ) -> list[Finished]:
-    """The rows of a job that has no answer: one, or one for each head."""
+    """The rows of a failed job: one, or one per head."""
     text = error if error.endswith(AGAIN) else " ".join(error.split())[:300]
     answers = [
         Answer(head=head, num_tokens=job.num_tokens or 0, error=text)

@@ -1,4 +1,4 @@
-"""What users write: ranges of numbers and tokens, sizes, and one check for each kind of entry."""
+"""Validation of user input: ranges of numbers and tokens, sizes, one check per kind of entry."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 from lipscope.errors import InputError, shown
 
-# A move of the copies of every token against each other, instead of tokens: mass splitting.
+# Moves copies of every token against each other instead of tokens: mass splitting.
 COPIES = "copies"
-# What a request may hold: a list that is longer, or a number of more digits, is a slip of the hand.
+# Limits of a request: longer lists, and numbers with more digits, are typing errors.
 _MOST_NUMBERS = 100_000
 _DIGITS = r"(\d{1,18})"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -49,9 +49,9 @@ def parse_integers(text: str, option: str) -> list[int]:
 def parse_tokens(text: str, num_tokens: int, option: str) -> list[int] | None:
     """Token indices of ``all`` (None), ``first``, ``last``, ``not-first``, ``a:b`` or ``a%:b%``.
 
-    A range of shares holds every token of which a part lies in it: its size goes with the number of
-    tokens. Several ranges ``a:b`` stand with commas between them, upwards. Of tokens that move also
-    ``copies``, which is all of them.
+    A percentage range holds every token that overlaps it, so its size scales with the number of
+    tokens. Several ranges ``a:b`` are separated by commas, in ascending order. The option ``move``
+    also takes ``copies``, which selects all tokens.
 
     >>> parse_tokens("1:3", 8, "move"), parse_tokens("90%:100%", 32, "move")
     ([1, 2, 3], [28, 29, 30, 31])
@@ -65,8 +65,8 @@ def parse_tokens(text: str, num_tokens: int, option: str) -> list[int] | None:
             b <= a for a, b in pairwise(chosen)
         ):
             raise InputError(
-                f"`{option}` should name ranges a:b that count upwards and do not meet, such as "
-                f"0:2,5. Found `{text}`."
+                f"`{option}` should name disjoint ranges a:b in ascending order, such as 0:2,5. "
+                f"Found `{text}`."
             )
         return chosen
     named = {
@@ -90,21 +90,21 @@ def parse_tokens(text: str, num_tokens: int, option: str) -> list[int] | None:
             _check_upwards(start, stop, text, option)
         else:
             start, stop = _part(int(match[3]), int(match[4]), num_tokens, text, option)
-        # Not all of them where the last one is beyond: it may be any number.
+        # If the end is out of range, the end alone suffices: it may be huge.
         chosen = list(range(start, stop + 1)) if stop < num_tokens else [stop]
     if chosen is not None and (not chosen or chosen[-1] >= num_tokens):
         raise InputError(
             f"`{option} = {text}` should name tokens between 0 and {num_tokens - 1} at every "
-            f"length. Found none, or one beyond, at {num_tokens} tokens."
+            f"length. Found none, or one out of range, at {num_tokens} tokens."
         )
     return chosen
 
 
 def _part(low: int, high: int, num_tokens: int, text: str, option: str) -> tuple[int, int]:
-    """The first and the last token of which a part lies between two hundredths."""
+    """The first and the last token that overlap a percentage range."""
     if not low < high <= 100:
         raise InputError(
-            f"`{option}` should go from one share to a larger one, such as 90%:100%. "
+            f"`{option}` should go from one percentage to a larger one, such as 90%:100%. "
             f"Found `{text}`."
         )
     return low * num_tokens // 100, -(-high * num_tokens // 100) - 1
@@ -117,7 +117,7 @@ def _check_upwards(start: int, stop: int, text: str, option: str) -> None:
         )
 
 
-FREE = "free"  # as much memory as is free, or ``free/2``, a share of it
+FREE = "free"  # all free memory, or a share of it such as ``free/2``
 
 
 def parse_bytes(text: str | int) -> int:
@@ -138,7 +138,7 @@ def parse_bytes(text: str | int) -> int:
     return size
 
 
-# --- entries, and the lines on which they stand
+# --- entries with their line numbers
 
 
 @dataclass(frozen=True)
@@ -151,24 +151,24 @@ class Entries:
     lines: Mapping[tuple[str | int, ...], int] = field(default_factory=dict)
 
     def fail(self, message: str, *where: str | int) -> NoReturn:
-        """Raise an error of one line that says where: at a key, or an index in its list."""
+        """Raise a one-line error with its location: a key, or an index in its list."""
         line = self.lines.get(where) or self.lines.get(where[:1])
         place = ", ".join([f"`{self.name}`"] * bool(self.name) + [f"line {line}"] * bool(line))
         raise InputError(f"{place}: {message}" if place else message)
 
     def place(self, problem: InputError) -> NoReturn:
-        """Raise what was found later, with the line of the key that it begins with."""
+        """Raise a later error with the line of the key that its message begins with."""
         key = re.match(r"`(\w+)`", str(problem))
         self.fail(str(problem), key[1] if key else "")
 
     def refuse(self, should: str, found: Any, key: str, *index: int, hint: str = "") -> NoReturn:
-        """Raise an error that says what a value should be, and what was found."""
+        """Raise an error with the expected and the actual value."""
         text = isinstance(found, str) and re.fullmatch(r"[-+\d.e]+", found) is not None
-        said = f"`{found!r}`, a str" if text else f"`{shown(found)}`"
-        self.fail(f"`{key}` should be {should}. Found {said}.{hint}", key, *index)
+        value = f"`{found!r}`, a str" if text else f"`{shown(found)}`"
+        self.fail(f"`{key}` should be {should}. Found {value}.{hint}", key, *index)
 
     def check_keys(self, known: Sequence[str]) -> None:
-        """Refuse a key that is not known, with the nearest one."""
+        """Refuse an unknown key, suggesting the nearest known one."""
         for key in self.values:
             if key not in known:
                 hint = nearest(str(key), known) or f" Known are {', '.join(known)}."
@@ -176,7 +176,7 @@ class Entries:
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:
-    """A suggestion for a misspelt word, or nothing.
+    """A suggestion for a misspelt word, or "".
 
     >>> nearest("lenghts", ["layers", "lengths"])
     ' Did you mean `lengths`?'
@@ -194,18 +194,18 @@ OF_TEXT = "text"
 
 
 def argument(check: Check, name: str, value: Any) -> Any:
-    """The value of one argument of a verb, checked."""
+    """The checked value of an argument of a verb."""
     return check(Entries("", {}), name, value)
 
 
 def items(value: Any) -> list[Any]:
-    """A list, or an array of one axis, as it is; anything else as a list of one."""
+    """The items of a list or one-dimensional array; anything else as a list of one."""
     several = isinstance(value, list | tuple | range) or getattr(value, "ndim", 0) == 1
     return list(value) if several else [value]
 
 
 def words(choices: Sequence[str]) -> Check:
-    """One word or a list of words, each of these."""
+    """One word or a list of words, each one of ``choices``."""
 
     def check(source: Entries, key: str, value: Any) -> tuple[str, ...]:
         for i, word in enumerate(items(value)):
@@ -218,8 +218,8 @@ def words(choices: Sequence[str]) -> Check:
 
 
 def theorem_names(source: Entries, key: str, value: Any) -> tuple[str, ...]:
-    """Names of the catalogue; ``all`` for those that do not take seconds a head; or ``none``."""
-    from lipscope.theorems import catalogue  # not above: it brings torch
+    """Names in the catalogue, ``all`` for all that are not slow, or ``none``."""
+    from lipscope.theorems import catalogue  # not at the top: it imports torch
 
     wanted = [] if _says(value, NONE) else items(value)
     known = {one.name: one for one in catalogue() if "eps" not in one.needs} if wanted else {}
@@ -238,7 +238,7 @@ def layers(source: Entries, key: str, value: Any) -> tuple[int, ...] | None:
 
 
 def integers(least: int, most: int, *, rising: bool = False) -> Check:
-    """Whole numbers between these, or ranges such as ``2:512:10``; rising if wanted."""
+    """Whole numbers in ``[least, most]``, or ranges such as ``2:512:10``; ``rising``: sorted."""
 
     def check(source: Entries, key: str, value: Any) -> tuple[int, ...]:
         found: list[int] = []
@@ -273,7 +273,7 @@ def radii(source: Entries, key: str, value: Any) -> tuple[float | str, ...]:
 
 
 def radius(source: Entries, key: str, value: Any) -> float | str:
-    """A positive number, or a word for how it is found."""
+    """A positive number, or a word for its source."""
     if isinstance(value, str) and value in ("row", "inputs", "norm"):
         return value
     if not (is_number(value) and float(value) > 0):
@@ -308,7 +308,7 @@ def between_0_and_1(source: Entries, key: str, value: Any) -> float:
 
 
 def whole_number(least: int, most: int) -> Check:
-    """A whole number between these, both included."""
+    """A whole number in ``[least, most]``."""
 
     def check(source: Entries, key: str, value: Any) -> int:
         if not is_whole(value) or not least <= value <= most:
@@ -320,7 +320,7 @@ def whole_number(least: int, most: int) -> Check:
 
 
 def word(source: Entries, key: str, value: Any) -> str:
-    """A word; an index of a token may be a number."""
+    """A word; token indices may be numbers."""
     text = shown(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""
     if not text.strip() or not text.isprintable():
         source.refuse("a word", value, key)
@@ -328,7 +328,7 @@ def word(source: Entries, key: str, value: Any) -> str:
 
 
 def one_of(*choices: str) -> Check:
-    """One of these words."""
+    """One of ``choices``."""
 
     def check(source: Entries, key: str, value: Any) -> str:
         if not isinstance(value, str) or value not in choices:
@@ -348,7 +348,7 @@ def memory(source: Entries, key: str, value: Any) -> str:
 
 
 def no_several(options: Mapping[str, Any]) -> None:
-    """Refuse, in a verb that looks at one layer or window, the options of those that take several.
+    """Refuse ``layers`` and ``lengths`` in a verb for a single layer or window.
 
     >>> no_several({"layers": [3]})
     Traceback (most recent call last):
@@ -361,7 +361,7 @@ def no_several(options: Mapping[str, Any]) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """A finite real number that fits a float.
+    """Whether a value is a finite real number that fits a float.
 
     >>> is_number(2), is_number(True), is_number(float("inf")), is_number(10**400)
     (True, False, False, False)
@@ -373,7 +373,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_whole(value: Any) -> bool:
-    """A whole number, numpy's included; no truth value."""
+    """Whether a value is a whole number, including numpy's but not bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -382,7 +382,7 @@ def _says(value: Any, word: str) -> bool:
 
 
 def _each_once(source: Entries, key: str, found: Sequence[Any]) -> tuple[Any, ...]:
-    """Each value once: a repeated one would be the same job twice."""
+    """The unique values: a repeated one would be the same job twice."""
     if not found:
         source.fail(f"`{key}` should name at least one. Found none.", key)
     return tuple(dict.fromkeys(found))

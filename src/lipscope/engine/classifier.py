@@ -1,4 +1,4 @@
-"""Linear read-outs of a layer's pooled output: of a file, or nearest to some texts."""
+"""Linear read-outs of a layer's pooled output, from a file or from class texts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BY_ANGLE = "which of these texts has a mean output at the smallest angle"
 
 
 class DecisionOptions(TypedDict, total=False):
-    """What decides, in verbs that watch a decision: texts, or a read-out; and what is pooled."""
+    """Options of verbs that track a decision: its texts or read-out, and the pooling."""
 
     between: Sequence[str] | None
     read_out: str | Path | Classifier | None
@@ -37,8 +37,8 @@ class Classifier(Shown):
 
     weight: Float[Tensor, "c d_out"]  # ``W``, ``(classes, d_out)``
     bias: Float[Tensor, " c"] | None  # ``b``, ``(classes,)``, or None
-    names: tuple[str, ...]  # what to call the classes
-    by: str = "the read-out given, on this layer's pooled output"  # what decides, in words
+    names: tuple[str, ...]  # names of the classes
+    by: str = "the read-out given, on this layer's pooled output"  # description of the decision
 
     def __post_init__(self) -> None:
         for one in (self.weight, self.bias):
@@ -47,22 +47,22 @@ class Classifier(Shown):
 
     @property
     def digests(self) -> list[str]:
-        """What tells it from another."""
+        """Digests of the weight and the bias."""
         return [digest(one) for one in (self.weight, self.bias) if one is not None]
 
 
 By = Classifier | Sequence[str] | None
-"""What decides: a read-out, the nearest of some texts, or the model itself."""
+"""How a decision is made: by a read-out, the nearest of some texts, or the model itself."""
 
 
 def classifier_of_texts(
     model: ReadyModel, texts: Sequence[str], *, layer: int, pool: Pool, special_tokens: bool
 ) -> Classifier:
-    """Nearest centroid, where that of a class is the pooled output of one text, which names it.
+    """Nearest-centroid classifier: each text names a class, its pooled output is the centroid.
 
     The scores of a pooled output y are ``<c_k, y> - |c_k|^2 / 2``, c_k the centroid of class k.
     Holds for layers whose weights are read in closed form. A text longer than the model's
-    positions is cut.
+    positions is truncated.
     """
     reader, longest, each = model.loaded.reader_of_text(), model.loaded.max_tokens, []
     for text in texts:
@@ -72,21 +72,21 @@ def classifier_of_texts(
             y = at.attention(at.x)
         each.append(y.mean(0) if pool == "mean" else y[0])
     points = torch.stack(each)
-    if len(torch.unique(points, dim=0)) < len(points):  # pooled by a first token that reads nothing
+    if len(torch.unique(points, dim=0)) < len(points):  # e.g. the first token under a causal mask
         raise InputError(
-            "`between` should name texts that this layer can tell apart. Found two with the same "
+            "`between` should name texts that this layer distinguishes. Found two with the same "
             "pooled output; choose another layer or `pool`."
         )
-    # Differences of these scores are half those of the squared distances.
+    # Score differences are half the differences of the squared distances, negated.
     bias, names = -points.square().sum(1) / 2, tuple(map(beginning_of, texts))
     by = "which of these texts has the nearest pooled output at this layer"
     return Classifier(points, bias, names, by)
 
 
 def nearest_by_angle(texts: Texts, pool: str = "mean") -> Classifier:
-    """The text whose pooled output is at the smallest angle with another pooled output.
+    """Classifier by the text whose pooled output has the smallest angle to that of the input.
 
-    Its rows have unit norm: its scores are cosines times a norm.
+    Its rows have unit norm, so its scores are cosines times a norm.
     """
     by = BY_ANGLE.replace("a mean output", f"an output of its {pool} token")
     return Classifier(texts.points, None, texts.names, BY_ANGLE if pool == "mean" else by)
@@ -95,10 +95,10 @@ def nearest_by_angle(texts: Texts, pool: str = "mean") -> Classifier:
 def read_out_of(
     between: Sequence[str] | None, read_out: str | Path | Classifier | None
 ) -> Classifier | Sequence[str]:
-    """The read-out that was given, or texts, which are checked, that stand for classes.
+    """The given read-out, or the checked class texts.
 
     Raises:
-        InputError: If both or neither were given, or one cannot be read.
+        InputError: If both or neither are given, or the read-out cannot be read.
     """
     if between is not None and read_out is not None:
         raise InputError("`between` and `read_out` exclude each other. Found both.")
@@ -114,16 +114,16 @@ def read_out_of(
 
 
 def decides_by(between: Sequence[str] | None, read_out: str | Path | Classifier | None) -> By:
-    """What was given to decide; None for the model itself."""
+    """The given read-out or class texts; None for the model's own decision."""
     return None if between is None and read_out is None else read_out_of(between, read_out)
 
 
 def classifier_of_file(path: str | Path) -> Classifier:
-    """A read-out that was stored: ``.npy`` (its weight) or ``.safetensors``.
+    """Load a read-out from a ``.npy`` (its weight) or ``.safetensors`` file.
 
     Args:
-        path: A matrix ``(classes, d_out)``; in a safetensors file ``weight`` and, if there is
-            one, ``bias``, or a single matrix of any name.
+        path: A matrix ``(classes, d_out)``; in a safetensors file ``weight`` and an optional
+            ``bias``, or a single matrix of any name.
 
     Raises:
         InputError: If the file cannot be read or holds something else. Pickles are refused.
@@ -142,9 +142,9 @@ def classifier_of_file(path: str | Path) -> Classifier:
         raise InputError(f"`read_out` should be a readable file. Found `{path}`: {why}.") from None
     except InputError:
         raise
-    except Exception as problem:  # each format has errors of its own; the user gets one line
+    except Exception as problem:  # each format raises its own errors; the user gets one line
         words = " ".join(str(problem).split())[:200]
-        if "pickle" in words:  # numpy's advice to load it all the same
+        if "pickle" in words:  # replaces numpy's advice to load it anyway
             words = "it holds a pickle, or something else"
         raise InputError(f"`read_out` cannot be read as `{path.suffix}`: {words}") from None
     if weight.ndim != 2 or not weight.is_floating_point() or len(weight) < 2:

@@ -1,4 +1,4 @@
-"""What weights in closed form allow: theorems about a row, and inputs built for a layer."""
+"""Theorems about a row, and inputs built for a layer, from weights in closed form."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from lipscope.records import Bound, Measurement
 from lipscope.theorems import Normed, Residual, bounds_at, catalogue
 
 _RESTARTS = 4  # random starts of an ascent, besides the text itself
-_ROUGH = 0.05  # tolerance of what is only compared: sigma is measured anew at the chosen input
+_ROUGH = 0.05  # tolerance for comparing candidates; sigma is measured anew at the chosen input
 _NO_WEIGHTS = "its weights are not read in closed form"
 InClosedForm = Attention | Normed | Residual
 
 
-# --- inputs that are built
+# --- built inputs
 
 
 class BuiltInput(NamedTuple):
-    """An input that was built for a layer."""
+    """An input built for a layer."""
 
     x: Tensor  # its tokens
-    remark: str  # what built it
-    # everything that was tried, worst first; empty where one thing was
+    remark: str  # how it was built
+    # all candidates, worst first; empty if there was only one
     tried: Sequence[WorstInput] = ()
 
 
 def built_input(built: LayerMap, job: Job, spec: Spec, radius: float) -> BuiltInput:
-    """The input that a job builds for a layer: of all (``adversarial``) the worst known."""
+    """The input that a job builds for a layer; ``adversarial``: the worst known one."""
     layer = built.attention
     if layer is None:
         raise InputError(f"`{job.input}` is not available for this layer: {_NO_WEIGHTS}.")
@@ -69,13 +69,13 @@ def moved_to(built: LayerMap, item: Sample, job: Job, x: Tensor) -> tuple[LayerM
     return moved, replace(item, kind=job.input, start=None, sha256=digest(x), tokens=None)
 
 
-# --- the layer as theorems see it
+# --- the layer in the form that theorems take
 
 
 def of_norms(layer: Attention, norms: Norms) -> Residual:
-    """Attention with its norms, each in the precision of what it takes, added to its input.
+    """The residual map of attention and its norms, each norm in the precision of its input.
 
-    A scale is taken into the output projection, or into the norm that takes the attention's output.
+    A scale is folded into the output projection, or into the norm after attention.
     """
     before, outer = (None if one is None else ExactNorm(one) for one in (norms.before, norms.outer))
     second = None if norms.second is None else ExactNorm(norms.second, norms.scale)
@@ -85,7 +85,7 @@ def of_norms(layer: Attention, norms: Norms) -> Residual:
 
 
 def _scaled(layer: Attention, scale: Tensor) -> Attention:
-    """The layer in float64, its output times one number or one for every channel."""
+    """The layer in float64, with its output scaled by a number or one number per channel."""
     layer = layer.in_double()
     fields = layer.fields()
     concat, bias = layer.num_heads * layer.value_width, fields.get("output_bias")
@@ -97,13 +97,13 @@ def _scaled(layer: Attention, scale: Tensor) -> Attention:
 
 
 def norm_in_front(layer: InClosedForm) -> Normed | None:
-    """The layer with the norm in front of it, if there is one."""
+    """The layer with the norm that precedes it, or None."""
     branch = layer.branch if isinstance(layer, Residual) else layer
     return branch if isinstance(branch, Normed) else None
 
 
 def reach_of_bounds(layer: InClosedForm, x: Tensor, floor: float | None) -> str:
-    """What becomes of bounds through a norm in front near tokens of norm 0."""
+    """A remark on how bounds through a preceding norm grow near tokens of norm 0."""
     front = norm_in_front(layer)
     assert front is not None
     norm = front.constants
@@ -123,11 +123,11 @@ def theorems_about(
     spec: Spec,
     view: Callable[[], tuple[InClosedForm, tuple[float | None, float | None]]],
 ) -> tuple[Bound, ...]:
-    """Every theorem of the specification about a row, with its value or why it has none.
+    """Every theorem of the specification for a row, with its value or the reason for having none.
 
-    Of the row's metric; of all metrics for ``frobenius``. ``view`` gives the layer as theorems see
-    it, with the radius and the floor of which bounds on all inputs speak: None for those of the
-    row's own input.
+    Theorems in the row's metric; in all metrics for ``frobenius``. ``view`` returns the layer in
+    the form that theorems take, with the radius and the floor for bounds on all inputs: None for
+    those of the row's own input.
     """
     if row.map not in WITH_THEOREMS or row.radius_max is None or not row.sigma:
         return ()
@@ -148,7 +148,7 @@ def theorems_about(
             sharp=spec.sharp,
             names=[one.name for one in wanted],
         )
-    except (RuntimeError, MemoryError, InputError) as problem:  # the measured row stays
+    except (RuntimeError, MemoryError, InputError) as problem:  # keep the measured row
         reason = " ".join(str(problem).split())[:300].rstrip(".")
         found = [one.record(None, reason) for one in wanted]
     return tuple(replace(one, id=row.id) for one in found)

@@ -1,4 +1,4 @@
-"""Singular directions in words: what their tokens read as, and towards which texts they turn."""
+"""Singular directions in words: readings of their tokens, and texts that they point towards."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lipscope.linalg import Leading, difference, start_named
 from lipscope.records import Direction
 from lipscope.sources import read_text
 
-_TOKENS = 3  # of each vector that are read
-_LEAST = 0.05  # of a token's share, except the first
-_ROUNDING = 1e-5  # of the largest stretch of what is spanned
-_BEST = 10  # readings that span
-_SHOWN = 5  # words of each sign
-_NAME = 40  # characters of a text that name it
-_DRAWS = 99  # random directions: one more exceeds all of them once in a hundred times
+_TOKENS = 3  # number of tokens read per vector
+_LEAST = 0.05  # minimum share of a token, except the first
+_ROUNDING = 1e-5  # rank tolerance of a span, relative to its largest singular value
+_BEST = 10  # number of readings that span
+_SHOWN = 5  # number of words per sign
+_NAME = 40  # maximum number of characters of a text's name
+_DRAWS = 99  # random directions: another one exceeds all of them with probability 1/100
 
 
 def describe_directions(
@@ -39,10 +39,10 @@ def describe_directions(
     memory: int,
     whole: nn.Module | None,
 ) -> Iterator[Direction]:
-    """Every part of some directions, largest first: their tokens with what they read as, and heads.
+    """The parts of directions, largest first: top tokens with their readings, and heads.
 
-    ``record`` is the trace, None for a layer by itself; ``whole`` the model with the head that its
-    checkpoint holds, where it was loaded without.
+    ``record`` is the trace, None for a standalone layer; ``whole`` is the model with the head from
+    its checkpoint, if it was loaded without one.
     """
     names = names_of(loaded, item, len(built.x))
     placed = [f"{name} ({i})" for i, name in enumerate(names)]
@@ -55,8 +55,8 @@ def describe_directions(
             text = names[i] if i < len(names) else str(i)
             ranks = [rank for rank, some in enumerate(tops) if i in dict(some)]
             own = torch.stack([vectors[rank][i] for rank in ranks])
-            said = read(at(i), own, f"{row_id}|{side}|{i}", memory // 2)
-            for rank, one in zip(ranks, said, strict=True):
+            columns = read(at(i), own, f"{row_id}|{side}|{i}", memory // 2)
+            for rank, one in zip(ranks, columns, strict=True):
                 place: Any = (row_id, rank + 1, side, i, text, dict(tops[rank])[i])
                 yield _described(place, found[rank].of, one)
     shares = head_shares(found, built, record, memory)
@@ -72,7 +72,7 @@ def _described(place: Any, of: Leading, read: Mapping[str, Any] | None = None) -
 
 
 def _top_tokens(vector: Tensor) -> list[tuple[int, float]]:
-    """The tokens with the largest shares, the first and what is worth reading beside it."""
+    """The tokens with the largest shares: the first, and others above the minimum share."""
     shares = vector.double().square().sum(1)
     best = shares.topk(min(_TOKENS, len(shares)))
     first, *others = zip(best.indices.tolist(), best.values.tolist(), strict=True)
@@ -82,9 +82,9 @@ def _top_tokens(vector: Tensor) -> list[tuple[int, float]]:
 def read(
     readings: models.Readings, vectors: Float[Tensor, "m d"], name: str, memory: int
 ) -> list[dict[str, Any]]:
-    """The columns of a direction that say what vectors read as, and what chance reads.
+    """The readings of vectors, and those of random directions, as columns of a direction.
 
-    The random directions have a name; the readings are gone through in blocks of the budget.
+    ``name`` seeds the random directions; readings are processed in blocks within the budget.
     """
     size = _DRAWS, vectors.shape[1]
     drawn = torch.randn(size, generator=start_named(name), dtype=torch.float64)
@@ -94,14 +94,14 @@ def read(
     chance = {"chance_cosine": max(cosines[m:]), "chance_spanned": max(spanned[m:])}
     return [
         {"space": readings.space, "cosine": cosines[j], "spanned": spanned[j]}
-        | {sign: seen.said(sign, j) for sign in ("plus", "minus")}
+        | {sign: seen.words(sign, j) for sign in ("plus", "minus")}
         | chance
         for j in range(m)
     ]
 
 
 class _BestReadings:
-    """The best readings of some vectors, one a row, of each sign, and what they span."""
+    """The best readings of each row of ``e`` by sign, and how much of the row they span."""
 
     def __init__(self, readings: models.Readings, e: Float[Tensor, "m d"], memory: int) -> None:
         self._readings, self._e = readings, e / e.norm(dim=1, keepdim=True)
@@ -125,11 +125,11 @@ class _BestReadings:
 
     def _units(self, vectors: Tensor) -> Tensor:
         lengths = vectors.norm(dim=1, keepdim=True)
-        # The token itself in its own place is no move but rounding.
+        # A token in its own place is no move, only rounding.
         return torch.where(lengths > self._readings.least, vectors / lengths, 0.0)
 
     def _take(self, ids: Tensor, vectors: Tensor) -> None:
-        """Keep the ten best of each sign, of these and of those before."""
+        """Merge new readings into the ten best of each sign."""
         cosines = self._units(vectors) @ self._e.T
         values = torch.cat([self._values, torch.stack([cosines, -cosines])], 1)
         own = ids[None, :, None].expand(2, -1, values.shape[2])
@@ -138,11 +138,11 @@ class _BestReadings:
         self._values, self._indices = best.values, indices.gather(1, best.indices)
 
     def _best(self) -> tuple[list[float], list[float]]:
-        """The nearest reading of each, and how much of ``‖e‖^2`` the ten nearest span."""
+        """Cosine of the nearest reading, and fraction of ``‖e‖^2`` spanned by the ten nearest."""
         m, k = len(self._e), self._values.shape[1]
         if not k:
             return [0.0] * m, [0.0] * m
-        best = self._values.flatten(0, 1).topk(k, dim=0)  # of a reading one sign only
+        best = self._values.flatten(0, 1).topk(k, dim=0)  # one sign per reading
         ids = self._indices.flatten(0, 1).gather(0, best.indices).T  # (m, k)
         nearest = torch.stack([self._at(one) for one in ids]).double()
         _, values, basis = torch.linalg.svd(nearest, full_matrices=False)
@@ -158,12 +158,12 @@ class _BestReadings:
         some[mean] = self._mean
         return self._units(some)
 
-    def said(self, sign: str, j: int) -> str:
-        """The best readings of one sign of a vector, with their cosines."""
+    def words(self, sign: str, j: int) -> str:
+        """The best readings of vector ``j`` with one sign and their cosines, as JSON."""
         k = ("plus", "minus").index(sign)
         pairs = zip(self._indices[k, :, j].tolist(), self._values[k, :, j].tolist(), strict=True)
-        said = [[self._readings.words[i], float(f"{c:.4g}")] for i, c in pairs if c > 0]
-        return json.dumps(said[:_SHOWN], ensure_ascii=False)
+        best = [[self._readings.words[i], float(f"{c:.4g}")] for i, c in pairs if c > 0]
+        return json.dumps(best[:_SHOWN], ensure_ascii=False)
 
 
 def head_shares(
@@ -171,8 +171,8 @@ def head_shares(
 ) -> list[list[float]]:
     """``<u, J_h D v> / sigma`` of every head, where ``J`` is the sum of the heads' ``J_h``.
 
-    Without an output projection, ``J_h`` has the head's own slice of the output. They sum to 1, as
-    ``<u, J D v> = sigma``. Nothing where a map has no heads that are known.
+    Without an output projection, ``J_h`` gives the head's slice of the output. Shares sum to 1,
+    since ``<u, J D v> = sigma``. Empty if the heads of a map are unknown.
     """
     count = built.num_heads
     if count is None or built.map not in models.PER_HEAD_MAPS:
@@ -180,7 +180,7 @@ def head_shares(
     if record is not None:
         try:
             models.build_map(record, built.layer, built.map, memory=memory, per_head=True)
-        except InputError:  # it has none
+        except InputError:  # no known heads
             return [[] for _ in found]
     jacobian = built.linearise(built.x, memory=memory, per_head=True)
     shares = []
@@ -195,7 +195,7 @@ def head_shares(
 
 
 def names_of(loaded: models.LoadedModel, item: models.Sample, count: int) -> list[str]:
-    """Names of the tokens of an input: texts, places of patches by row and column, or numbers."""
+    """Names of the tokens of an input: texts, patches by row and column, or indices."""
     if item.tokens is not None and len(item.tokens) == count:
         return list(item.tokens)
     pixels = item.arguments.get("pixel_values") if isinstance(item.arguments, Mapping) else None
@@ -210,11 +210,11 @@ def names_of(loaded: models.LoadedModel, item: models.Sample, count: int) -> lis
     return [f"[{i}]" for i in range(before)] + patches
 
 
-# --- texts: towards which of them a direction turns the model's output
+# --- texts that a direction turns the model's output towards
 
 
 def given_texts(among: Any) -> list[str]:
-    """The texts that were given, or those of a file, one on each line; none for None."""
+    """The given texts, or the lines of a file; none for None."""
     if among is None:
         return []
     if isinstance(among, Path):
@@ -224,11 +224,11 @@ def given_texts(among: Any) -> list[str]:
 
 
 def check_texts(texts: Sequence[str], option: str = "between") -> None:
-    """Refuse texts that name no classes: fewer than two, empty or equal ones."""
+    """Require at least two distinct, nonempty texts."""
     several = isinstance(texts, Sequence) and not isinstance(texts, str)
     words = several and all(isinstance(text, str) for text in texts)
-    said = {" ".join(text.split()) for text in texts} if words else set()
-    if not words or len(texts) < 2 or "" in said or len(said) < len(texts):
+    unique = {" ".join(text.split()) for text in texts} if words else set()
+    if not words or len(texts) < 2 or "" in unique or len(unique) < len(texts):
         raise InputError(
             f"`{option}` should name at least two classes, each by its own text with words in it. "
             f"Found `{shown(texts)}`."
@@ -243,13 +243,13 @@ def beginning_of(text: str) -> str:
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts, by the mean over tokens of what a model makes of each."""
+    """Texts, represented by a model's mean output over their tokens."""
 
     names: tuple[str, ...]  # beginnings of the texts
     points: Float[Tensor, "m d"]  # the means, as unit vectors
 
     def cosines(self, y: Float[Tensor, "n d"]) -> Float[Tensor, " m"]:
-        """Of the mean of an output over its tokens."""
+        """Cosines of the texts with the mean of an output over its tokens."""
         return self.points.to(y) @ torch.nn.functional.normalize(y.mean(0), dim=0)
 
 
@@ -259,7 +259,7 @@ def mean_outputs(
     special_tokens: bool,
     output: Callable[[Int[Tensor, "1 n"]], Float[Tensor, "n d"]],
 ) -> Texts:
-    """Texts by what a function makes of their token ids, cut where the model's positions end."""
+    """Mean outputs of a function of token ids for texts, truncated at the model's positions."""
     points = []
     for text in texts:
         ids = models.whole_text(
@@ -271,7 +271,7 @@ def mean_outputs(
 
 
 def body_of(model: nn.Module) -> str:
-    """Path of what a model has in front of its head, "" for itself."""
+    """Path of a model's body, without its head; "" for the model itself."""
     name = str(getattr(model, "base_model_prefix", ""))
     return name if name and hasattr(model, name) else ""
 
@@ -284,7 +284,7 @@ def texts_for(
     *,
     reads: bool,
 ) -> Texts:
-    """The texts, by the mean outputs that the model itself has for them, if it reads texts."""
+    """The texts, represented by the model's own mean outputs, if it reads texts."""
     if record is None or not reads:
         raise InputError(
             "`among` needs a model that reads texts and has an output for every token. Found "
@@ -306,7 +306,7 @@ def slopes_of_texts(
     record: models.Trace,
     texts: Texts,
 ) -> Iterator[Direction]:
-    """Derivatives of the cosines with texts along directions, through the model itself."""
+    """Derivatives of cosines with texts along directions, through the model itself."""
     if not found:
         return
     ends, model, inputs = built.ends, record.model, record.inputs
@@ -314,7 +314,7 @@ def slopes_of_texts(
     path = body_of(model)
 
     def cosines(y: Tensor) -> Tensor:
-        real = ends.read  # padding is no part of the mean
+        real = ends.read  # the mean excludes padding
         padded = real is not None and len(y) > int(real.max())
         return texts.cosines(y[real] if padded else y)
 
@@ -322,7 +322,7 @@ def slopes_of_texts(
     own = ends.at(path).function(model, inputs)
     _check_slopes(lambda x: cosines(own(x)), built.x, found[0].move, gradients)
     moves = torch.stack([one.move for one in found])
-    still = moves.abs().amax((0, 2)) == 0  # tokens that the question holds fixed
+    still = moves.abs().amax((0, 2)) == 0  # tokens held fixed
     flat = gradients.masked_fill(still[:, None], 0.0).flatten(1)
     units = flat / flat.norm(dim=1, keepdim=True).clamp_min(torch.finfo(flat.dtype).tiny)
     start = start_named(f"{row_id}|among")

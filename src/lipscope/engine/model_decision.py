@@ -1,4 +1,4 @@
-"""The decision of a whole model at an input: its margins, and how far tokens may move in it."""
+"""The decision of a model at an input: its margin, and certified radii for moves of tokens."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ BALLS: tuple[DecisionBall, ...] = ("joint", "token", "each")
 _OF_RADII: dict[str, Any] = {"cite": DERIVED, "kind": "radius", "scope": "ball"}
 _METRICS = {"joint": "frobenius", "token": "frobenius", "each": "max-token"}
 _POOLS = ("mean", "first", "last")
-_INDEX = 10**6  # larger than any of a token
-_BEGINNING = 1000  # characters of the default text
-_LONGEST = 64  # tokens of a text that is read whole
-_SAME = 1e-3  # of a token's norm: its own word, in the model's own precision
-_BLOCK = 2**22  # numbers of the embeddings that are read at a time
+_INDEX = 10**6  # larger than any token index
+_BEGINNING = 1000  # number of characters used of the default text
+_LONGEST = 64  # maximum number of tokens of a text read whole
+_SAME = 1e-3  # relative tolerance for a token's own embedding, in the model's own precision
+_BLOCK = 2**22  # number of embedding entries processed at a time
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -70,16 +70,16 @@ class DecisionCertificate(NetworkCertificate):
 
     Attributes:
         model: Name of the model.
-        by: What decides, in words.
+        by: Description of how the decision is made.
         words: The tokens that may move.
-        nearest: Distance from such a token's embedding to the nearest one of another word; None
-            where no token ids are read, or where the stream of a later layer moves.
-        words_within: Embeddings of other words within the radius of such a token.
-        id: Row of sigma beside it in a run folder, or None.
-        question: Digest of what decides there (texts or read-out, pool, layer), or None.
+        nearest: Smallest distance from the embedding of a moving token to that of another word;
+            None if the model reads no token ids, or if the stream of a later layer moves.
+        words_within: Number of embeddings of other words within the radius of a moving token.
+        id: Id of its row of sigma in a run folder, or None.
+        question: Digest of the decision rule there (texts or read-out, pool, layer), or None.
         sample: Index of the window or entry.
         at_layer: The attention layer before which tokens move.
-        map: ``model``, or ``attention``: that layer by itself, its output pooled.
+        map: ``model``, or ``attention``: that layer alone, with its output pooled.
     """
 
     model: str
@@ -109,7 +109,7 @@ class DecisionCertificate(NetworkCertificate):
         return f"tokens {some} {how}"
 
     def as_bound(self) -> Bound:
-        """The record that stands beside the row of sigma."""
+        """The certificate as a bound of the row of sigma."""
         alone = f"_{self.tokens[0]}" if self.ball == "token" else ""
         return Bound(
             id=self.id or "",
@@ -125,7 +125,7 @@ class DecisionCertificate(NetworkCertificate):
 
 
 def radius_key(id: str | None, ball: DecisionBall, tokens: Sequence[int], **asked: Any) -> str:
-    """The key of a certificate among the values of a run folder."""
+    """The key of a certificate in the values of a run folder."""
     usual = {"between": None, "pool": None, "at_layer": 0, "read_out": None}
     return stable_id(usual | asked | {"ball": ball, "id": id, "tokens": list(tokens)})
 
@@ -139,28 +139,28 @@ def missing_radius(id: str, ball: DecisionBall, reason: str) -> Bound:
 
 @dataclass(frozen=True, repr=False)
 class TokenRadii(Shown):
-    """How far each token may move alone: a certificate a token."""
+    """Certificates of moves of single tokens, one per token."""
 
     each: tuple[DecisionCertificate, ...]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ModelDecision(Shown):
-    """What a model, or a read-out of one of its layers, decides at an input, and by how much.
+    """The decision of a model, or of a read-out of one of its layers, at an input.
 
     Attributes:
-        network: The model from the stream of tokens on, in float64, held against the model; or the
-            layer.
+        network: The model from the token stream on, in float64 and checked against the model; or
+            the layer.
         x: The stream, ``(n, d)``.
         words: Its tokens.
         model: Name of the model.
-        by: What decides, in words.
-        sample: Index of the window or entry; ``place`` says it in words.
+        by: Description of how the decision is made.
+        sample: Index of the window or entry; ``place`` describes it.
         at_layer: The attention layer before which tokens move.
-        map: ``model``, or ``attention``: that layer by itself, its output pooled.
-        distances: Gives those from each token to what other words would be there, ``(words, n)``.
-        answer: Class with the largest score; ``answer_name`` is what it is called.
-        runner_up: The class with the next one; ``runner_up_name`` likewise.
+        map: ``model``, or ``attention``: that layer alone, with its output pooled.
+        distances: Returns distances from each token to other words in its place, ``(words, n)``.
+        answer: Class with the largest score; ``answer_name`` is its name.
+        runner_up: Class with the second-largest score; ``runner_up_name`` is its name.
         margin: Difference of their scores.
     """
 
@@ -229,22 +229,21 @@ class ModelDecision(Shown):
         tokens: Sequence[int] | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> DecisionCertificate | TokenRadii:
-        """How far tokens may move before this decision can change, as `certify_network` proves it.
+        """Certify how far tokens may move without changing this decision (`certify_network`).
 
         Args:
-            ball: ``joint``: all tokens that may, together; ``each``: every one of them by at most
-                the radius; ``token``: one alone.
-            token: Which one moves alone; None for all of ``tokens`` in turn, a certificate a token.
+            ball: ``joint``: all of ``tokens`` together; ``each``: each of them by at most the
+                radius; ``token``: a single one.
+            token: The token that moves alone; None: each of ``tokens`` in turn.
             tokens: The tokens that may move; all if None.
-            progress: Told what is being tried.
+            progress: Called with a description of the current step.
 
         Returns:
-            The certificate, or one a token; interrupted from the keyboard, with what is proved so
-            far.
+            The certificate, or one per token in turn; after a keyboard interrupt, with the radius
+            proved so far.
 
         Raises:
-            InputError: For tokens that do not fit the ball, or where the certificate would need
-                more than 4 GB.
+            InputError: If tokens do not fit the ball, or the certificate would need more than 4 GB.
         """
         if token is not None and (ball != "token" or tokens is not None):
             raise InputError(
@@ -262,7 +261,7 @@ class ModelDecision(Shown):
         return TokenRadii(tuple(found)) if ball == "token" and token is None else found[0]
 
     def groups(self, ball: DecisionBall, tokens: Sequence[int] | None) -> list[tuple[int, ...]]:
-        """The tokens that move together: one after the other in the ball ``token``, else all."""
+        """Groups of tokens that move together: each token alone in the ball ``token``, else all."""
         ball, n = argument(one_of(*BALLS), "ball", ball), len(self.x)
         given = range(n) if tokens is None else items(tokens)
         chosen = sorted({argument(whole_number(0, n - 1), "tokens", one) for one in given})
@@ -279,16 +278,16 @@ class ModelDecision(Shown):
         progress: Callable[[str], None] | None = None,
         before: DecisionCertificate | None = None,
     ) -> DecisionCertificate:
-        """The certificate of moves of some tokens, or the rest of one that was stopped before."""
+        """The certificate of moves of the given tokens; ``before`` is a stopped one to continue."""
         moving = torch.zeros(len(self.x), dtype=torch.bool)
         moving[list(tokens)] = True
         at = f"token {tokens[0]}" if ball == "token" else ball
 
-        def told(text: str) -> None:
+        def report(text: str) -> None:
             if progress is not None:
                 progress(f"{at}: {text}")
 
-        how: dict[str, Any] = {"progress": told, "before": before}
+        how: dict[str, Any] = {"progress": report, "before": before}
         found = certify_network(self.network, self.x, ball=ball, tokens=moving, **how)
         near = self.distances()
         apart = None if near is None else near[:, list(tokens)]
@@ -305,7 +304,7 @@ class ModelDecision(Shown):
         )
 
     def display_lines(self) -> Iterator[tuple[str, str]]:
-        """The lines of its display."""
+        """Lines of the display."""
         yield "model", self.model
         yield (
             "tokens",
@@ -330,12 +329,12 @@ def one_sample(
     options: Mapping[str, Any],
     verb: str,
 ) -> Sample:
-    """One input of a verb: a text whole or a window of it, or an entry of a batch."""
+    """The input of a verb: a whole text, a window of it, or an entry of a batch."""
     sample = argument(whole_number(0, 100_000), "sample", sample)
     asked = {name: value for name, value in options.items() if value is not None}
     if asked.get("map", "model") != "model":
         raise InputError(
-            f"`{verb}` is of the whole model. Found `map = {shown(asked['map'])}`; leave it out."
+            f"`{verb}` needs the whole model. Found `map = {shown(asked['map'])}`; leave it out."
         )
     check_double(asked)
     if is_text(data, asked) and length is None:
@@ -347,7 +346,7 @@ def one_sample(
 
 
 def check_double(asked: Mapping[str, Any]) -> None:
-    """Refuse another type than that in which certificates hold."""
+    """Require float64, in which certificates hold."""
     if asked.get("dtype", "float64") not in ("float64", torch.float64):
         raise InputError(
             "`dtype` should be float64, in which decisions are certified. Found "
@@ -358,7 +357,7 @@ def check_double(asked: Mapping[str, Any]) -> None:
 def whole_input(
     model: ReadyModel, data: AnyData, *, special_tokens: bool = True
 ) -> dict[str, Tensor]:
-    """A text as it is read whole, or its beginning where it is longer than 64 tokens."""
+    """The token ids of a text, truncated to 64 tokens."""
     text = checked_data(data)
     longest = min(_LONGEST, model.loaded.max_tokens or _LONGEST)
     text = default_text()[:_BEGINNING] if text is None else text
@@ -378,18 +377,18 @@ def decision_at(
     at_layer: int = 0,
     special_tokens: bool = True,
 ) -> ModelDecision:
-    """The decision at one sample; texts that decide have special tokens, or none."""
+    """The decision at a sample; ``special_tokens`` applies to class texts."""
     at_layer = argument(whole_number(0, 10_000), "at_layer", at_layer)
     _check_pool(pool)
     if isinstance(model.model, Attention):
         assert isinstance(item.arguments, tuple)
         if not isinstance(by, Classifier):
-            raise InputError("A layer by itself decides by a `read_out`. Found none.")
+            raise InputError("A decision of a standalone layer needs a `read_out`. Found none.")
         about: Any = {"model": model.name, "sample": item.sample, "place": item.place}
         return decision_of_layer(model.model, item.arguments[0], by, pool, **about)
     model = model.in_memory("A decision of a model")
     with eval_mode(model.model):
-        module, said, read = _deciding(model, by, pool, special_tokens)
+        module, label, read = _deciding(model, by, pool, special_tokens)
         on_top: Any = {}
         if read is not None:
             on_top = {"head": read.weight, "bias": read.bias, "names": read.names}
@@ -397,7 +396,7 @@ def decision_at(
     if not network.names and (names := _words_of(model, module, len(network.bias))):
         network = replace(network, names=names)
 
-    @cache  # for every token that moves alone
+    @cache  # shared by certificates of single tokens
     def distances() -> Tensor | None:
         return None if at_layer else word_distances(module, item.arguments, x)
 
@@ -406,7 +405,7 @@ def decision_at(
         x=x,
         words=tuple(names_of(model.loaded, item, len(x))),
         model=model.name,
-        by=said,
+        by=label,
         sample=item.sample,
         place=item.place,
         at_layer=at_layer,
@@ -432,7 +431,7 @@ def decision_of_layer(
     model: str = "layer",
     **about: Any,
 ) -> ModelDecision:
-    """The decision of a read-out of one attention layer's pooled output, at its input."""
+    """The decision of a read-out on an attention layer's pooled output, at its input."""
     assert isinstance(layer, Attention)
     own = in_double(layer, None)
     x = tokens_in_double(x, own.query.shape[1])
@@ -440,7 +439,7 @@ def decision_of_layer(
     width, bias = own(x).shape[1], given.bias
     if given.weight.shape[1] != width or (bias is not None and len(bias) != len(given.weight)):
         raise InputError(
-            f"`read_out` should have shape (classes, {width}), its bias a number a class. Found "
+            f"`read_out` should have shape (classes, {width}), its bias (classes,). Found "
             f"{tuple(given.weight.shape)}."
         )
     network = layer_network(own, len(x), given.weight, bias, pool=pool or "mean", names=given.names)
@@ -452,7 +451,7 @@ def decision_of_layer(
 def decision_at_layer(
     at: MapAtInput, by: Classifier | Sequence[str], *, pool: Any, special_tokens: bool
 ) -> ModelDecision:
-    """The decision of a read-out of a layer's pooled output in a model, given or by texts."""
+    """The decision of a read-out, given or from texts, on the pooled output of a model's layer."""
     layer = at.job.layer or 0
     if not isinstance(by, Classifier):
         pool = pool or "mean"
@@ -471,7 +470,7 @@ def decision_at_layer(
 def _deciding(
     model: ReadyModel, by: By, pool: Any, special_tokens: bool
 ) -> tuple[nn.Module, str, Classifier | None]:
-    """The module that decides, how in words, and the read-out where it is not its own head."""
+    """The deciding module, a description, and the read-out unless it is the module's own head."""
     if by is None:
         module = with_own_head(model.loaded)
         nexts = getattr(module, "get_output_embeddings", lambda: None)() is not None
@@ -485,7 +484,7 @@ def _deciding(
 def _texts(
     model: ReadyModel, body: nn.Module, texts: Sequence[str], pool: Any, special_tokens: bool
 ) -> Texts:
-    """Texts by what the model makes of them, in float64, pooled as the input is."""
+    """Texts, represented by the model's outputs in float64, pooled like that of the input."""
     read = {None: slice(None), "mean": slice(None), "first": slice(1), "last": slice(-1, None)}
     if pool not in read:
         raise InputError(f"`pool` should be mean, first or last with `between`. Found `{pool}`.")
@@ -500,7 +499,7 @@ def _texts(
 
 
 def _words_of(model: ReadyModel, module: nn.Module, count: int) -> tuple[str, ...]:
-    """Words that the scores of a vocabulary are of."""
+    """The words scored by a vocabulary head."""
     tokenizer = model.tokenizer
     if tokenizer is None or getattr(module, "get_output_embeddings", lambda: None)() is None:
         return ()
@@ -511,16 +510,16 @@ def _words_of(model: ReadyModel, module: nn.Module, count: int) -> tuple[str, ..
 
 
 class _EntryError(Exception):
-    """Ends a forward pass where the stream enters."""
+    """Stops a forward pass where the stream enters the first block."""
 
 
 def word_distances(
     model: nn.Module, inputs: Any, x: Float[Tensor, "n d"]
 ) -> Float[Tensor, "v n"] | None:
-    """How far every token's embedding is from that of every other word at its place.
+    """Distances from every token's embedding to those of all other words in its place.
 
-    As they enter the first block, with positions and norm; infinite from a word to itself. None
-    where the model reads no token ids, or its embeddings see more than one token.
+    Embeddings as they enter the first block, with positions and norm; infinite for the token
+    itself. None if the model reads no token ids, or embeddings depend on more than one token.
     """
     ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
     table = getattr(model, "get_input_embeddings", lambda: None)()
@@ -580,17 +579,17 @@ def word_distances(
     if not bool((apart[own] <= _SAME * x.norm(dim=-1)).all()):
         return None
     apart[own] = torch.inf
-    if table.padding_idx is not None:  # which is no word
+    if table.padding_idx is not None:  # padding is not a word
         apart[table.padding_idx] = torch.inf
     return apart
 
 
-# --- shown
+# --- display
 
 
 @pieces.register
 def _radii(found: TokenRadii) -> Iterator[Piece]:
-    """A line a token: its radius, and the smallest flip that was found beside it."""
+    """A row per token: its radius, and the smallest change of decision found."""
     first = found.each[0]
     made = empty_table(
         f"“{first.decision_name}” stays while a token moves alone",
@@ -605,7 +604,7 @@ def _radii(found: TokenRadii) -> Iterator[Piece]:
     yield made
     yield (
         "attack: the smallest move found that changes the decision; first order: where a linear "
-        "margin would end, no bound; other words within: those whose embeddings lie within the "
-        "certified radius."
+        "margin would vanish, not a bound; other words within: those whose embeddings lie within "
+        "the certified radius."
     )
     yield from (f"Note: {text}." for text in dict.fromkeys(one.note for one in found.each) if text)

@@ -1,4 +1,4 @@
-"""A monitor of sigma and other signals during training: rows with their step, a log, alerts."""
+"""Monitoring of sigma and other signals during training: rows per step, a log, alerts."""
 
 from __future__ import annotations
 
@@ -44,39 +44,39 @@ from lipscope.records import (
 )
 
 _MONITOR = Verb("Monitor")
-_TOL = 1e-2  # of the intervals: a curve over training needs no more
+_TOL = 1e-2  # interval tolerance, sufficient for a curve over training
 
 
 class Monitor:
-    """Reads a model's attention layers every so many steps of its training.
+    """Monitor a model's attention layers at regular intervals during training.
 
-    A reading is what `measure` says of the model as it is then at the probe, a few inputs that
-    stay the same: sigma with its interval, relative sigma, top share, radius; beside it the largest
+    A reading is the result of `measure` for the current model at the probe, a fixed set of
+    inputs: sigma with its interval, relative sigma, top share, radius; in addition the largest
     logit, the entropy and the sink mass of attention, the norms of weights and of the step's
-    update, and how unusual the loss is. The model and torch's random numbers are left as they were.
-    A reading costs a few forward passes of the probe for each layer.
+    update, and how unusual the loss is. The model and torch's random state are left unchanged.
+    A reading costs a few forward passes of the probe per layer.
 
-    Holds for one process, or for one of several that hold all weights. Layers whose weights are not
-    read in closed form have no logit, entropy and sink mass, nor has a padded probe.
+    Holds for a single process, or one of several that hold all weights. Layers whose weights are
+    not read in closed form have no logit, entropy and sink mass; neither has a padded probe.
 
     Args:
-        model: The model in training; an open model says what its rows call it.
+        model: The model in training; an open model also gives its name in the rows.
         data: The probe: input ids, embeddings, pixels or a mapping of arguments.
-        every: Steps between readings; one more is taken before the first step.
+        every: Steps between readings; a first one is taken before the first step.
         layers: Indices from 0, or "all".
-        out: Run folder, open or not, which `lipscope report` shows at any time.
+        out: Run folder, open or not; `lipscope report` can show it at any time.
         log: Called with a dictionary of numbers at every reading.
-        alert: How many times the largest of its last 15 readings sigma must be to be told; other
-            signals, which move more by themselves, its fifth power (norms of updates: its
-            tenth). None for no alerts.
-        **options: Those of `measure` that make sense here, such as ``map``, ``tol``, ``modules``.
+        alert: Factor over the largest of its last 15 readings from which sigma raises an alert;
+            noisier signals use its fifth power (norms of updates: its tenth). None for no
+            alerts.
+        **options: Options of `measure` that apply here, such as ``map``, ``tol``, ``modules``.
 
     Attributes:
         readings: All readings, in order.
 
     Raises:
-        InputError: If the layers cannot be measured as asked; in training, if loss or weights are
-            not finite.
+        InputError: If the layers cannot be measured as requested; in training, if loss or weights
+            are not finite.
 
     >>> import torch, lipscope as ls
     >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -137,7 +137,7 @@ class Monitor:
         self._weights: dict[int, list[nn.Parameter]] = {}
         self._before: dict[int, list[Tensor]] = {}
         self._folder: RunFolder | None = None
-        self._now = (self._name, "")  # what its rows call the model, and its revision
+        self._now = (self._name, "")  # name and revision of the model in its rows
         with _in_full(self.model), self._request() as run:
             self._layers = sorted({job.layer or 0 for job in run.jobs})
         self._lent = out if isinstance(out, RunFolder) else None
@@ -148,26 +148,26 @@ class Monitor:
 
     @property
     def alerts(self) -> list[Alert]:
-        """Alerts of what was unusual, at most five a run."""
+        """Alerts on unusual signals, at most five per run."""
         return self._alarm.alerts
 
     # --- around a step of the optimiser
 
     @contextlib.contextmanager
     def step(self, loss: Tensor | float | None = None) -> Iterator[None]:
-        """The context of one step of the optimiser: ``with monitor.step(loss): …``.
+        """Context manager around an optimiser step: ``with monitor.step(loss): …``.
 
         Args:
-            loss: That of the step, for its z-score.
+            loss: Loss of the step, for its z-score.
         """
         self.before()
-        if loss is not None:  # before the optimiser spreads a loss that is no number
+        if loss is not None:  # before the optimiser spreads a loss that is not finite
             self._number(loss, self._last + 1)
         yield
         self.after(loss)
 
     def before(self) -> None:
-        """Before a step: read once before the first one, and keep the weights that will move."""
+        """To call before a step: take the first reading, and store weights if one is due."""
         if not self.readings:
             self.read()
         if (self._last + 1) % self.every == 0:
@@ -175,10 +175,10 @@ class Monitor:
             self._before = {i: [p.detach().clone() for p in own] for i, own in kept}
 
     def after(self, loss: Tensor | float | None = None) -> None:
-        """After a step: count it, `see` its loss, and read where it is time.
+        """To call after a step: count it, `see` its loss, and take a reading if due.
 
         Raises:
-            InputError: If the loss is no number, or not finite.
+            InputError: If the loss is not a finite number.
         """
         self._last += 1
         if loss is not None:
@@ -187,10 +187,10 @@ class Monitor:
             self.read()
 
     def see(self, loss: Tensor | float) -> None:
-        """Take a loss in.
+        """Record a loss.
 
         Raises:
-            InputError: If it is no number, or not finite.
+            InputError: If it is not a finite number.
         """
         self._loss = value = self._number(loss, self._last)
         self._tell(self._alarm.loss(self._last, value))
@@ -206,10 +206,10 @@ class Monitor:
         return value
 
     def start(self, step: int, trained: nn.Module | None = None) -> None:
-        """Say that training begins at another step than 0, as from a checkpoint; and of what.
+        """Set the first step, e.g. of a checkpoint, and check the trained module.
 
         Raises:
-            InputError: If what is trained shares no weights with the monitor's model.
+            InputError: If the trained module shares no weights with the monitor's model.
         """
         check_count("step", step, least=0)
         own = {id(p) for p in self.model.parameters()}
@@ -223,17 +223,17 @@ class Monitor:
     # --- a reading
 
     def read(self) -> list[Reading]:
-        """Read all layers now.
+        """Take a reading of all layers now.
 
-        A layer that float32 cannot measure is measured in float64. One that cannot be measured at
-        all has the signals that need no Jacobian, and an alert says why.
+        A layer that cannot be measured in float32 is measured in float64. If that fails too, it
+        has only the signals that need no Jacobian, and an alert states the reason.
 
         Returns:
-            One reading for each layer, also in `readings`.
+            One reading per layer, also in `readings`.
 
         Raises:
-            InputError: If a weight is not finite; at the first reading, for whatever a layer
-                cannot be measured.
+            InputError: If a weight is not finite; at the first reading, if a layer cannot be
+                measured.
         """
         try:
             models.check_finite(self.model)
@@ -256,7 +256,7 @@ class Monitor:
         return new
 
     def close(self) -> None:
-        """Say what the run was; bring the run folder to its end, unless it was open before."""
+        """Report the summary of the run; close the run folder, unless it was given open."""
         if self.readings and not self._closed:
             remark(self.summary())
             self._closed = True
@@ -271,22 +271,22 @@ class Monitor:
         self.close()
 
     def attach(self, trainer: Any) -> Any:
-        """Let a Trainer of transformers or of Lightning call this monitor.
+        """Attach this monitor to a Trainer of transformers or of Lightning.
 
-        It logs into what the Trainer logs to, unless it has a ``log`` of its own. Losses are those
-        of every step; a gradient norm that is logged and not finite stops training, too.
+        It logs to the Trainer's loggers, unless it has its own ``log``. It sees the loss of every
+        step; a logged gradient norm that is not finite also stops training.
 
         Args:
             trainer: The Trainer, before ``train()`` or ``fit()``.
 
         Returns:
-            The callback that the Trainer was given.
+            The callback that was added to the Trainer.
 
         Raises:
-            InputError: If it is neither, or calls this monitor already.
+            InputError: If ``trainer`` is neither, or is already attached.
         """
         if self._trainer is not None and trainer is self._trainer:
-            raise InputError("`attach` should be called once a Trainer. Found a second call.")
+            raise InputError("`attach` should be called once per Trainer. Found a second call.")
         if hasattr(trainer, "add_callback"):
             callback = _for_transformers(self, trainer)
             trainer.add_callback(callback)
@@ -302,16 +302,16 @@ class Monitor:
         return callback
 
     def summary(self) -> str:
-        """The run in one line, after a first reading: how often it was read, and its alerts."""
+        """A one-line summary of the number of readings and the alerts; needs a first reading."""
         steps = [*dict.fromkeys(one.step for one in self.readings)]
         end = f"steps {steps[0]} to {self._last}; {self._alarm.summary()}"
         return f"Monitor: {len(steps)} readings, {end}."
 
     def _request(self, **more: Any) -> LocalRun:
-        """What is asked of the model as it is now; its options are checked."""
+        """A request for the current model, with its options checked."""
         model, (name, revision) = self.model, self._now
         if more.get("dtype", self._asked["dtype"]) != self._asked["dtype"]:
-            # Not the model as it is: its own differences would be those of float32.
+            # A converted copy: finite differences of the model itself would be in float32.
             model = models.copied(model).to(torch.float64)
         kind = str(next(self.model.parameters()).dtype)[6:]
         loaded = models.LoadedModel(name, model, None, revision, kind)
@@ -320,9 +320,9 @@ class Monitor:
         return LocalRun(loaded, self.data, asked, _MONITOR, more=set_, out=self._folder)
 
     def _measured(self) -> tuple[dict[int, list[Measurement]], dict[int, str]]:
-        """Rows by layer, and why float32, or nothing, can measure a layer."""
+        """Rows by layer, and problems by layer: why float32, or any dtype, failed."""
         found, problems = {}, {}
-        with contextlib.suppress(Exception):  # then layer by layer
+        with contextlib.suppress(Exception):  # on failure, layer by layer
             return self._rows(), problems
         for layer in self._layers:
             first = self._tried(found, layer, self._asked["dtype"])
@@ -330,14 +330,14 @@ class Monitor:
             if last:
                 problems[layer] = f"cannot be measured ({last})"
             elif first:
-                problems[layer] = f"cannot be measured in float32, and was in float64 ({first})"
+                problems[layer] = f"cannot be measured in float32, only in float64 ({first})"
         return found, problems
 
     def _tried(self, found: dict[int, list[Measurement]], layer: int, dtype: str) -> str:
-        """Add the rows of a layer; why there are none, if so."""
+        """Add the rows of a layer; return the reason if there are none, else ""."""
         try:
             found |= self._rows(layers=[layer], dtype=dtype)
-        except Exception as problem:  # whatever it is, training goes on
+        except Exception as problem:  # training must go on
             if not self.readings and dtype == "float64":
                 raise
             return explained(problem).rstrip(".").removesuffix("; use float64")
@@ -385,7 +385,7 @@ class Monitor:
     def _heads(self, asked: LocalRun) -> dict[int, _LayerHeads]:
         try:
             found = _heads_of(asked, self._layers)
-        except Exception:  # sigma cannot be measured either, and an alert says why
+        except Exception:  # sigma cannot be measured either; an alert states the reason
             if not self.readings:
                 raise
             return {}
@@ -396,7 +396,7 @@ class Monitor:
         return found
 
     def _note(self, new: Sequence[Reading]) -> None:
-        """Into the folder, the log and the alerts."""
+        """Write readings to the folder and the log, and raise alerts."""
         flat: dict[str, float] = {"lipscope/step": float(self._last)}
         if self._alarm.z_score is not None:
             flat["lipscope/loss_z"] = self._alarm.z_score
@@ -422,7 +422,7 @@ class Monitor:
             key = stable_id({"part": part, **content})
             if key not in self._written:
                 plain = json.loads(json.dumps(content), parse_constant=lambda _: None)
-                self._folder.add_value(part, key, plain)  # what is not finite is null
+                self._folder.add_value(part, key, plain)  # non-finite values are null
                 self._written.add(key)
 
     def _opened(self, out: Any) -> RunFolder:
@@ -433,14 +433,14 @@ class Monitor:
         return RunFolder(folder_of(out), spec, provenance())
 
     def _named(self, revision: str) -> str:
-        """The model at this step; another training in the same folder has a name of its own."""
+        """The model's name at this step, unique to this training run within the folder."""
         held = {} if self._folder is None else self._folder.models
         numbered = (self._name + f"#{again}" * (again > 1) for again in count(1))
         names = (f"{name}@{self._last}" for name in numbered)
         return next(n for n in names if n not in held or held[n].get("revision") == revision)
 
     def _ended(self, why: str) -> InputError:
-        """Training cannot go on: the run ends, and the layer whose sigma went furthest is named."""
+        """End the run; return an error that names the layer whose sigma changed most."""
         self.close()
         return InputError(f"{why}{furthest(self.readings)}.")
 
@@ -455,8 +455,8 @@ def _largest_finite(values: Any) -> float | None:
 class _LayerHeads:
     """A layer over the entries of a batch: its module, and the modules that hold its weights.
 
-    ``radii``, the largest token norm of the map's input, entry by entry, are empty for maps that do
-    not read what the attention module does.
+    ``radii``, the largest token norm of the map's input per entry, is empty for maps whose input
+    is not that of the attention module.
     """
 
     def __init__(self, module: str, holders: Sequence[str]) -> None:
@@ -465,17 +465,17 @@ class _LayerHeads:
         self._found: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, call: models.AttentionCall, name: str) -> None:
-        """Take an entry in; its heads if they are in closed form and no token is padding."""
+        """Add an entry; its heads only if in closed form and without padding."""
         if name in ("heads", "attention"):
             self.radii.append(float(call.x.detach().norm(dim=-1).max()))
         layer = None if call.end.refusal else models.closed_form(call)
         mask = None if layer is None else layer.mask
-        hidden = mask is not None and not bool(mask.flatten(0, -2).any(0).all())  # from all tokens
+        hidden = mask is not None and not bool(mask.flatten(0, -2).any(0).all())  # padding
         if layer is not None and not hidden:
             self._found.append((largest_logits(layer, call.x), *entropy_and_sink(layer, call.x)))
 
     def worst(self) -> tuple[tuple[float, ...], ...]:
-        """Largest logit, entropy and sink mass of every head, of its worst entry."""
+        """Largest logit, entropy and sink mass of every head at its worst entry."""
         if not self._found:
             return (), (), ()
         logits, entropies, sinks = (torch.stack(one) for one in zip(*self._found, strict=True))
@@ -484,18 +484,18 @@ class _LayerHeads:
 
 
 def _heads_of(asked: LocalRun, layers: Sequence[int]) -> dict[int, _LayerHeads]:
-    """What some layers of the model of a request read, open or not: one forward pass an entry."""
+    """Heads of a request's model at the given layers, with one forward pass per entry."""
     found, spec = dict[int, _LayerHeads](), asked.spec
     fused = any(name in FUSED for name in spec.maps)
     with asked.new_session() as session:
         for k in range(len(session.items(ModelKey(0, None), ""))):
             window = session.window(WindowKey(0, None, spec.dtypes[0], fused, "", k))
-            record = window.trace  # no map of a layer is built
+            record = window.trace  # builds no map of a layer
             names = {module: name for name, module in record.model.named_modules()}
             for layer in layers:
                 call = record.calls[layer]
                 parts = call.module, call.end.projection
-                # What torch's face of our own attention shows as a projection is no module of it.
+                # The projection shown by our torch-compatible attention is not one of its modules.
                 holders = [names[part] for part in parts if part in names]
                 found.setdefault(layer, _LayerHeads(call.name, holders)).add(call, spec.maps[0])
     return found
@@ -503,9 +503,9 @@ def _heads_of(asked: LocalRun, layers: Sequence[int]) -> dict[int, _LayerHeads]:
 
 @contextlib.contextmanager
 def _in_full(model: nn.Module) -> Iterator[None]:
-    """A model that computes in the precision of its weights, whatever a trainer put around it.
+    """Make a model compute in the precision of its weights, undoing a trainer's wrapper.
 
-    ``accelerate`` gives a model a forward of its own that computes under autocast.
+    ``accelerate`` replaces a model's ``forward`` by one under autocast.
     """
     wrapped = vars(model).get("forward") if hasattr(model, "_original_forward") else None
     device = next(model.parameters()).device.type
@@ -519,17 +519,17 @@ def _in_full(model: nn.Module) -> Iterator[None]:
             model.forward = wrapped
 
 
-# --- a monitor as a callback: of transformers' own Trainer, or of Lightning's
+# --- a monitor as a callback of the Trainer of transformers or Lightning
 
 
 def _for_transformers(monitor: Monitor, trainer: Any) -> Any:
     from transformers import TrainerCallback
 
     class TransformersCallback(TrainerCallback):
-        """Gradients are there at ``on_pre_optimizer_step``, and gone at ``on_step_end``.
+        """Gradients exist at ``on_pre_optimizer_step`` but no longer at ``on_step_end``.
 
-        Updates are seen as the difference of weights between the two. The loss of a step is what
-        the model returns in training, as the Trainer logs only some; if none, what is logged.
+        Updates are the difference of weights between the two. The loss of a step is that which
+        the model returns in training, since the Trainer logs only some; else the logged one.
         """
 
         def __init__(self) -> None:
@@ -540,13 +540,13 @@ def _for_transformers(monitor: Monitor, trainer: Any) -> Any:
             if monitor.log is None:
                 monitor.log = trainer.log
             monitor.start(state.global_step, trainer.model)
-            self._let_go()  # of a run that was stopped
+            self._let_go()  # the hook of an interrupted run
             self._hook = trainer.model.register_forward_hook(self._returned, with_kwargs=True)
 
         def _returned(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
             loss = output.get("loss") if isinstance(output, Mapping) else None
             if model.training and torch.is_grad_enabled() and isinstance(loss, Tensor):
-                # A loss that is told the items of the whole batch is a part of it, else a mean.
+                # Given the number of items in the batch, a loss is a partial sum, else a mean.
                 parts = 1 if kwargs.get("num_items_in_batch") is not None else None
                 share = parts or trainer.args.gradient_accumulation_steps
                 self._losses.append(loss.detach().mean() / share)
@@ -559,7 +559,7 @@ def _for_transformers(monitor: Monitor, trainer: Any) -> Any:
             losses, self._losses = self._losses, []
             self._each |= bool(losses)
             if state.is_world_process_zero:
-                due = control.should_log  # whoever logs takes it back: the Trainer's own is lost
+                due = control.should_log  # logging resets it, dropping the Trainer's own log
                 monitor.after(sum(losses) if losses else None)
                 control.should_log = due
 
@@ -589,11 +589,11 @@ def _for_transformers(monitor: Monitor, trainer: Any) -> Any:
 
 
 def _for_lightning(monitor: Monitor, trainer: Any) -> Any:
-    """The callback for the package that a trainer is of, ``lightning`` or ``pytorch_lightning``."""
+    """The callback for a trainer's package, ``lightning`` or ``pytorch_lightning``."""
     package = importlib.import_module(type(trainer).__module__.split(".trainer")[0])
 
     class LightningCallback(package.Callback):
-        """Counts steps of the optimiser, as Lightning does, not batches."""
+        """Counts optimiser steps, as Lightning does, not batches."""
 
         losses: tuple[Tensor, ...] = ()
         step = 0
@@ -616,11 +616,11 @@ def _for_lightning(monitor: Monitor, trainer: Any) -> Any:
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
             if isinstance(loss, Tensor):
                 self.losses += (loss.detach(),)
-            if trainer.global_step == self.step:  # gradients are still being gathered
+            if trainer.global_step == self.step:  # gradients are still being accumulated
                 return
             self.step, losses, self.losses = trainer.global_step, self.losses, ()
             if trainer.is_global_zero:
-                # Lightning divides by the batches of a step, unless a module steps by itself.
+                # Lightning divides by the batches per step, except in manual optimisation.
                 count = 1 if pl_module.automatic_optimization else len(losses)
                 monitor.after(sum(losses) / count if losses else None)
 

@@ -1,4 +1,4 @@
-"""A model opened once, and its layers at their inputs, which can be asked anything."""
+"""Open models, and their layers at an input, with all verbs as methods."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from lipscope.plugins import load_plugins
 from lipscope.records import Measurement
 from lipscope.theorems import Normed
 
-_WORDS = 8  # of the input that a display shows
+_WORDS = 8  # number of tokens in a display
 
 
 class OpenModel(Shown, ReadyModel):
-    """A model that is loaded once and asked often.
+    """A model that is loaded once and queried often.
 
-    Nothing has to be closed: the module is made ready (eval mode, a known attention
-    implementation) while a question is answered, and is as it was found afterwards. A copy in
-    another dtype is kept as long as this object lives.
+    It need not be closed: the module is prepared (eval mode, a known attention implementation)
+    for each question and restored afterwards. A copy in another dtype lives as long as this
+    object.
 
     Attributes:
-        loaded: The model with what rows say about it.
-        name: As the user gave it.
-        model: The module, as it was given.
+        loaded: The model with its metadata for rows.
+        name: Name as given by the user.
+        model: The module as given.
         tokenizer: Its tokenizer, or None.
     """
 
@@ -62,23 +62,23 @@ class OpenModel(Shown, ReadyModel):
         head: int | None = None,
         **options: Unpack[MeasureOptions],
     ) -> LayerAtInput:
-        """A layer at an input, which can be asked anything; the model runs once for it.
+        """A layer at an input, with all verbs as methods; the model runs once for it.
 
         Args:
             data: Text, the ``Path`` of a text file, or a batch (one entry of it).
-            layer: Index from 0; of no account for the map ``model``.
+            layer: Index from 0; ignored for the map ``model``.
             length: Number of tokens of the text window; 64 if None.
-            sample: Index of the window, or of the entry of a batch: the first one unless given.
-            samples: Number of windows that the text is cut into; if None 1, or 10 where another
-                than the first is meant.
-            head: A query head alone; all together if None.
-            **options: As for `measure`, without inputs that are built and theorems.
+            sample: Index of the window, or of the entry of a batch.
+            samples: Number of windows that the text is cut into; None: 1, or 10 if ``sample`` is
+                not the first.
+            head: A single query head; all together if None.
+            **options: As for `measure`, except built inputs and theorems.
 
         Returns:
             The layer at its input.
 
         Raises:
-            InputError: If it cannot be had as asked, or if capture and model disagree.
+            InputError: If the request is invalid, or if capture and model disagree.
 
         >>> import lipscope as ls
         >>> at = ls.load_model("minilm").at("It was the best of times.", layer=3, length=7)
@@ -108,21 +108,21 @@ class OpenModel(Shown, ReadyModel):
         watch: Callable[[int | None], Watch] | None = None,
         **options: Unpack[MeasureOptions],
     ) -> Iterator[LayerAtInput]:
-        """Layers at inputs: for every length and sample, layer by layer, one pass a window.
+        """Layers at inputs: for every length and sample, layer by layer, one pass per window.
 
         Args:
             data: As for `at`.
             layers: Indices from 0, or "all".
             lengths: Numbers of tokens of the text windows; 64 if None.
             samples: Windows per length; 1 if None.
-            watch: Where sigma of every layer will be asked for, which then is found of several at
-                once: what it gives for a layer is called after every step of the solver, which is
-                two products with the Jacobian, with a function that gives the intervals
-                ``(sigma, upper)`` so far, one a row. What that raises ends the solve.
+            watch: If given, sigma of every layer is expected to be used, and several are solved at
+                once. It returns a callback for a layer, which is called after every solver step
+                (two products with the Jacobian) with a function that returns the current intervals
+                ``(sigma, upper)``, one per row. An exception from the callback ends the solve.
             **options: As for `at`.
 
         Yields:
-            Each layer at each input; the model is ready while the iteration lasts.
+            Each layer at each input; the model stays prepared during the iteration.
 
         Raises:
             InputError: If a layer or a map does not exist.
@@ -143,24 +143,24 @@ class OpenModel(Shown, ReadyModel):
         sample: int = 0,
         **options: Unpack[Options],
     ) -> ModelDecision:
-        """What the model decides at an input, and by how much; `certify` says how far it holds.
+        """The model's decision at an input, with its margin; its `certify` gives a radius.
 
-        The model's own answer: the class of a model with a head or of a module that ends in
-        logits ``(b, classes)``, the next token of a decoder; or which of some texts is nearest, or
-        a read-out of the pooled hidden state.
+        By default the model's own answer: the class of a model with a head or of a module that
+        ends in logits ``(b, classes)``, or the next token of a decoder. Alternatively the nearest
+        of some texts, or a read-out of the pooled hidden state.
 
-        Holds for models that `read_network` takes apart; what it does not know is refused.
+        Holds for models that `read_network` supports; unknown parts are refused.
 
         Args:
             data: Text, the ``Path`` of a text file, or a batch (one entry of it).
-            between: Texts: the one whose mean output is at the smallest angle decides.
-            read_out: A matrix of classes in a file, or a `Classifier`, in their place.
-            pool: Which tokens are read where the model does not pool them itself: ``mean``,
-                ``first``, ``last`` or the index of one.
+            between: Texts; the decision is the one whose mean output has the smallest angle.
+            read_out: A file with a matrix of classes, or a `Classifier`, instead of texts.
+            pool: Pooling, if the model does not pool itself: ``mean``, ``first``, ``last`` or a
+                token index.
             at_layer: The attention layer before which tokens move; 0: the embeddings.
             length: Number of tokens of the text; all of it, at most 64, if None.
-            sample: Index of the window, or of the entry of a batch: the first one unless given.
-            **options: Those of `measure` about the input.
+            sample: Index of the window, or of the entry of a batch.
+            **options: Options of `measure` about the input.
 
         Returns:
             The decision.
@@ -186,16 +186,16 @@ class OpenModel(Shown, ReadyModel):
         sample: int = 0,
         **options: Unpack[Options],
     ) -> Network | Chain:
-        """The parts of the model with its own head, from the stream of tokens on.
+        """The parts of the model with its own head, from the token stream on.
 
-        What `lipscope.lipschitz_bound` reads of an open model: masks and rotations are those of
-        this input. Arguments are those of `decision`.
+        `lipscope.lipschitz_bound` reads an open model in this form: masks and rotations are those
+        of this input. Arguments are those of `decision`.
 
         Returns:
-            Scores of a pooled row, or a chain that gives all tokens.
+            A network for scores of a pooled row, or a chain that returns all tokens.
 
         Raises:
-            InputError: If the model holds what is not known, by name.
+            InputError: If the model has an unknown part, with its name.
         """
         if isinstance(self.model, Attention):
             return Chain((Branch(self.model, skip=False),))
@@ -204,21 +204,21 @@ class OpenModel(Shown, ReadyModel):
         return read_parts(with_own_head(whole), item.arguments)[0]
 
     def explore(self, text: str | None = None) -> Any:
-        """The live page on this model, as `lipscope explore` opens it: in a notebook a frame.
+        """Open the live page of `lipscope explore` on this model; in a notebook, as a frame.
 
         Needs the extra ``explore``.
 
         Args:
-            text: What the page begins with; an example if None.
+            text: Initial text of the page; an example if None.
 
         Returns:
-            The page: its ``address``, and ``end()``.
+            The page, with its ``address`` and ``end()``.
         """
         (room,) = load_plugins("lipscope.live")
         return room.explore(self, text)
 
     def display_lines(self) -> Iterator[tuple[str, str]]:
-        """The lines of its display."""
+        """Lines of the display."""
         count = sum(p.numel() for p in self.model.parameters())
         yield from (
             ("name", self.name),
@@ -235,8 +235,8 @@ _ITS_OWN = {"model", "data", "layer", "layers", "length", "lengths", "sample", "
 class LayerAtInput(Shown):
     """A layer of a model at an input: its sigma, and every verb.
 
-    What is asked for is computed when it is first asked for, and kept. Verbs that compute in
-    float64 unless told otherwise do so here too.
+    Values are computed on first access and cached. Verbs that default to float64 do so here
+    too.
     """
 
     def __init__(self, map: MapAtInput, head: int | None, options: Mapping[str, Any]) -> None:
@@ -261,12 +261,12 @@ class LayerAtInput(Shown):
 
     @cached_property
     def x(self) -> Float[Tensor, "n d"]:
-        """Input of the map; a copy."""
+        """A copy of the map's input."""
         return self._map.x.detach().clone()
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """The tokens in the model's own words; their indices where it has none."""
+        """The tokens in the model's vocabulary; their indices if it has none."""
         return self._map.tokens
 
     @property
@@ -276,16 +276,16 @@ class LayerAtInput(Shown):
 
     @property
     def module(self) -> str | None:
-        """Path of the module that the map is of; None for a layer by itself."""
+        """Path of the map's module; None for a standalone layer."""
         return self._map.map.module
 
     def __call__(self, x: Float[Tensor, "n d"]) -> Tensor:
-        """The map at another input, of all heads together."""
+        """The map at another input, for all heads together."""
         self._of_all_heads("at(x)")
         return self._map(self._fitting(x))
 
     def linearise(self, x: Float[Tensor, "n d"] | None = None) -> Operator:
-        """The Jacobian of the map here, or at another input: of all heads, tokens and outputs."""
+        """The Jacobian of the map at this or another input, for all heads, tokens and outputs."""
         self._of_all_heads("linearise")
         return self._map.linearise(None if x is None else self._fitting(x))
 
@@ -309,23 +309,23 @@ class LayerAtInput(Shown):
 
     @cached_property
     def attention(self) -> Attention:
-        """The attention layer in closed form, with weights of its own.
+        """A copy of the attention layer in closed form.
 
         Raises:
             InputError: If its weights are not read in closed form.
         """
-        with self._map.window.ready():  # in which no weight has gradients
+        with self._map.window.ready():  # within it no weight requires gradients
             return copy.deepcopy(self._map.attention).requires_grad_(False)
 
     @cached_property
     def norm(self) -> nn.Module | None:
-        """The normalisation that feeds the layer, with weights of its own, or None."""
+        """A copy of the normalisation that feeds the layer, or None."""
         found = self._map.norm
         return None if found is None else copy.deepcopy(found).requires_grad_(False)
 
     @property
     def normed(self) -> Normed:
-        """The layer with the norm that feeds it in front, as theorems take it.
+        """The layer with its preceding norm, in the form that theorems take.
 
         Raises:
             InputError: If there is no such norm.
@@ -347,7 +347,7 @@ class LayerAtInput(Shown):
         """
         return self._map.radius_of_norm()
 
-    # --- measured
+    # --- measurement
 
     @property
     def row(self) -> Measurement:
@@ -355,19 +355,19 @@ class LayerAtInput(Shown):
         return self._map.finished[self.head or 0].row
 
     def rows(self) -> Rows:
-        """The row, or that of every head with ``per_head``, with the tokens."""
+        """The row, or one per head with ``per_head``, with the tokens."""
         found = self._map.finished
         tokens = [token for one in found for token in one.tokens]
         return Rows([one.row for one in found], tokens)
 
     @property
     def id(self) -> str:
-        """Digest of the question, the same whichever verb asks it."""
+        """Digest of the question, the same for every verb."""
         return self.row.id
 
     @property
     def sigma(self) -> float:
-        """The local Lipschitz constant: top singular value of the Jacobian, from below.
+        """The local Lipschitz constant: the top singular value of the Jacobian, from below.
 
         Raises:
             InputError: If there is none, with the reason.
@@ -392,28 +392,28 @@ class LayerAtInput(Shown):
     # --- the verbs
 
     def bounds(self, **options: Any) -> Rows:
-        """Every theorem next to sigma here, as `bounds` gives them."""
+        """Compare every theorem with sigma at this input; see `bounds`."""
         found = bounds(*self._here(), layers=self._layers(), **self._asked("bounds", options))
         mine = [row for row in found if self.head in (None, row.head)]
         return Rows(mine, found.tokens, found.windows, found.bounds)
 
     def directions(self, **options: Any) -> Rows:
-        """The worst directions here in words, as `directions` gives them."""
+        """Describe the worst directions at this input; see `directions`."""
         asked = self._asked("directions", options, whole=True)
         return directions(*self._here(), layer=self._layers(), **asked)
 
     def push(self, **options: Any) -> Pushed:
-        """The input pushed along its worst direction, as `push` does."""
+        """Push the input along its worst direction; see `push`."""
         asked = self._asked("push", options, whole=True)
         return push(*self._here(), layer=self.layer or 0, **asked)
 
     def attack(self, **options: Any) -> Attacked:
-        """Inputs of this length that make sigma large, as `attack` finds them."""
+        """Find inputs of this length with large sigma; see `attack`."""
         asked = self._asked("attack", options, whole=True)
         return attack(*self._here(), layer=self.layer or 0, **asked)
 
     def certify(self, eps: float | Tensor = 0.01, **options: Any) -> BallCertificate:
-        """A bound in a ball around this input, as `certify` gives it."""
+        """Certify a bound in a ball around this input; see `certify`."""
         if self.head is not None:
             options.setdefault("head", self.head)
         asked = self._asked("certify", options)
@@ -428,32 +428,32 @@ class LayerAtInput(Shown):
         pool: Pool = "mean",
         special_tokens: bool = True,
     ) -> ModelDecision:
-        """What a read-out of this layer's pooled output decides here, and by how much.
+        """The decision of a read-out on this layer's pooled output, with its margin.
 
         Args:
-            between: Texts: the one whose pooled output at this layer is nearest decides.
-            read_out: A matrix of classes in a file, or a `Classifier`, in their place.
+            between: Texts; the decision is the one with the nearest pooled output at this layer.
+            read_out: A file with a matrix of classes, or a `Classifier`, instead of texts.
             pool: ``mean`` over tokens, or the ``first`` token.
-            special_tokens: Whether those texts have the model's own special tokens.
+            special_tokens: Whether the texts get the model's own special tokens.
 
         Returns:
-            The decision, of the layer by itself: `ModelDecision.certify` says how far it holds.
+            The decision of the layer alone; `ModelDecision.certify` gives its radius.
 
         Raises:
-            InputError: If neither or both were given, the layer is at one head or another map, or
-                is not read in closed form.
+            InputError: If neither or both are given, the layer is at a single head or another map,
+                or is not read in closed form.
         """
         by = read_out_of(between, read_out)
         self._asked("decision", {}, whole=True)
         if self._map.job.map != "attention":
             raise InputError(
                 "A decision reads the layer's attention. Found a layer at `map = "
-                f"{self._map.job.map}`; ask `model.at` without `map`."
+                f"{self._map.job.map}`; call `model.at` without `map`."
             )
         return decision_at_layer(self._map, by, pool=pool, special_tokens=special_tokens)
 
     def split(self, **options: Any) -> Splitting:
-        """Tokens that are better split than moved, as `split` finds them."""
+        """Find tokens that are better split than moved; see `split`."""
         asked = self._asked("split", options, whole=True)
         return split(*self._here(), layers=self._layers(), **asked)
 
@@ -466,11 +466,11 @@ class LayerAtInput(Shown):
     def _asked(
         self, verb: str, options: Mapping[str, Any], *, whole: bool = False
     ) -> dict[str, Any]:
-        """The options of a verb; ``whole``: of all heads together."""
+        """The options of a verb; ``whole``: it needs all heads together."""
         for name in options.keys() & _ITS_OWN:
             raise InputError(
-                f"`{verb}` is asked of this layer at this input. Found `{name} = "
-                f"{shown(options[name])}`; ask `model.at` for another."
+                f"`{verb}` applies to this layer at this input. Found `{name} = "
+                f"{shown(options[name])}`; call `model.at` for another."
             )
         if whole:
             self._of_all_heads(verb)
@@ -479,14 +479,14 @@ class LayerAtInput(Shown):
     def _of_all_heads(self, verb: str) -> None:
         if self.head is not None:
             raise InputError(
-                f"`{verb}` speaks of all heads together. Found a layer at `head = {self.head}`; "
-                f"ask `model.at` without `head`, or `at.attention.head({self.head})`."
+                f"`{verb}` applies to all heads together. Found a layer at `head = {self.head}`; "
+                f"call `model.at` without `head`, or use `at.attention.head({self.head})`."
             )
 
-    # --- shown
+    # --- display
 
     def display_lines(self) -> Iterator[tuple[str, str]]:
-        """The lines of its display: where it is, its sigma, and what carries it."""
+        """Lines of the display: location, sigma and top token."""
         row, tokens = self.row, self.tokens
         yield "model", self.model.name
         if self.layer is not None:
@@ -519,14 +519,14 @@ def load_model(
     seed: int = 0,
     allow_pickle: bool = False,
 ) -> OpenModel:
-    """Open a model: load it once, and ask it often.
+    """Open a model: load it once, query it often.
 
     Args:
         model: ``minilm``, ``smollm2``, ``dinov2``, ``random:FAMILY[:key=value,…]``, a folder in
             Hugging Face format, or a hub id; ``NAME@REVISION`` for a revision of a hub id;
             ``timm:NAME`` for a model of timm, ``random:timm:NAME[,key=value,…]`` without its
-            weights. Or a torch module, or one `Attention` layer, which stay as they are.
-        tokenizer: Of a module of your own that reads text.
+            weights. Or a torch module, or an `Attention` layer, which are left unchanged.
+        tokenizer: Tokenizer of your own module, if it reads text.
         revision: Revision of a hub id, if not in the name.
         seed: Seed of the weights of a random model.
         allow_pickle: Accept a checkpoint that exists only as a pickle, loaded with

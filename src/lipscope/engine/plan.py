@@ -1,4 +1,4 @@
-"""From a specification to jobs: each with an id that depends on its question alone."""
+"""Jobs of a specification, each with an id determined by its question."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from lipscope.engine.spec import ADVERSARIAL, ASCENT, OPTIONS, REAL, Spec
 from lipscope.models import WHOLE
 from lipscope.records import stable_id
 
-# Maps whose input may be captured under fused attention where weights are read in closed form.
+# Maps whose input may be captured under fused attention if weights are read in closed form.
 FUSED = ("heads", "attention", "normed", "residual")
-# What every question of a specification has in common.
+# Options shared by all questions of a specification.
 _SHARED = tuple(name for name, one in OPTIONS.items() if one.metadata["named"])
 
 
 class InputKey(NamedTuple):
-    """A window of text, an entry of a batch or a picture, as its rows name it."""
+    """A window of text, an entry of a batch or a picture, as identified in its rows."""
 
-    num_tokens: int | None  # number of tokens; None where only the model knows
-    sample: int  # index among those of one length
+    num_tokens: int | None  # number of tokens; None if only the model knows
+    sample: int  # index among inputs of the same length
     start: int | None  # first text token; None for a batch
     sha256: str  # digest of the token ids, or of the input tensor
 
 
 class WindowKey(NamedTuple):
-    """What jobs that share a forward pass of the model have in common; as in `Job`."""
+    """Identifies a forward pass of the model, which jobs share; fields as in `Job`."""
 
     model: int
     weights: int | None
@@ -38,48 +38,48 @@ class WindowKey(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One measurement, or one for each head."""
+    """A measurement, or one per head."""
 
-    id: str  # digest of the question, the same whichever verb asks it
+    id: str  # digest of the question, the same for every verb
     model: int  # index of the model
-    weights: int | None  # seed of the weights of a random model; None elsewhere
+    weights: int | None  # seed of the weights of a random model; None otherwise
     dtype: str  # floating type
     fused: bool  # whether fused attention may be used to capture the input
     text: str  # name of the source
     item: int  # index of the window among those of its source
-    num_tokens: int | None  # number of tokens; None where only the model knows
-    sample: int  # index among the windows of one length
+    num_tokens: int | None  # number of tokens; None if only the model knows
+    sample: int  # index among windows of the same length
     map: str  # name of the map
-    layer: int | None  # index of the layer; None for the maps of the whole model
-    input: str  # ``real``, or what builds the input
+    layer: int | None  # index of the layer; None for maps of the whole model
+    input: str  # ``real``, or the construction of the input
     radius: float | None  # largest token norm of a built input; None for that of the text
     metric: str  # name of the metric
     seed: int  # seed of the random starts
 
     @property
     def window(self) -> WindowKey:
-        """What jobs that share a forward pass of the model have in common."""
+        """The forward pass that the job shares with others."""
         return WindowKey(self.model, self.weights, self.dtype, self.fused, self.text, self.item)
 
 
 class Shape(NamedTuple):
-    """The layers and heads that a model was found to have."""
+    """The numbers of layers and heads of a model."""
 
     layers: int  # number of attention layers
-    # query heads of each layer where they are measured one by one, else None
+    # number of query heads of each layer if measured individually, else None
     heads: tuple[int, ...] | None
 
 
 class Survey(NamedTuple):
-    """The facts about a model that its jobs are listed from."""
+    """The properties of a model that determine its jobs."""
 
     shape: Shape  # its layers and heads
-    items: Mapping[str, Sequence[InputKey]]  # what it reads, by the name of the source
-    revision: str | None  # commit, package version or digest of the weights; None if there is none
+    items: Mapping[str, Sequence[InputKey]]  # its inputs by name of the source
+    revision: str | None  # commit, package version or digest of the weights, or None
 
 
 def plan(spec: Spec, surveys: Sequence[Survey]) -> list[Job]:
-    """All jobs of a run; those of one model, and within it of one window, stand together."""
+    """All jobs of a run, grouped by model and then by window."""
     return [
         job
         for model, survey in enumerate(surveys)
@@ -89,7 +89,7 @@ def plan(spec: Spec, surveys: Sequence[Survey]) -> list[Job]:
 
 
 def _identity(spec: Spec, item: InputKey, asked: Mapping[str, Any]) -> str:
-    """The id, for all heads, of everything that determines a sigma and its interval."""
+    """The id for all heads: a digest of everything that determines sigma and its interval."""
     parts = {name: getattr(spec, name) for name in _SHARED}
     if spec.causal is not None:
         parts["causal"] = spec.causal
@@ -132,7 +132,7 @@ def _of_window(spec: Spec, survey: Survey, window: tuple[Any, ...]) -> Iterator[
 
 
 def _radius_key(spec: Spec, items: Sequence[InputKey]) -> Any:
-    """What says how large the tokens of a built input are; None for those of its own window."""
+    """The key of the token norms of a built input; None for those of its own window."""
     if spec.radius == "inputs":
         return [one.sha256 for one in items] if len(items) > 1 else None
     return None if spec.radius == "row" else spec.radius
@@ -144,7 +144,7 @@ def _first_sample(items: Sequence[InputKey], num_tokens: int | None) -> int:
 
 
 def _inputs(spec: Spec, first: bool) -> Iterator[tuple[str, float | None]]:
-    """Inputs of one window: those that are built do not depend on it, and come once."""
+    """Inputs of a window; built ones do not depend on it and come only with the first."""
     for kind in spec.inputs:
         if kind == REAL:
             yield kind, None
@@ -153,22 +153,22 @@ def _inputs(spec: Spec, first: bool) -> Iterator[tuple[str, float | None]]:
 
 
 def row_ids(job: Job, shape: Shape) -> list[str]:
-    """The ids of the rows of a job: its own, or one for each head."""
+    """The ids of the rows of a job: its own, or one per head."""
     return [row_id(job.id, head) for head in heads_one_by_one(job, shape)]
 
 
 def left_over(jobs: Sequence[Job], shapes: Sequence[Shape], done: Collection[str]) -> list[Job]:
-    """The jobs that lack a row, of models of these shapes."""
+    """The jobs with a missing row, for models of the given shapes."""
     return [job for job in jobs if not all(one in done for one in row_ids(job, shapes[job.model]))]
 
 
 def heads_one_by_one(job: Job, shape: Shape) -> Sequence[int | None]:
-    """Heads that are measured one by one; None for all together."""
+    """Heads to measure individually; None for all together."""
     if shape.heads is None or job.layer is None:
         return [None]
     return range(shape.heads[job.layer])
 
 
 def row_id(job: str, head: int | None) -> str:
-    """The id of a row of a job: the job's own, or one for each head."""
+    """The id of a row of a job: the job's own, or one per head."""
     return job if head is None else stable_id({"job": job, "head": head})

@@ -1,4 +1,4 @@
-"""A model made ready while it is asked, and left as it was found; its inputs, traced once."""
+"""Models that are prepared for measurement and restored afterwards; inputs that are traced once."""
 
 from __future__ import annotations
 
@@ -62,53 +62,53 @@ from lipscope.models import (
 )
 from lipscope.sources import split_revision
 
-_MATRICES = 16  # of all tokens that a pass keeps for each layer
+_MATRICES = 16  # number of token matrices that a pass stores per layer
 _DRAWS = "the model draws random numbers in its forward pass: here the same ones each time"
 
 
 class Setting(NamedTuple):
-    """The setting in which a model is made ready: what all inputs of a run share."""
+    """Settings for preparing a model, shared by all inputs of a run."""
 
     dtype: str  # floating type
     fused: bool  # whether fused attention may be used to capture inputs
     device: str  # name of the device
     side: Side  # which attention modules are layers, and through which side
     modules: str | None  # regular expression for their paths, or None
-    position_offset: int  # of the position ids
+    position_offset: int  # offset of the position ids
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A model that is ready to be measured."""
+    """A model prepared for measurement."""
 
     model: nn.Module  # the module, or a copy in the dtype and on the device of the run
-    notes: tuple[str, ...] = ()  # what was changed
-    own: tuple[Choice, ...] = ()  # the implementations of attention that it came with
-    given: tuple[Choice, ...] = ()  # the same of the module as it was given
+    notes: tuple[str, ...] = ()  # changes made to it
+    own: tuple[Choice, ...] = ()  # its original attention implementations
+    given: tuple[Choice, ...] = ()  # those of the module as given
     types: frozenset[torch.dtype] = frozenset()  # floating types of its weights and buffers
     resident: ResidentWeights | None = None  # which weights are in memory; None for all
     sites: tuple[str, ...] = ()  # paths of the attention modules that are layers
 
     def is_given(self, module: nn.Module, dtype: torch.dtype) -> bool:
-        """Whether it is the module as it was given, and of this type alone."""
+        """Whether it is the module as given, unchanged and of this dtype only."""
         as_it_came = all(getattr(one.config, one.key) == one.value for one in self.given)
         return self.model is module and self.types == {dtype} and as_it_came
 
 
 @dataclass(frozen=True)
 class ReferenceModel:
-    """A model between the two ends of a map, run as it is."""
+    """A model between the two ends of a map, run unchanged."""
 
-    function: Callable[[Tensor], Tensor]  # what it gives there for the map's input
+    function: Callable[[Tensor], Tensor]  # from the map's input to the model's output at its end
     dtype: torch.dtype  # floating type of its own computation
-    # The same, where blocks below the map gave before what they give: they do not run again.
+    # The same with stored outputs of the blocks below the map, which do not run again.
     quick: Callable[[Tensor], Tensor] | None = None
 
 
 class ReadyModel:
-    """A loaded model, made ready for one question after the other, as `OpenModel` says.
+    """A loaded model that is prepared for each question; see `OpenModel`.
 
-    ``is_layer``: whether it is an attention layer by itself.
+    ``is_layer``: whether it is a standalone attention layer.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -117,11 +117,11 @@ class ReadyModel:
         self._ready: dict[Setting, Ready] = {}
         self._copies: dict[tuple[torch.dtype, torch.device], nn.Module | ResidentWeights] = {}
         self._windows: WeakValueDictionary[Any, ModelAtInput] = WeakValueDictionary()
-        # Names of the calls of each kind of layer, and whether they are all that there are.
+        # Names of the calls of each kind of layer, and whether they are complete.
         self._layers: dict[tuple[Side, str | None], tuple[list[str], bool]] = {}
         self._state = _write_counts(loaded.model)
         self._whole: ReadyModel | None = None
-        self.with_masks: dict[bool, ReadyModel] = {}  # the same under other masks
+        self.with_masks: dict[bool, ReadyModel] = {}  # the model with other masks
 
     @property
     def config(self) -> Any:
@@ -130,7 +130,7 @@ class ReadyModel:
 
     @contextlib.contextmanager
     def ready(self, setting: Setting) -> Iterator[Ready]:
-        """The model made ready as a setting says; put back by the outermost block."""
+        """The model prepared with a setting; the outermost block restores it."""
         if setting in self._ready:
             yield self._ready[setting]
             return
@@ -171,7 +171,7 @@ class ReadyModel:
             stack.enter_context(eval_mode(model))
         for one in {done, model}:
             stack.enter_context(later_positions(one, setting.position_offset))
-        paths = (site.replace("_orig_mod.", "") for site in sites)  # compiled modules are out now
+        paths = (site.replace("_orig_mod.", "") for site in sites)  # compiled modules are unwrapped
         return Ready(
             model=done,
             notes=tuple(notes),
@@ -183,7 +183,7 @@ class ReadyModel:
         )
 
     def _converted(self, dtype: torch.dtype, device: torch.device) -> nn.Module | ResidentWeights:
-        """The model in a type on a device, whole or block by block."""
+        """The model in a dtype on a device, whole or block by block."""
         model, stored = self.model, self.loaded.stored
         if not self.by_block(dtype):
             return converted(model, dtype, device)
@@ -191,7 +191,7 @@ class ReadyModel:
         return ResidentWeights(without_weights(model, dtype, device), source, dtype, device)
 
     def in_half(self, device: torch.device) -> ResidentWeights | None:
-        """A model whose weights stay on the disk, in float16 if it is stored so; bfloat16 is wide.
+        """The model in float16, if it is stored so on disk; bfloat16 has a wide range.
 
         None for all others.
         """
@@ -204,21 +204,21 @@ class ReadyModel:
         return found if isinstance(found, ResidentWeights) else None
 
     def by_block(self, dtype: torch.dtype) -> bool:
-        """Whether its weights come into memory block by block."""
+        """Whether its weights are loaded block by block."""
         if self.loaded.stored is not None:
             return True
         as_it_is = all(p.dtype == dtype for p in self.model.parameters())
         return not as_it_is and self.loaded.is_large(dtype)
 
     def bytes_of_states(self, setting: Setting, num_tokens: int | None) -> int:
-        """About what a pass keeps of a window: some token matrices for each layer."""
+        """Estimated memory of a pass for a window: some token matrices per layer."""
         widths = [p.numel() for p in self.model.parameters() if p.ndim == 1]
         sizes = max(widths, default=1) * getattr(torch, setting.dtype).itemsize
         sites = attention_sites(self.model, setting.modules, side=setting.side)
         return _MATRICES * len(sites) * (num_tokens or 1) * sizes
 
     def in_memory(self, what: str) -> ReadyModel:
-        """The model with all its weights, which ``what`` needs at once; itself if it has them."""
+        """The model with all weights in memory, as ``what`` requires; itself if it has them."""
         if self.loaded.stored is None:
             return self
         if self._whole is None:
@@ -226,7 +226,7 @@ class ReadyModel:
         return self._whole
 
     def check_unchanged(self) -> None:
-        """Refuse a module whose weights are others than when it was opened."""
+        """Refuse a module whose weights changed since it was opened."""
         if _write_counts(self.model) != self._state:
             raise InputError(
                 f"`{self.name}` should be as it was when it was opened. Found other weights: open "
@@ -243,12 +243,12 @@ class ReadyModel:
         layers: Sequence[int] | None = None,
         memory: int = 2**30,
     ) -> ModelAtInput:
-        """The model at an input; the same object while anybody holds it.
+        """The model at an input; the same object as long as it is referenced.
 
-        ``layers``: those that will be asked for, None for all; ``sums``: whether more than their
-        attention will be. Of a model that is read block by block, the others' blocks are run once,
-        or not at all, and let go; those of these layers stay as long as they have room in half of
-        ``memory`` bytes, which the hidden states of windows that share a pass share.
+        ``layers``: those that will be used, None for all; ``sums``: whether more than their
+        attention will be used. If the model is read block by block, blocks of other layers run at
+        most once and are then released; those of these layers are cached within half of ``memory``
+        bytes, which they share with the hidden states of windows in the same pass.
         """
         key = (setting, sample.sha256, sample.kind, sample.sample, sample.start)
         found = self._windows.get(key)
@@ -263,9 +263,9 @@ class ReadyModel:
         return found
 
     def check_layers(self, setting: Setting, names: list[str], *, complete: bool) -> None:
-        """Refuse an input on which the model calls other modules than on the one before.
+        """Refuse an input on which the model calls other modules than on earlier ones.
 
-        A pass that is not ``complete`` called the first of them.
+        A pass that is not ``complete`` called only the first of them.
         """
         key = (setting.side, setting.modules)
         held, all_held = self._layers.setdefault(key, (names, complete))
@@ -284,33 +284,33 @@ AnyModel = str | Path | nn.Module | LoadedModel | ReadyModel
 
 
 class ModelAtInput:
-    """A model at one input: traced once, when that is first asked for."""
+    """A model at one input, traced once on first use."""
 
     def __init__(
         self, model: ReadyModel, setting: Setting, sample: Sample, norms: bool, sums: bool
     ) -> None:
         self.model, self.setting, self.sample = model, setting, sample
         self.norms, self.sums = norms, sums
-        self.layers: Sequence[int] | None = None  # those that will be asked for; None for all
-        self.memory = 2**30  # bytes, of which half are for their blocks and for hidden states
-        # What the model's blocks give as it was given, in its own type, where that is known.
+        self.layers: Sequence[int] | None = None  # those that will be used; None for all
+        self.memory = 2**30  # bytes, half of them for cached blocks and hidden states
+        # Outputs of the blocks of the model as given, in its own dtype, if known.
         self._blocks: tuple[torch.dtype, BlockRun] | None = None
         self.beside: list[ModelAtInput] = []  # windows that share a pass over the blocks
-        self._with_norms: ModelAtInput | None = None  # where this one's record has none
-        self._sites = 0  # number of attention modules, known with the trace
-        # Maps that were built before their layer was asked, and the last things that were solved.
+        self._with_norms: ModelAtInput | None = None  # used if this one's trace has none
+        self._sites = 0  # number of attention modules, known after tracing
+        # Maps built before their layer is used, and the last results.
         self.maps: dict[tuple[int | None, str], LayerMap] = {}
         self.answers: dict[Any, Any] = {}
         self.built_inputs: dict[Any, Any] = {}
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[Ready]:
-        """The model, ready for as long as the block lasts, with as many threads as pay."""
+        """The prepared model inside the block, with an efficient number of threads."""
         with few_threads(self._entries), self.model.ready(self.setting) as ready:
             yield ready
 
     def with_norms(self) -> ModelAtInput:
-        """The same with norms in its record; a pass of its own where this one was without."""
+        """The same with norms in its trace, by another pass if this one has none."""
         if self.norms:
             return self
         if self._with_norms is None:
@@ -320,7 +320,7 @@ class ModelAtInput:
 
     @property
     def _entries(self) -> int | None:
-        """Entries of the largest input of a layer; None until the pass is over."""
+        """Number of entries of the largest layer input; None before the pass."""
         if self.model.is_layer:
             return max(torch.as_tensor(x).numel() for x in self.sample.arguments)
         calls = vars(self)["trace"].calls if "trace" in vars(self) else ()
@@ -333,7 +333,7 @@ class ModelAtInput:
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """Device of the run."""
         return device_of(self.setting.device)
 
     @property
@@ -343,7 +343,7 @@ class ModelAtInput:
 
     @cached_property
     def trace(self) -> Trace:
-        """The record of the forward pass, which windows beside it share block by block."""
+        """The trace of the forward pass, shared block by block with windows beside it."""
         forward = memory_for("The model's own forward pass", self.setting.dtype)
         with forward, self.ready() as ready:
             resident = ready.resident
@@ -356,7 +356,7 @@ class ModelAtInput:
             with self._reading(resident, list(sites), layers):
                 found = resident.turns.run([partial(one._pass, ready, sites) for one in some])
                 if any(isinstance(one, Trace) and one.draws for one in found[1:]):
-                    some, found = some[:1], [self._pass(ready, sites)]  # draws come in order
+                    some, found = some[:1], [self._pass(ready, sites)]  # keeps draws in order
             for one, record in zip(some, found, strict=True):
                 if isinstance(record, Trace):
                     vars(one)["trace"] = one._overflowing(record, layers)
@@ -383,14 +383,14 @@ class ModelAtInput:
             )
         if found is not None and self._pays_to_know(record.calls[0].x, record):
             run = found()
-            if run.outputs:  # none of a model that had to run twice
+            if run.outputs:  # empty if the model had to run twice
                 self._blocks = self.dtype, run
         names = [call.name for call in record.calls]
         self.model.check_layers(setting, names, complete=record.complete)
         return record
 
     def _overflowing(self, record: Trace, layers: Sequence[int] | None) -> Trace:
-        """The record, with what overflows in the model's own half precision."""
+        """The trace with remarks on overflow in the model's own half precision."""
         half, upto = self.model.in_half(self.device), max(layers) if layers else None
         if self.model.loaded.stored is None or half is not None:
             own, inputs = self.model.model if half is None else half.model, self.sample.arguments
@@ -401,17 +401,17 @@ class ModelAtInput:
 
     @property
     def _briefly(self) -> bool:
-        """Whether nothing after the attention of the last layer is asked for."""
+        """Whether nothing after the attention of the last layer is needed."""
         return self.setting.fused and not self.sums
 
     @property
     def num_layers(self) -> int:
-        """Number of attention layers, also where the pass ended before the last."""
+        """Number of attention layers, even if the pass ended before the last."""
         record = self.trace
         return len(record.calls) if record.complete else self._sites
 
     def reaches(self, layers: Sequence[int] | None, sums: bool) -> bool:
-        """Whether these layers were in the pass, or will be in it, and what follows them."""
+        """Whether the past or future pass includes these layers, and with ``sums`` what follows."""
         if "trace" in vars(self) and not self.trace.complete:
             there = layers is not None and max(layers) < len(self.trace.calls)
             return there and (self.sums or not sums)
@@ -424,7 +424,7 @@ class ModelAtInput:
     def _reading(
         self, resident: ResidentWeights | None, sites: list[str], layers: Sequence[int] | None
     ) -> Iterator[None]:
-        """A pass that reads blocks: which are kept, what is read, and a bar where one is seen."""
+        """Configure a pass over blocks: caching, reading order, and a progress bar."""
         if resident is None:
             yield
             return
@@ -459,29 +459,29 @@ class ModelAtInput:
             return margin_of(built) if name == "margin" else built
 
     def notes(self) -> list[str]:
-        """Remarks of rows on the model and the input."""
+        """Remarks on the model and the input for rows."""
         with self.ready() as ready:
-            said = [*ready.notes, *remarks_on(self.model.loaded, self.sample)]
+            notes = [*ready.notes, *remarks_on(self.model.loaded, self.sample)]
             if ready.resident is not None:
                 memory = f"`memory = {self.memory >> 20}MiB`"
-                said.append(
-                    f"its weights were read block by block, with {memory}, and checked by the "
-                    "block's own value and slope"
+                notes.append(
+                    f"its weights were read block by block, with {memory}, and checked against "
+                    "the block's own value and derivative"
                 )
         drawn = not self.model.is_layer and self.trace.draws
-        return [*said, _DRAWS] if drawn else said
+        return [*notes, _DRAWS] if drawn else notes
 
     def with_head(self, ready: Ready) -> nn.Module | None:
-        """The prepared model with the head that its checkpoint holds, if it was loaded without.
+        """The prepared model with the head from its checkpoint, if it was loaded without one.
 
-        None where the weights are read block by block.
+        None if weights are read block by block.
         """
         if ready.resident is not None:
             return None
         return with_words(split_revision(self.model.name)[0], ready.model)
 
     def reference(self, built: LayerMap) -> ReferenceModel:
-        """The model between the ends of a map: as it was given, if that is in full precision."""
+        """The model between the ends of a map, as given if it is in full precision."""
         if built.ends is None:
             return ReferenceModel(built.function, built.x.dtype)
         model, arguments = self.model.model, self.sample.arguments
@@ -520,24 +520,24 @@ class ModelAtInput:
 
     @property
     def _several(self) -> bool:
-        """Whether several layers will be asked for."""
+        """Whether several layers will be used."""
         return self.layers is None or len(self.layers) > 1
 
     def _pays_to_know(self, x: Tensor, record: Trace) -> bool:
-        """Whether keeping what its blocks give costs less than running them for every layer."""
+        """Whether storing block outputs is cheaper than running the blocks for every layer."""
         size = x.numel() * x.element_size() * len(record.calls)
         return self._several and not record.draws and size <= self.memory // 4
 
 
 def ready_model(model: AnyModel, *, tokenizer: Any = None, **how: Any) -> ReadyModel:
-    """The model that is meant: open already, by its name, a module, or one attention layer."""
+    """An open model from a name, a module, an attention layer, or a model that is open."""
     if isinstance(model, ReadyModel) and tokenizer is None:
         return model
     return ReadyModel(loaded_model(model, tokenizer=tokenizer, **how))
 
 
 def loaded_model(model: AnyModel, *, tokenizer: Any = None, **how: Any) -> LoadedModel:
-    """The same, as it is loaded: by its name as `load_model` of the room models does."""
+    """A loaded model from the same; names are those of `lipscope.models.load_model`."""
     if isinstance(model, ReadyModel):
         model = model.loaded
     if isinstance(model, MultiheadAttention):
@@ -567,7 +567,7 @@ def loaded_model(model: AnyModel, *, tokenizer: Any = None, **how: Any) -> Loade
 
 
 def masked(model: ReadyModel, causal: bool | None) -> ReadyModel:
-    """The model with a causal mask in every layer, or in none; as it is for None."""
+    """The model with a causal mask in every layer, or in none; unchanged for None."""
     if causal is None:
         return model
     model.check_unchanged()
@@ -578,20 +578,20 @@ def masked(model: ReadyModel, causal: bool | None) -> ReadyModel:
 
 
 def _write_counts(model: nn.Module) -> list[tuple[int, int]]:
-    """Where the weights lie and how often they were written; buffers change in forward passes."""
+    """Addresses and write counts of weights; not of buffers, which change in forward passes."""
     return [(p.data_ptr(), p._version) for p in model.parameters()]
 
 
 def _same_arguments(one: Sample, other: Sample) -> bool:
-    """Whether two samples of one digest are the same in what a model takes besides."""
+    """Whether two samples with equal digests agree in their remaining arguments."""
     return one.arguments is other.arguments or one.kind == other.kind == "text"
 
 
-# --- a layer by itself as a model: its inputs and its maps
+# --- a standalone layer as a model: its inputs and maps
 
 
 def layer_inputs(data: Any) -> list[Sample]:
-    """Inputs of a layer by itself: one, ``(n, d)``, or several, ``(b, n, d)``."""
+    """Inputs of a standalone layer: one, ``(n, d)``, or several, ``(b, n, d)``."""
     if not isinstance(data, Tensor) or data.ndim not in (2, 3) or not data.is_floating_point():
         raise InputError(
             "`data` should be the input of the layer, floating-point numbers of shape (n, d) or "
@@ -602,7 +602,7 @@ def layer_inputs(data: Any) -> list[Sample]:
 
 
 def map_of_layer(layer: Attention, item: Sample, name: str, dtype: torch.dtype) -> LayerMap:
-    """The map of a layer by itself at an input."""
+    """The map of a standalone layer at an input."""
     if name not in ("attention", "heads"):
         raise InputError(
             f"`map` should be attention or heads for a layer by itself. Found `{name}`."
