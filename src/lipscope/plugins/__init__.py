@@ -1,9 +1,9 @@
 """Plug-ins: variants, theorems, families and experiments of other packages.
 
-A package names modules of its own under an entry point group, ``lipscope.variants``,
+A package names its modules under an entry point group, ``lipscope.variants``,
 ``lipscope.theorems``, ``lipscope.families`` or ``lipscope.experiments``. They are imported when the
-register of that group is first read; being imported enters what they hold, by the same decorators
-as in the house.
+register of that group is first read; their decorators, the same as in lipscope, enter their
+contents.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def load_plugins(group: str) -> tuple[ModuleType, ...]:
     """Import every entry point of a group, once.
 
     Args:
-        group: Such as ``lipscope.theorems``.
+        group: A group, such as ``lipscope.theorems``.
 
     Returns:
         The modules.
@@ -46,13 +46,13 @@ def load_plugins(group: str) -> tuple[ModuleType, ...]:
 
 
 def check_name(kind: str, name: str, new: Any, taken: Any) -> None:
-    """Refuse a name of a register that something of another module has.
+    """Refuse a name that an entry of another module already has.
 
     Args:
-        kind: What is entered, such as ``theorem``.
+        kind: The kind of entry, such as ``theorem``.
         name: Its name.
-        new: The function or class.
-        taken: What has the name already, or None.
+        new: The new function or class.
+        taken: The present entry of this name, or None.
     """
     if taken is not None and taken.__module__ != new.__module__:
         raise InputError(
