@@ -494,4 +494,4 @@ def _contrast_sentences(
             f" Changed: Holm's procedure over the {len(tested)} rows of this table; with "
             "probability at least 95 % it names no row that did not change."
         )
-    return text + " What the solver leaves open is part of every interval."
+    return text + " Every interval includes the solver's uncertainty."

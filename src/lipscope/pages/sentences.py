@@ -168,7 +168,7 @@ def _growth_sentence(line: Line) -> str:
     if fit is None:
         trained = line.row.trained_length if line.row is not None else None
         most = f"the {trained} tokens" if trained else "the length"
-        return f"How it grows takes three lengths to say, none beyond {most} of training."
+        return f"The growth exponent needs three lengths, none beyond {most} of training."
     span = f"From {fit.lengths[0]} to {fit.lengths[-1]} tokens"
     if fit.fits is False:
         return f"{span} its growth is {fit.verdict}, the slopes from length to length."

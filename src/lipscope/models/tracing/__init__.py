@@ -1,1 +1,1 @@
-"""From a model's forward pass to the maps of its layers."""
+"""Traces of a model's forward pass, and the maps of its layers."""

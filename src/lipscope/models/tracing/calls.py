@@ -1,4 +1,4 @@
-"""Records that hooks keep of calls of attention modules, norms and blocks in one forward pass."""
+"""Hook records of calls of attention modules, norms and blocks in one forward pass."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _LAST = 8  # modules inside a layer that are looked at when its end is sought
 
 @dataclass
 class Stream:
-    """A tensor that a block is given, and under which names."""
+    """An input tensor of a block, and its argument names."""
 
     names: tuple[str, ...]  # of the arguments that hold it
     x: Tensor
@@ -75,7 +75,7 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class BlockStart:
-    """What a block of a model without weights is given, and what came before it."""
+    """The input of a block in a model without weights, and the calls before it."""
 
     arguments: dict[str, Any]  # all its arguments by name, copies
     turn: int  # which of its calls it is, from 0
@@ -115,7 +115,7 @@ class Trace:
 
 
 def hook_site(recorder: Recorder, record: Trace, name: str, module: nn.Module) -> None:
-    """Keep every call of an attention module, and what happened to tokens inside and after it."""
+    """Record every call of an attention module, and the tokens inside and after it."""
     now: list[AttentionCall | None] = [None]
 
     def start(site: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -223,7 +223,7 @@ def _in_parts(name: str, module: nn.Module, arguments: dict[str, Any], x: Tensor
 def set_call_inputs(
     call: AttentionCall, arguments: dict[str, Any], x: Tensor, source: Tensor | None, record: Trace
 ) -> None:
-    """Set what moves in a call and what stays: tokens ``x`` of queries, those of other keys."""
+    """Set moving and fixed inputs of a call: tokens ``x`` of queries, tokens of other keys."""
     keys = x if source is None else source
     moved, still = (source, x) if record.side == "key" and source is not None else (x, source)
     call.arguments, call.hidden = arguments, names_of(arguments, moved)
@@ -270,7 +270,7 @@ def _token_axis(module: nn.Module, x: Tensor) -> int:
 
 
 def _implementation(model: nn.Module, name: str) -> str | None:
-    """The attention implementation set nearest to a module: on it or on what holds it."""
+    """The attention implementation set nearest to a module: on it or on a parent."""
     parts = name.split(".")
     for depth in range(len(parts), -1, -1):
         config = getattr(model.get_submodule(".".join(parts[:depth])), "config", None)
@@ -338,7 +338,7 @@ def hook_block(recorder: Recorder, record: Trace, name: str, module: nn.Module) 
 
 
 def hook_start(recorder: Recorder, record: Trace, name: str, module: nn.Module) -> None:
-    """Keep what a block is given at each call."""
+    """Record the inputs of a block at each call."""
     started = record.starts.setdefault(name, [])
 
     def start(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -380,7 +380,7 @@ def count_heads(module: nn.Module) -> int | None:
 
 
 def projection_by_head(call: AttentionCall) -> Tensor:
-    """The output projection's columns by head, ``(h, d_out, d_v)``."""
+    """The columns of the output projection by head, ``(h, d_out, d_v)``."""
     count, projection = count_heads(call.module), call.end.projection
     assert count is not None and projection is not None
     call.have()
@@ -417,7 +417,7 @@ class ClosedForm:
         return self.attention.heads(*self._sides(x))
 
     def _sides(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Tokens of the queries, and of keys and values where these are others."""
+        """Tokens of the queries, and of keys and values where these differ."""
         context = self.call.context
         return (context, x) if context is not None and self.call.side == "key" else (x, context)
 
@@ -474,7 +474,7 @@ class Replayed:
         return first_tensor(projection(self._before_projection(x)))
 
     def _before_projection(self, x: Tensor) -> Tensor:
-        """What a projection beside the module takes: heads may come on an axis of their own."""
+        """The input of a projection beside the module; heads may have a separate axis."""
         out, heads = self._run(x), self.call.end.heads
         return out if heads is None else out.reshape(heads.shape)
 
@@ -521,7 +521,7 @@ class Replayed:
         return compose(out, heads)
 
     def _by_head(self, op: Operator) -> Operator:
-        """The Jacobian of `heads`, each of which moves by itself."""
+        """The Jacobian of `heads`, each head separately."""
         count = count_heads(self.call.module)
         assert count is not None
         n, concat = op.out_shape

@@ -1,4 +1,4 @@
-"""The model itself as a function between the two ends of a map, as nothing but hooks see it."""
+"""Endpoints of a map inside the unmodified model, and the model as a function between them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from lipscope.models.tracing.sites import AttentionCall, block_of, first_block_o
 
 @dataclass(frozen=True)
 class MapEndpoints:
-    """Where a map begins and ends in its model."""
+    """Beginning and end of a map in its model."""
 
     enters: str  # path of the module before whose call the tokens move
     arguments: tuple[str, ...]  # which of its arguments hold them, one after the other
@@ -69,11 +69,11 @@ class MapEndpoints:
     def function(
         self, model: nn.Module, inputs: Inputs, below: BlockOutputs | None = None
     ) -> Callable[[Tensor], Tensor]:
-        """What the model reads at one end, as a function of what moves at the other, ``(n, d)``.
+        """The model's output at one end as a function of tokens at the other, ``(n, d)``.
 
-        The tokens are written into the memory where the model holds them, so that whatever
-        else the model makes of that memory moves with them: no name of an argument is trusted.
-        The model is put back as it was after each call.
+        The tokens are written into the model's own memory, so that everything else computed
+        from that memory moves with them: no name of an argument is trusted.
+        The model is restored after each call.
         """
         return lambda x: self.beside((), model, inputs, below)(x)[0]
 
@@ -84,7 +84,7 @@ class MapEndpoints:
         inputs: Inputs,
         below: BlockOutputs | None = None,
     ) -> Callable[[Tensor], list[Tensor]]:
-        """As `function`, with what the model reads at other ends of the same pass.
+        """As `function`, with the outputs at other ends of the same pass.
 
         Blocks ``below`` are not run again.
         """
@@ -98,16 +98,16 @@ class MapEndpoints:
         return function
 
     def below(self, model: nn.Module, inputs: Inputs, x: Tensor) -> BlockOutputs:
-        """What the blocks give that end before the map begins, so that none runs again for it.
+        """Outputs of the blocks that end before the map begins, which need not run again.
 
-        None of them where the model makes something else of ``x`` when they do not run.
+        Empty if the model's result at ``x`` changes when they do not run.
         """
         found = run_of_blocks(model, inputs, x.dtype, self.enters).below(self.enters)
         same = torch.equal(self.function(model, inputs, found)(x), self.function(model, inputs)(x))
         return found if same else {}
 
     def entering(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """What enters the map when the model reads other inputs, ``(n, d)``."""
+        """The map's input when the model reads other inputs, ``(n, d)``."""
         dtype = next(model.parameters()).dtype
         with Recorder() as recorder, torch.no_grad():
             seen = recorder.arguments(model.get_submodule(self.enters), self._joined)
@@ -152,7 +152,7 @@ class MapEndpoints:
         return torch.stack(some)
 
     def tokens(self, y: Tensor) -> Tensor:
-        """What was read, as the tokens that are asked for."""
+        """The output as the requested tokens."""
         y = as_tokens(y, self.token_axis)
         return self.last(y if self.read is None else y[self.read])
 
@@ -246,7 +246,7 @@ class MapEndpoints:
         return replace(self, enters=enters, leaves=leaves, until=until, total=total)
 
     def at(self, path: str) -> MapEndpoints:
-        """The same beginning, but all that a module returns is read; "" for the model."""
+        """The same beginning, with the whole output of a module; "" for the model."""
         whole = MapEndpoints(self.enters, self.arguments, self.turn, path, path, self.token_axis)
         return replace(whole, moved=self.moved)
 
@@ -263,7 +263,7 @@ class Norms:
 
 @dataclass(frozen=True)
 class LayerMap:
-    """A map of one layer at one input: callable, and linearised through `linearise`."""
+    """A map of one layer at one input: callable, with a Jacobian by `linearise`."""
 
     layer: int | None  # index from 0; None for the maps of the whole model
     map: str  # name of the map
@@ -346,7 +346,7 @@ def _no_heads() -> Tensor:
 def by_differentiation(
     function: Callable[[Tensor], Tensor],
 ) -> Callable[[Tensor, int, bool], Operator]:
-    """How a map without a closed form is linearised: `LayerMap.build`."""
+    """The linearisation of a map without a closed form: `LayerMap.build`."""
     return lambda x, memory, per_head: linearise(function, x)
 
 
@@ -357,11 +357,11 @@ def _rerun_map(
     moved: Streams,
     ends: MapEndpoints,
 ) -> LayerMap:
-    """A map of whole blocks, which are always run again; of which layer is said elsewhere."""
+    """A map of whole blocks, which always run again; its layer is set elsewhere."""
     build = by_differentiation(function)
-    said = ", ".join(moved.names)
+    names = ", ".join(moved.names)
     return LayerMap(
-        None, "", x, output, function, build, None, None, _no_heads, ends, None, ends.enters, said
+        None, "", x, output, function, build, None, None, _no_heads, ends, None, ends.enters, names
     )
 
 
@@ -441,8 +441,8 @@ def _moving(record: Trace, block: BlockCall) -> list[Stream]:
 def model_map(record: Trace, *, scores: bool = False) -> LayerMap:
     """All blocks, from the first one (of the decoder, for cross-attention), and what follows.
 
-    What a model with a head returns is no hidden state: the map then ends at its last block, or
-    at the norm that takes what that hands on; with ``scores`` it ends at what the model returns.
+    A model with a head returns no hidden state: the map then ends at its last block, or at the
+    norm after it; with ``scores`` it ends at the model's output.
     """
     name, first, start = _first_block(record)
     output, last = record.output, ""
@@ -471,7 +471,7 @@ def model_map(record: Trace, *, scores: bool = False) -> LayerMap:
 
 
 def _last_hidden(record: Trace, first: str, start: Stream) -> tuple[str, Tensor]:
-    """Path and output of the last block of a list, or of the norm that takes it."""
+    """Path and output of the last block of a list, or of the norm after it."""
     several = first.rpartition(".")[0]
     final = f"{several}.{len(list(record.model.get_submodule(several).children())) - 1}"
     block = next((b for b in reversed(record.blocks) if b.name == final), None)
@@ -512,7 +512,7 @@ def _first_block(record: Trace) -> tuple[str, nn.Module, Stream]:
 
 
 def _names_of_states(block: BlockCall, call: AttentionCall) -> tuple[str, ...]:
-    """Under which names a block is given the tokens of the keys."""
+    """The argument names of a block for the tokens of the keys."""
     names = names_of(block.arguments, call.kept[0])
     if not names:
         raise InputError(
@@ -548,7 +548,7 @@ def _model_of_states(record: Trace, output: Tensor, last: str) -> LayerMap:
 def rerun(
     record: Trace, places: Mapping[nn.Module, Streams], last: str, *, once: bool
 ) -> Callable[[Tensor], Tensor]:
-    """What a module returns, as a function of these arguments of others; "" for the model."""
+    """The output of a module as a function of these arguments of others; "" for the model."""
     axis, end = record.calls[0].token_axis, record.model.get_submodule(last)
 
     def function(x: Tensor) -> Tensor:
@@ -565,9 +565,9 @@ def rerun(
 def _hand_over(
     recorder: Recorder, module: nn.Module, given: Mapping[str, Tensor], record: Trace, *, once: bool
 ) -> None:
-    """Give a module other values instead of some of its arguments, while the recorder is open.
+    """Replace some arguments of a module by other values, while the recorder is open.
 
-    The stream of a model is written over: what else reads that tensor reads the new values too.
+    The stream of a model is overwritten: other readers of that tensor get the new values too.
     """
     weights = {t.untyped_storage().data_ptr() for t in record.model.parameters()}
 

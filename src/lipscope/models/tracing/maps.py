@@ -1,4 +1,4 @@
-"""The maps of a layer: what is measured, built from a trace and checked against it."""
+"""Maps of a layer, built from a trace and checked against the model."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _behind_norm(built: LayerMap, record: Trace, call: AttentionCall, norm: Norm
 
 
 def _projects(call: AttentionCall, attention: Attention | None, name: str) -> bool | None:
-    """Whether the output projection is part of a map; None if none was seen."""
+    """Whether the output projection is part of a map; None if there is none."""
     if name == "heads":
         return False
     if attention is not None:
@@ -158,7 +158,7 @@ def _projects(call: AttentionCall, attention: Attention | None, name: str) -> bo
 
 
 def _own_heads(call: AttentionCall, core: ClosedForm | Replayed) -> Tensor:
-    """The heads that the model computed, or those that its projection takes to its output."""
+    """The heads that the model computed, or heads that its projection takes to its output."""
     if call.end.projection is None:
         raise InputError(
             f"The map `heads` needs an output projection of its own. Found none after "
@@ -189,8 +189,8 @@ def _head_outputs(
 def margin_of(built: LayerMap) -> LayerMap:
     """From a model's scores to ``s_a - s_b``: the answer over the next one, of the last row.
 
-    Which two they are is held fixed, as it is at the map's input, padding left out. Their order
-    changes where the margin is zero, so that ``margin / sigma`` is the distance to first order.
+    Both classes are fixed as they are at the map's input, without padding. Their order
+    changes where the margin is zero, so ``margin / sigma`` is the distance to first order.
     """
     if built.output.shape[-1] < 2:
         raise InputError("The map `margin` needs two scores. Found one; use the map `logits`.")
@@ -253,7 +253,7 @@ def _check_agreement(built: LayerMap, record: Trace) -> None:
 
 
 def _rebuilt(built: LayerMap, where: str) -> Tensor:
-    """What the rebuilt map gives; modules that are run again may not run alone."""
+    """The output of the rebuilt map; replayed modules may fail to run alone."""
     try:
         return built(built.x)
     except InputError:
@@ -269,7 +269,7 @@ def _rebuilt(built: LayerMap, where: str) -> Tensor:
 
 
 def _rows_that_read(built: LayerMap, record: Trace) -> Tensor | slice:
-    """All rows but those that may read no token, for which every model has its own habit."""
+    """All rows except those that may read no token, which models treat differently."""
     if built.attention is None or built.layer is None:
         return slice(None)
     call = record.calls[built.layer]
@@ -370,9 +370,9 @@ def _residual_map(
 def _sum_of(
     record: Trace, call: AttentionCall, x: Tensor, added: Tensor, here: int
 ) -> tuple[int | None, Tensor | None]:
-    """Which sum is ``x + s added``, formed by the model, that it went on from; and ``s``.
+    """The model's sum ``x + s added`` from which it continues, and ``s``.
 
-    ``s`` is a factor on what lies at this place, the attention's output; None for 1.
+    ``s`` is a factor on the attention's output; None for 1.
     """
     if x.shape != added.shape:
         return None, None
@@ -416,8 +416,8 @@ def without_padding(built: LayerMap, record: Trace) -> LayerMap:
         unseen = _unrecognised(record, built.x.shape[0])
         if unseen is None or hidden is not None:
             return built
-        said = f"`{unseen}` is not seen to hide any token of this layer: all move and are read"
-        return replace(built, note="; ".join(filter(None, (built.note, said))))
+        remark = f"`{unseen}` is not seen to hide any token of this layer: all move and are read"
+        return replace(built, note="; ".join(filter(None, (built.note, remark))))
 
     def whole(x: Tensor) -> Tensor:
         return x if moved is None else built.x.index_copy(0, moved, x)
@@ -480,7 +480,7 @@ def _real_tokens(record: Trace, of: str, count: int, hidden: Tensor | None) -> T
 def hidden_keys(call: AttentionCall) -> Tensor | None:
     """Which keys a mask among the arguments of a call hides from every query; None: no mask.
 
-    Whether an entry hides or shows is seen, not read: what is hidden changes no other output.
+    Hidden entries are found by their effect: a hidden token changes no other output.
     """
     if call.in_parts:
         return None
@@ -499,8 +499,8 @@ def hidden_keys(call: AttentionCall) -> Tensor | None:
 
 
 def _is_mask(name: str, value: Any) -> bool:
-    told = isinstance(value, Tensor) and not value.is_complex() and value.ndim > 0
-    return told and ("mask" in name or "padding" in name or value.dtype == torch.bool)
+    is_real = isinstance(value, Tensor) and not value.is_complex() and value.ndim > 0
+    return is_real and ("mask" in name or "padding" in name or value.dtype == torch.bool)
 
 
 def _unrecognised(record: Trace, count: int) -> str | None:

@@ -1,4 +1,4 @@
-"""A model made ready to be measured, and put back: mode, dtype, kernels, implementations.
+"""Preparation of a model for measurement: eval mode, dtype, attention kernels.
 
 Nothing is patched: settings live in context managers and are undone on exit.
 """
@@ -69,7 +69,7 @@ def exact_maths(dtype: torch.dtype, *, differentiable: bool = True) -> Iterator[
 
 @contextlib.contextmanager
 def swapped(entries: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Other entries in dictionaries, as those of a module's parts or weights, put back on exit."""
+    """Replace entries of dictionaries, such as a module's parts or weights, until exit."""
     entries = list(entries)
     before = [(held, name, held[name]) for held, name, _ in entries]
     try:
@@ -129,7 +129,7 @@ def prepared(
     implementation: str,
     own: nn.Module | None = None,
 ) -> Iterator[tuple[nn.Module, list[str]]]:
-    """A model ready to be measured, and notes on what was changed.
+    """A prepared model, and notes on the changes.
 
     It is in eval mode, of one dtype and one attention implementation, set before any capture
     because masks are built for one implementation and are wrong or missing under another. A model
@@ -149,7 +149,7 @@ def prepared(
 
 
 def floating(model: nn.Module) -> list[Tensor]:
-    """A model's weights and buffers of a floating type; one that modules share, once for each."""
+    """A model's weights and buffers of a floating type; shared ones once for each module."""
     held = ((*m._parameters.values(), *m._buffers.values()) for m in model.modules())
     return [t for some in held for t in some if t is not None and t.is_floating_point()]
 
@@ -230,7 +230,7 @@ def copied(model: nn.Module, instead: Mapping[int, Any] | None = None) -> nn.Mod
 
 
 def _uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Every module as it was written: no hook sees into a compiled one."""
+    """Run every module uncompiled, since hooks do not see into compiled ones."""
     found: list[tuple[dict[str, Any], str, Any]] = []
     for module in model.modules():
         for name, child in module._modules.items():
@@ -270,7 +270,7 @@ class Choice(NamedTuple):
 
 
 def choices(model: nn.Module) -> list[Choice]:
-    """The implementations of attention and experts that every part of a model has now."""
+    """The present implementations of attention and experts of every part of a model."""
     return [
         Choice(config, key, getattr(config, key))
         for config in _configs(model)
@@ -286,7 +286,7 @@ def _choose(some: Iterable[Choice]) -> None:
 
 @contextlib.contextmanager
 def as_chosen(own: Iterable[Choice]) -> Iterator[None]:
-    """The attention that a model came with, as far as that runs: its answers may be others."""
+    """Restore a model's original attention where it runs, since its answers may differ."""
     own = [one for one in own if one.value in ("eager", "sdpa")]
     before = [one._replace(value=getattr(one.config, one.key)) for one in own]
     try:

@@ -1,7 +1,7 @@
-"""A forward pass as hooks see it: what modules take, what they return, and what it is made of.
+"""Recorder of a forward pass by hooks: inputs, outputs and dependences of modules.
 
-Names of arguments tell little about what moves; the model's own computation tells it: autograd
-carries the marks, and no value is kept for it. Hooks are registered here and nowhere else.
+Moving tensors are found from the model's own computation, not from names of arguments: autograd
+carries the marks, without storing values. Hooks are registered here and nowhere else.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OVER = ("div", "div_", "__truediv__", "__itruediv__", "divide", "divide_", "tru
 
 
 class Reached(BaseException):
-    """What was asked for is there; what follows is not run. No model catches it by mistake."""
+    """Signal that ends a pass once the requested output exists; no model catches it by mistake."""
 
 
 class Recorder(contextlib.ExitStack):
@@ -56,13 +56,13 @@ class Recorder(contextlib.ExitStack):
         return lambda *call: hook(*call) if threading.get_ident() == thread else None
 
     def before(self, module: nn.Module, hook: Callable[..., Any]) -> Any:
-        """Call ``hook(module, args, kwargs)`` before a call; what it returns takes their place."""
+        """Call ``hook(module, args, kwargs)`` before a call; its result replaces them."""
         handle = module.register_forward_pre_hook(_unseen()(self._seeing(hook)), with_kwargs=True)
         self.callback(handle.remove)
         return handle
 
     def after(self, module: nn.Module, hook: Callable[..., Any]) -> None:
-        """Call ``hook(module, args, out)`` after every call; what it returns takes its place."""
+        """Call ``hook(module, args, out)`` after every call; its result replaces ``out``."""
         self.callback(module.register_forward_hook(_unseen()(self._seeing(hook))).remove)
 
     def around(self, module: nn.Module, start: Callable[..., Any], end: Callable[..., Any]) -> None:
@@ -76,13 +76,13 @@ class Recorder(contextlib.ExitStack):
             self.after(module, hook)
 
     def arguments(self, module: nn.Module, note: Callable[[dict[str, Any]], Any]) -> list[Any]:
-        """What is noted of the arguments by name of every call, before it."""
+        """Notes on the named arguments of every call, taken before it."""
         found: list[Any] = []
         self.before(module, lambda m, a, k: found.append(note(bound_arguments(m, a, k))))
         return found
 
     def outputs(self, module: nn.Module) -> list[Any]:
-        """What every call returns."""
+        """The outputs of every call."""
         found: list[Any] = []
         self.after(module, lambda _, __, out: found.append(out))
         return found
@@ -109,14 +109,14 @@ class Recorder(contextlib.ExitStack):
 
 @contextlib.contextmanager
 def _unseen() -> Iterator[None]:
-    """What a hook computes is none of the model's: no mode counts its sums or sets its types."""
+    """Hide a hook's computation from function modes, which count the model's sums and set types."""
     with torch._C.DisableTorchFunction():
         yield
 
 
 @contextlib.contextmanager
 def _same_draws(model: nn.Module) -> Iterator[None]:
-    """What a forward pass draws (noise that masks patches) is the same each time it is run."""
+    """Fix the random draws of a forward pass (noise that masks patches)."""
     gpus = model.parameters() if torch.cuda.is_initialized() else ()
     used = sorted({p.device.index for p in gpus if p.is_cuda})
     with draws_from(0, used):
@@ -124,13 +124,13 @@ def _same_draws(model: nn.Module) -> Iterator[None]:
 
 
 def run(model: nn.Module, inputs: Inputs) -> Any:
-    """Call the model without a key/value cache; what it draws is the same each time."""
+    """Call the model without a key/value cache and with fixed draws."""
     with _same_draws(model):
         return called(model, inputs)
 
 
 def called(model: nn.Module, inputs: Inputs) -> Any:
-    """What the model returns, without a key/value cache."""
+    """The model's output, without a key/value cache."""
     if isinstance(inputs, tuple):
         return model(*inputs)
     extra = {}
@@ -145,7 +145,7 @@ _SIGNATURES: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
 
 
 def signature_of(module: nn.Module) -> inspect.Signature:
-    """What ``forward`` takes; of each method it is read once, as that takes longer than a layer."""
+    """The signature of ``forward``, cached because reading it takes longer than a layer."""
     method = getattr(module.forward, "__func__", None)
     if method is None:
         return inspect.signature(module.forward)
@@ -247,7 +247,7 @@ def is_tokens(value: Any) -> bool:
 
 
 def token_arguments(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Those of a call's arguments that are token matrices, one or several."""
+    """The arguments of a call that are token matrices, one or several."""
     return {name: value for name, value in arguments.items() if is_tokens(value)}
 
 
@@ -344,14 +344,14 @@ def _gone(_: int) -> Tensor:
 
 @contextlib.contextmanager
 def tracked() -> Iterator[None]:
-    """Record which tensors are made of which, without the values that a derivative needs."""
+    """Record dependences of tensors, without the values that a derivative needs."""
     drop = torch.autograd.graph.saved_tensors_hooks(id, _gone)
     with torch.enable_grad(), drop:
         yield
 
 
 def marked(x: Tensor) -> Tensor:
-    """A tensor whose consequences can be told from others."""
+    """A tensor whose dependents autograd can identify."""
     if not x.is_floating_point():
         return x
     # A clone of a leaf is none, so that the model may write into it.
@@ -359,7 +359,7 @@ def marked(x: Tensor) -> Tensor:
 
 
 def mark_embeddings(recorder: Recorder, model: nn.Module, inputs: Inputs) -> None:
-    """Mark what tables give for the model's own token ids; positions are not marked."""
+    """Mark outputs of embedding tables for the model's token ids; positions are not marked."""
     values = inputs.values() if isinstance(inputs, Mapping) else inputs
     ids = {data_address(v) for v in values if isinstance(v, Tensor) and not v.is_floating_point()}
 
@@ -386,15 +386,15 @@ def origins(node: Node | None, jumps: Mapping[Node, Sequence[Node]]) -> Iterator
 
 
 def depends(node: Node | None, on: Node | None) -> bool:
-    """Whether what a node made depends on what another one made."""
+    """Whether the result of a node depends on the result of another."""
     return on is not None and any(one is on for one in origins(node, {}))
 
 
 @dataclass
 class TensorStore:
-    """Tensors of one forward pass, kept alive so that none takes the place of another.
+    """Tensors of one forward pass, kept alive so that no memory is reused.
 
-    ``copies``: as they were when seen, for models that write into them (``x += attention(x)``).
+    ``copies``: store copies, for models that write into tensors (``x += attention(x)``).
     """
 
     copies: bool = False
@@ -429,7 +429,7 @@ class NormCall:
 
 @dataclass
 class Sum:
-    """A sum of two tensors of one shape, and what the model did with it next."""
+    """A sum of two tensors of one shape, and its use by the model."""
 
     value: Tensor  # the sum
     read: bool = False  # whether anything but another sum used it: a partial sum is not the stream
@@ -478,7 +478,7 @@ class SumRecorder(TorchFunctionMode):
         return out
 
     def factors(self, address: int, sums_before: int) -> Iterator[Tensor]:
-        """By what the model multiplied the matrix at a place, after so many sums: step by step."""
+        """The model's factors on the matrix at a place, after so many sums, step by step."""
         total = torch.ones((), dtype=torch.float64)
         for one in self.multiples:
             if one.of == address and one.sums_before >= sums_before:
@@ -487,7 +487,7 @@ class SumRecorder(TorchFunctionMode):
 
 
 class AtSum(TorchFunctionMode):
-    """Hand over the value of one sum of a forward pass: the one at this place of `SumRecorder`."""
+    """Pass on the value of one sum of a forward pass, at this place of `SumRecorder`."""
 
     def __init__(self, index: int, reached: Callable[[Tensor], None]) -> None:
         self.left, self.reached = index, reached
@@ -544,13 +544,13 @@ def _is_factor(factor: Any, x: Any) -> bool:
 
 @dataclass(frozen=True)
 class BlockRun:
-    """What the blocks of a model gave in one run: the elements of its outermost module lists."""
+    """Outputs of a model's blocks, the elements of its outermost module lists, in one run."""
 
     outputs: BlockOutputs  # of those that were called once, in the order in which they ended
     ended: Mapping[str, int]  # how many had ended when a block began that was called once
 
     def below(self, module: str) -> BlockOutputs:
-        """Of the blocks that had ended when the one around a module began; none without one."""
+        """Outputs of the blocks that ended before the block around a module began; else none."""
         block = next((one for one in self.ended if f"{module}.".startswith(f"{one}.")), None)
         if block is None:
             return {}
@@ -560,7 +560,7 @@ class BlockRun:
 def run_of_blocks(
     model: nn.Module, inputs: Inputs, dtype: torch.dtype, until: str | None = None
 ) -> BlockRun:
-    """Run a model, up to the first call of ``until`` if it is given; keep what its blocks give."""
+    """Run a model, up to the first call of ``until`` if given, and record its blocks' outputs."""
 
     def end(*_: Any) -> None:
         raise Reached
@@ -575,10 +575,10 @@ def run_of_blocks(
 
 @contextlib.contextmanager
 def watched_blocks(model: nn.Module) -> Iterator[Callable[[], BlockRun]]:
-    """Keep what the blocks of a model give in the run that follows; ask for it after the run.
+    """Record the outputs of a model's blocks in the next run; read them after the run.
 
-    Nothing is kept of a model two of whose blocks give the same memory, which copies would part,
-    that calls a block more than once, or whose blocks give anything but tensors.
+    Nothing is recorded if two blocks return the same memory, which copies would separate, if a
+    block is called more than once, or if blocks return anything but tensors.
     """
     outputs, began, calls = dict[str, Any](), dict[str, int](), Counter[str]()
 
@@ -602,7 +602,7 @@ def watched_blocks(model: nn.Module) -> Iterator[Callable[[], BlockRun]]:
 
 
 def standing_in(model: nn.Module, outputs: BlockOutputs) -> contextlib.AbstractContextManager[None]:
-    """A model some of whose blocks do not run: what they gave before stands in for them."""
+    """Replace some blocks of a model by their recorded outputs."""
     found: list[tuple[dict[str, Any], str, Any]] = []
     for path, output in outputs.items():
         around, _, name = path.rpartition(".")
@@ -612,7 +612,7 @@ def standing_in(model: nn.Module, outputs: BlockOutputs) -> contextlib.AbstractC
 
 
 class _KnownBlock(nn.Module):
-    """In the place of a block: its settings, and what it gave before."""
+    """Stand-in for a block: its settings, and its recorded output."""
 
     def __init__(self, block: nn.Module, output: Any) -> None:
         super().__init__()
@@ -637,7 +637,7 @@ def outer_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _places(output: Any) -> list[int]:
-    """Where the tensors of an output lie; -1 for what is no tensor."""
+    """Addresses of the tensors of an output; -1 for other objects."""
     if type(output) in (tuple, list):
         return [place for one in output for place in _places(one)]
     if isinstance(output, Tensor):
@@ -646,5 +646,5 @@ def _places(output: Any) -> list[int]:
 
 
 def _copy(output: Any) -> Any:
-    """What a module gives, in memory of its own: a model may write into it."""
+    """A copy of a module's output, since a model may write into it."""
     return _nested(output, lambda x: x.detach().clone())

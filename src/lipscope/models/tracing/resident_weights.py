@@ -1,6 +1,6 @@
-"""Which weights of a model are in memory: those of the block that runs, and of few others.
+"""Residency of a model's weights: the running block, and few others, in memory.
 
-Passes of one model take turns, so that a block that is read serves all of them.
+Passes of one model take turns, so that each block read serves all of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BEGIN, _END = "to begin", "to end"  # places of passes that take turns
 
 @dataclass(frozen=True)
 class ModuleWeights:
-    """The weights of a module in memory, asked as `StoredWeights` are."""
+    """The weights of a module in memory, with the interface of `StoredWeights`."""
 
     module: nn.Module
 
@@ -59,7 +59,7 @@ class ModuleWeights:
         return True
 
     def ahead(self, names: Collection[str]) -> None:
-        """Nothing: they are in memory."""
+        """No operation: they are in memory."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class _Weight:
 
     @property
     def value(self) -> nn.Parameter:
-        """What stands in its places at the moment."""
+        """The present value in its places."""
         module, name = self.places[0]
         return cast(nn.Parameter, module._parameters[name])
 
@@ -83,7 +83,7 @@ class _Weight:
 
 
 class ResidentWeights:
-    """A model without weights, and those that are in it at the moment.
+    """A model without weights, and its resident weights.
 
     ``model`` gets its weights from ``source``, cast to the type of the run: those of a block when
     it is called, or asked for by `fill`. A block is let go when another one comes, unless it is one
@@ -162,7 +162,7 @@ class ResidentWeights:
         return sum(one.empty.numel() for one in self._weights[block]) * self.dtype.itemsize
 
     def fill(self, block: str) -> None:
-        """Have a block in memory for somebody who may hold its weights; others go."""
+        """Load a block for a caller that may hold its weights, and release others."""
         self._lent.add(block)
         self._fill(block)
 
@@ -198,7 +198,7 @@ class ResidentWeights:
 
     @contextlib.contextmanager
     def told(self, tell: Callable[[str], Any]) -> Iterator[None]:
-        """Tell of every block before it is read."""
+        """Report every block before it is read."""
         self._tell = tell
         try:
             yield
@@ -220,7 +220,7 @@ class ResidentWeights:
             self._in_order(lambda: self._read(block, whole=True))
 
     def _choose(self, one: _Weight, block: str, module: nn.Module, *called: Any) -> None:
-        """Read the experts of the tokens that a block is given; they stay as long as it does."""
+        """Read the experts of a block's tokens; they stay as long as the block."""
         index = named_arguments(module, *called)[str(_chosen_by(one))]
         if one.value.is_meta:
             self._ends_here(1)
@@ -234,7 +234,7 @@ class ResidentWeights:
         self._in_order(lambda: self._look_up(one, (*args, *kwargs.values())[0]))
 
     def _wanted(self, block: str, *, whole: bool = False) -> list[_Weight]:
-        """Weights of a block that are to be read."""
+        """Weights of a block to read."""
         of, part = self.part or ("none", "")
         whole = whole or block != of
         return [
@@ -285,11 +285,11 @@ class ResidentWeights:
         del self._resident[block]
 
     def _in_order(self, work: Callable[[], Any]) -> Any:
-        """Work in a thread of its own: a pass sees, and changes, what is computed in its thread."""
+        """Work in a separate thread, since a pass changes computation in its own thread."""
         return self._worker.submit(work).result()
 
     def _look_up(self, one: _Weight, ids: Tensor) -> None:
-        """Read rows that are not there; the others take no memory, and have no values."""
+        """Read missing rows of a table; other rows take no memory, and have no values."""
         if one.value.is_meta:
             table = torch.empty(one.empty.shape, dtype=self.dtype, device=self.device)
             one.put(nn.Parameter(table, requires_grad=False))
@@ -321,7 +321,7 @@ def _weights(model: nn.Module) -> Iterator[_Weight]:
 
 
 def _is_table(one: _Weight) -> bool:
-    """Whether a weight is a table that is read by row and in no other way."""
+    """Whether a weight is a table that is read only by row."""
     return one.empty.numel() > _TABLE and all(
         type(module).forward is nn.Embedding.forward
         or type(module).__name__.endswith("ScaledWordEmbedding")
@@ -344,8 +344,8 @@ def without_weights(model: nn.Module, dtype: torch.dtype, device: torch.device) 
         kind = dtype if p.is_floating_point() else p.dtype
         return nn.Parameter(torch.empty_like(p, dtype=kind, device="meta"), requires_grad=False)
 
-    made = copied(model, {id(p): empty(p) for p in model.parameters()})
-    return made._apply(lambda t: t if t.is_meta else cast_to(t, device, dtype))
+    bare = copied(model, {id(p): empty(p) for p in model.parameters()})
+    return bare._apply(lambda t: t if t.is_meta else cast_to(t, device, dtype))
 
 
 # --- passes that take turns

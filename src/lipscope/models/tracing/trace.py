@@ -1,4 +1,4 @@
-"""Run a model once with hooks and keep what its attention layers saw."""
+"""Trace of one forward pass: inputs and outputs of the attention layers."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def _is_ours(problem: Exception) -> bool:
     return any(code.co_name not in passed for code in codes)
 
 
-def resolve_calls(record: Trace, asked: str | None = None) -> None:
+def resolve_calls(record: Trace, requested: str | None = None) -> None:
     """Tell layers from other calls, once the pass is over."""
     calls, record.calls = record.calls, []
     if record.resident is not None:
@@ -244,12 +244,12 @@ def resolve_calls(record: Trace, asked: str | None = None) -> None:
         if not call.in_parts and not _belongs(record, call):
             record.others.append(call.name)
             continue
-        known = call.in_parts or is_attention(call.module) or call.name == asked
+        known = call.in_parts or is_attention(call.module) or call.name == requested
         if not known and call.num_tokens > 1 and not _mixes(call, call.hidden):
             raise InputError(
                 f"`modules` should match attention. Found `{call.name}`, a "
                 f"`{type(call.module).__name__}` in which no token reads another; give its whole "
-                "path to have it measured all the same."
+                "path to measure it anyway."
             )
         record.calls.append(call)
 
