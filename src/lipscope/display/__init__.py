@@ -23,15 +23,15 @@ LINES = 12
 """Most lines of a table; more are counted."""
 
 WIDTH, HEIGHT = 100, 30
-"""Of what stands at a prompt, in letters and lines."""
+"""Size of a result at a prompt, in letters and lines."""
 
 _WORD = 160  # letters of a value
-_FEW = 8  # numbers that are said one by one
+_FEW = 8  # numbers that are listed one by one
 _NARROW, _WIDEST = 16, 40  # letters of a column whose lines may be broken
 
 
 def rounded_down(value: float, digits: int = 4) -> float:
-    """So many significant digits, not above the value: how a certified radius is said.
+    """A value to so many significant digits, not above it, as for a certified radius.
 
     >>> rounded_down(1.7409), rounded_down(0.3), rounded_down(float("inf"))
     (1.74, 0.3, inf)
@@ -40,7 +40,7 @@ def rounded_down(value: float, digits: int = 4) -> float:
 
 
 def rounded_up(value: float, digits: int = 4) -> float:
-    """So many significant digits, not below the value: how an upper bound is said.
+    """A value to so many significant digits, not below it, as for an upper bound.
 
     >>> rounded_up(3.73149), rounded_up(3.732), rounded_up(0.0)
     (3.732, 3.732, 0.0)
@@ -49,14 +49,14 @@ def rounded_up(value: float, digits: int = 4) -> float:
 
 
 Rounding: TypeAlias = Callable[[float, int], float]
-"""`rounded_down`, `rounded_up`: of a value, to so many digits."""
+"""`rounded_down` or `rounded_up`: a function of a value and a number of digits."""
 
 ENDS: dict[str, Rounding] = {
     "sigma": rounded_down,
     "upper": rounded_up,
     "sigma_bound": rounded_up,
 }
-"""How what has this name is rounded wherever it is said, so that intervals hold as they stand."""
+"""Rounding of each field wherever it is displayed, so that printed intervals hold."""
 
 
 @dataclass(frozen=True)
@@ -64,24 +64,24 @@ class Card:
     """A record in few words."""
 
     name: str  # of its class
-    cells: tuple[tuple[str, str], ...]  # its attributes and what they are
+    cells: tuple[tuple[str, str], ...]  # its attributes and their values
 
 
 @dataclass(frozen=True)
 class Drawing:
     """A figure, which only a notebook shows."""
 
-    svg: Callable[[], str]  # draws it, to stand by itself and fetch nothing; "" where there is none
-    alt: str  # what it is, in words
+    svg: Callable[[], str]  # draws a self-contained SVG; "" where there is none
+    alt: str  # its description
 
 
 Piece: TypeAlias = Table | Card | Drawing | str
 
 
 def card(result: Any, **ends: Rounding) -> Iterator[Piece]:
-    """A record as its attributes, then those that show themselves; ``ends`` are more of `ENDS`.
+    """A record as its attributes, then attributes that are `Shown`; ``ends`` extend `ENDS`.
 
-    What has ``display_lines`` is shown by these.
+    A result with ``display_lines`` is shown by these.
     """
     if hasattr(result, "display_lines"):
         yield Card(type(result).__name__, tuple(result.display_lines()))
@@ -89,10 +89,10 @@ def card(result: Any, **ends: Rounding) -> Iterator[Piece]:
     ends = ENDS | ends
     pairs = [(field.name, getattr(result, field.name)) for field in dataclasses.fields(result)]
     cells = [
-        (name, said)
+        (name, text)
         for name, value in pairs
         if value is not None and not isinstance(value, Shown)
-        if (said := _value_in_words(value, ends.get(name)))
+        if (text := _value_in_words(value, ends.get(name)))
     ]
     yield Card(type(result).__name__, tuple(cells))
     for _, value in pairs:
@@ -101,11 +101,11 @@ def card(result: Any, **ends: Rounding) -> Iterator[Piece]:
 
 
 pieces = singledispatch(card)
-"""What a result shows: its `card`, unless a room above has registered more for its class."""
+"""The display of a result: its `card`, unless a room above registers more for its class."""
 
 
 class Shown:
-    """A result that shows itself by `pieces`: in short at a prompt, with figures in a notebook."""
+    """A result that displays its `pieces`: short at a prompt, with figures in a notebook."""
 
     __slots__ = ()
 
@@ -120,7 +120,7 @@ class Shown:
 
 
 class Sheet(Shown):
-    """Tables and sentences that were asked for: whole where printed, and in a notebook."""
+    """Tables and sentences on request: complete when printed, and in a notebook."""
 
     def __init__(self, *parts: Table | str) -> None:
         self.parts = parts
@@ -165,7 +165,7 @@ def _as_lines(part: Table | Card | str, most: int | None) -> str:
     from rich.text import Text
 
     if isinstance(part, Card):
-        words = ", ".join(f"{name}={said}" for name, said in part.cells)
+        words = ", ".join(f"{name}={text}" for name, text in part.cells)
         return _printed(Text(f"{part.name}({words})"))
     if isinstance(part, str):
         return _printed(Text(part))
@@ -176,7 +176,7 @@ def _as_lines(part: Table | Card | str, most: int | None) -> str:
 def _printed(what: Any, width: int = WIDTH) -> str:
     from rich.console import Console
 
-    # A kernel's console would show at once what is only asked for as text.
+    # A notebook kernel's console would display the text at once.
     console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
     with console.capture() as capture:
         console.print(what, crop=False)
@@ -184,7 +184,7 @@ def _printed(what: Any, width: int = WIDTH) -> str:
 
 
 def width_of(table: Table) -> int:
-    """Letters that a table takes where no number of it is cut, at least `WIDTH`."""
+    """The width of a table with no number cut, in letters, at least `WIDTH`."""
     edges = 0 if table.box is None else 1
     return max(WIDTH, sum(_room(column) + 2 + edges for column in table.columns))
 
@@ -199,11 +199,11 @@ def _room(column: Column) -> int:
 
 def _first_lines(table: Table, count: int) -> Table:
     """The first lines of a table."""
-    made = copy.copy(table)
-    made.columns, made.rows = [column.copy() for column in table.columns], []
+    short = copy.copy(table)
+    short.columns, short.rows = [column.copy() for column in table.columns], []
     for row, cells in list(zip(table.rows, _lines_of(table), strict=True))[:count]:
-        made.add_row(*cells, style=row.style, end_section=row.end_section)
-    return made
+        short.add_row(*cells, style=row.style, end_section=row.end_section)
+    return short
 
 
 def _lines_of(table: Table) -> list[tuple[Any, ...]]:
@@ -216,7 +216,7 @@ def _more(count: int, most: int | None) -> str:
 
 
 def printable(value: Any) -> Any:
-    r"""Text without what XML, a terminal or UTF-8 does not take; through lists and dictionaries.
+    r"""Text without characters invalid in XML, a terminal or UTF-8; also in lists and dictionaries.
 
     Control characters become their pictures; line ends and tabs stay.
 
@@ -259,7 +259,7 @@ def table(
     lines: Collection[Sequence[str]],
     most: int | None = LINES,
 ) -> str:
-    """A small table of plain text as HTML, its first lines and how many more there are.
+    """A small table of plain text as HTML: its first lines and the number of others.
 
     >>> table("a < b", (), [("x", "1")])
     '<table><caption>a &lt; b</caption><tbody><tr><td>x</td><td>1</td></tr></tbody></table>'
@@ -272,7 +272,7 @@ def table(
 
 
 def picture(svg: str, alt: str) -> str:
-    """A drawing that no style or script of the notebook reaches, and that fetches nothing."""
+    """A drawing isolated from styles and scripts of the notebook, which fetches nothing."""
     data = base64.b64encode(svg.encode()).decode()
     return (
         f'<img alt="{_markup(alt)}" src="data:image/svg+xml;base64,{data}" style="max-width:100%">'
@@ -292,7 +292,7 @@ def _markup(text: str) -> str:
 
 
 def _value_in_words(value: Any, rounded: Rounding | None = None) -> str:
-    """Numbers in four digits, what is large by its size, what has no words by its class."""
+    """A number in four digits, a large value by its size, any other object by its class."""
     value = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(value, float):
         return f"{rounded(value, 4) if rounded else value:.4g}"
@@ -310,6 +310,6 @@ def _value_in_words(value: Any, rounded: Rounding | None = None) -> str:
     if isinstance(value, str | Path):
         text = " ".join(text.split())
         return text if len(text) <= _WORD else text[: _WORD - 1] + "…"
-    # Nobody reads an address, or the whole of a model.
+    # An address, or the text of a whole model, says nothing.
     name = getattr(value, "__name__", type(value).__name__)
     return name if " at 0x" in text or len(text) > _WORD or "\n" in text else text

@@ -1,4 +1,4 @@
-"""From a model and an input to the maps of its layers, checked against the model itself."""
+"""Models: loading, inputs, tracing, and the maps of layers, checked against the model."""
 
 from lipscope.models.families.affine import projected as projected
 from lipscope.models.images import (

@@ -1,4 +1,4 @@
-"""Pictures from a folder, or random pixels, as a vision model takes them."""
+"""Input pictures of a vision model, from a folder or random, and their patches."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def image_samples(
 ) -> list[Sample]:
     """One sample per picture (of a folder, by name) and resolution: tokens go with its square.
 
-    Pictures are scaled until their shorter side fits, cut to the middle square and normalised
-    as the model's folder or package says (to mean 0.5 and deviation 0.5 if it says nothing); for
-    a model of timm, they go through its own transform. ``random`` pixels are standard normal, drawn
+    Pictures are scaled until their shorter side fits, cropped to the middle square and normalised
+    as the model's folder or package specifies (by default to mean 0.5 and deviation 0.5); a
+    model of timm uses its own transform. ``random`` pixels are standard normal, drawn
     by the index of the sample. Without numbers: the model's own side, and up to 10 pictures.
     """
     parameters = inspect.signature(loaded.model.forward).parameters
@@ -127,7 +127,7 @@ def _picture_files(folder: Path) -> list[Path]:
 
 
 def _opened(file: Path, read: Callable[[Any], Tensor]) -> Tensor:
-    """What is read of a picture in red, green and blue."""
+    """A picture as read in red, green and blue."""
     try:
         from PIL import Image
     except ImportError:
@@ -145,7 +145,7 @@ def _opened(file: Path, read: Callable[[Any], Tensor]) -> Tensor:
 
 
 def normalisation(loaded: LoadedModel) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of the channels as the model has them, ``(1, 3, 1, 1)`` each."""
+    """Mean and deviation of the model's channels, ``(1, 3, 1, 1)`` each."""
     half = (0.5, 0.5, 0.5)
     if loaded.pixels is not None:
         mean, deviation = loaded.pixels.mean, loaded.pixels.deviation
@@ -156,7 +156,7 @@ def normalisation(loaded: LoadedModel) -> tuple[Tensor, Tensor]:
 
 
 def _processor(source: str | None) -> Mapping[str, Any]:
-    """What stands beside the weights about pictures; nothing for a model from no folder."""
+    """The picture settings beside the weights; empty for a model without a folder."""
     from transformers import BaseImageProcessor
 
     if not source:
@@ -183,7 +183,7 @@ class Patches:
     grid: tuple[int, int]  # numbers of patches down and across
 
     def first(self, num_tokens: int) -> int:
-        """How many tokens come before those of the patches."""
+        """Number of tokens before those of the patches."""
         return num_tokens - self.grid[0] * self.grid[1]
 
     def name(self, token: int, num_tokens: int) -> str:
@@ -203,7 +203,7 @@ class Patches:
 
 
 def patches_of(model: nn.Module, inputs: Inputs) -> Patches | None:
-    """How a model cuts a picture into patches; None if it reads none, or in another way."""
+    """The patches of a model's picture; None without pictures, or for another embedding."""
     picture, found = _picture_in(inputs), []
     if picture is None:
         return None
@@ -227,9 +227,9 @@ def patches_of(model: nn.Module, inputs: Inputs) -> Patches | None:
 def picture_move(
     patches: Patches, ends: MapEndpoints, model: nn.Module, inputs: Inputs, e: Float[Tensor, "n d"]
 ) -> Tensor | None:
-    """The least change of the picture by which the map's input moves along ``e``; None without one.
+    """The least change of the picture that moves the map's input along ``e``, or None.
 
-    It is checked: the model, given the picture so changed, must make just this input of the map.
+    It is checked: from the changed picture, the model must compute exactly this input of the map.
     """
     first, size = patches.first(len(e)), patches.picture.shape[2:]
     if first < 0 or bool(e[:first].any()):  # other tokens move too

@@ -1,4 +1,4 @@
-"""From a model's name to a loaded model: bundled packages, folders, hub ids, random ones."""
+"""Loading of models by name: bundled packages, folders, hub ids, random weights."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Pixels:
 
 @dataclass(frozen=True, repr=False)
 class LoadedModel(Shown):
-    """A model with what a row says about it."""
+    """A loaded model with the fields that a row records about it."""
 
     name: str  # as the user gave it
     model: nn.Module
@@ -80,7 +80,7 @@ class LoadedModel(Shown):
 
     @property
     def about(self) -> dict[str, Any]:
-        """What its rows say about it besides its name."""
+        """The fields of its rows besides its name."""
         return {name: getattr(self, name) for name in ("revision", "weights", "trained_length")}
 
     @property
@@ -89,14 +89,14 @@ class LoadedModel(Shown):
         return sum(p.numel() for p in self.model.parameters())
 
     def is_large(self, dtype: torch.dtype) -> bool:
-        """Whether its weights are to be cast to a type block by block."""
+        """Whether its weights are cast block by block."""
         return self.num_parameters * dtype.itemsize > LARGE
 
     def in_memory(self, what: str) -> LoadedModel:
-        """The same with all its weights, for ``what`` needs them all at once.
+        """The same model with all its weights in memory, which ``what`` needs.
 
         Raises:
-            InputError: If they have no room in what is free.
+            InputError: If they do not fit into the free memory.
         """
         if self.stored is None:
             return self
@@ -119,7 +119,7 @@ class LoadedModel(Shown):
         return getattr(self.model, "config", None)
 
     def reader_of_text(self) -> Any:
-        """The tokenizer, which there must be."""
+        """The tokenizer, which is required."""
         if self.tokenizer is None:
             takes = inspect.signature(self.model.forward).parameters
             sees = self.pixels is not None or "pixel_values" in takes
@@ -150,7 +150,7 @@ class LoadedModel(Shown):
 
 @dataclass(frozen=True)
 class _Package:
-    """How the weights of a model lie in its package."""
+    """The layout of a model's weights in its package."""
 
     weights: str
     file: str | None = None  # None for a folder in Hugging Face format
@@ -207,7 +207,7 @@ def load_model(
 
 
 def adopt_model(model: nn.Module) -> LoadedModel:
-    """Take the user's own module as it is, with the tokenizer of where it was loaded from."""
+    """The user's own module, unchanged, with the tokenizer of its source."""
     model = getattr(model, "_orig_mod", model)  # what `torch.compile` wraps
     check_finite(model)
     config = getattr(model, "config", None)
@@ -316,7 +316,7 @@ def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
 
 
 def _mapped(source: str, allow_pickle: bool, **options: Any) -> StoredWeights | None:
-    """A large checkpoint whose weights stay on the disk; None for what is loaded as a whole."""
+    """A large checkpoint whose weights stay on the disk; None for one that is loaded as a whole."""
     how: dict[str, Any] = {"larger_than": LARGE, **options}
     if allow_pickle:
         with contextlib.suppress(InputError):  # one that cannot be mapped, or holds other objects
@@ -338,11 +338,11 @@ def _hub_model(name: str, revision: str | None, allow_pickle: bool) -> LoadedMod
 
 
 def _commit_of(name: str, config: Any, **options: Any) -> str | None:
-    """The commit of a hub id: where its configuration does not say it, paths in the cache do."""
+    """The commit of a hub id, from its configuration or from paths in the cache."""
     from transformers.utils.hub import cached_file, extract_commit_hash
 
-    if said := getattr(config, "_commit_hash", None):
-        return said
+    if commit := getattr(config, "_commit_hash", None):
+        return commit
     quietly = {"_raise_exceptions_for_missing_entries": False, **options}
     file = cached_file(name, "config.json", **quietly)
     return None if file is None else extract_commit_hash(file, None)
@@ -356,17 +356,17 @@ def _loaded(
     weights: str | None = None,
     **more: Any,
 ) -> LoadedModel:
-    """A model with what its files say about it, where nobody else does."""
+    """A model with the facts that its files state."""
     config, first = getattr(model, "config", None), next(model.parameters(), None)
-    said = getattr(config, "dtype", None)
-    dtype = said if isinstance(said, torch.dtype) else getattr(first, "dtype", None)
+    declared = getattr(config, "dtype", None)
+    dtype = declared if isinstance(declared, torch.dtype) else getattr(first, "dtype", None)
     weights = weights or ("none" if dtype is None else str(dtype)[6:])
     more["trained_length"] = trained_length(config, tokenizer)
     return LoadedModel(name, model, tokenizer, revision, weights, **more)
 
 
 def _timm_model(name: str, seed: int) -> LoadedModel:
-    """A model without its head and its pooling: its output is all tokens, as other models' is."""
+    """A model of timm without head and pooling: its output is all tokens, as in other models."""
     pretrained = not name.startswith("random:")
     kind, _, text = name.partition("timm:")[2].partition(",")
     entries = entries_in(f"timm:{kind}", text)
@@ -447,13 +447,13 @@ def _random_config(family: str, text: str) -> Any:
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:
-    """How a message about a word that is not known ends."""
+    """The end of a message about an unknown word."""
     close = difflib.get_close_matches(word, list(known), n=3)
     return f"; the nearest are {', '.join(close)}." if close else "."
 
 
 def _check_size(name: str, config: Any) -> None:
-    """Count the parameters on the meta device before any of them is drawn."""
+    """Count the parameters on the meta device before drawing any."""
     from transformers import AutoModel
 
     with _building(name), torch.device("meta"):
@@ -468,12 +468,12 @@ def _check_size(name: str, config: Any) -> None:
 
 
 def usable_memory() -> int:
-    """Bytes of memory that may be taken: what is free, less a tenth."""
+    """Bytes of memory to use: the free memory less a tenth."""
     return int(_MARGIN * free_memory())
 
 
 def free_memory() -> int:
-    """Bytes of memory that can be had without swapping."""
+    """Bytes of memory available without swapping."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

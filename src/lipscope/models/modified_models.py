@@ -1,4 +1,4 @@
-"""A model changed in one respect, two measurements differing in nothing else; or with its head."""
+"""Modified models: causal masks, quantised, random or scrambled weights, and restored heads."""
 
 from __future__ import annotations
 
@@ -61,26 +61,26 @@ def _masked(loaded: LoadedModel, key: str, causal: bool) -> LoadedModel:
 
 
 def with_mask(loaded: LoadedModel, causal: bool | None) -> LoadedModel:
-    """The same weights with a causal mask in every layer, or with none; None: as they are.
+    """The same weights with a causal mask in every layer, or without; unchanged for None.
 
     Holds for models of transformers that read token ids: encoders that can also be built as
-    decoders (`as_decoder`), and decoders with learnt positions. A rotary embedding, or a bias of
-    positions, says something else of a token that comes later than of one that came before, and in
-    training said it of earlier ones alone. A copy's ``weights`` say what was done.
+    decoders (`as_decoder`), and decoders with learnt positions. Rotary embeddings and biases of
+    positions treat later and earlier tokens differently, and were trained on earlier ones only.
+    The ``weights`` of a copy record the change.
 
     Raises:
-        InputError: If the model has no such mask that could be put on or taken off.
+        InputError: If the model has no mask that could be added or removed.
     """
     if causal is None or _reads_later(loaded) != causal:
         return loaded
-    made = as_decoder(loaded) if causal else _without_mask(loaded)
-    if _reads_later(made) == causal:
+    model = as_decoder(loaded) if causal else _without_mask(loaded)
+    if _reads_later(model) == causal:
         raise InputError(
             f"`causal` needs a model that takes its mask from its configuration. Found "
             f"`{type(loaded.model).__name__}`, whose layers mask by themselves; leave it out."
         )
-    said = "with a causal mask" if causal else "without a causal mask"
-    return replace(made, name=loaded.name, weights=f"{loaded.weights}, {said}")
+    change = "with a causal mask" if causal else "without a causal mask"
+    return replace(model, name=loaded.name, weights=f"{loaded.weights}, {change}")
 
 
 def _without_mask(loaded: LoadedModel) -> LoadedModel:
@@ -122,7 +122,7 @@ def _reads_later(loaded: LoadedModel) -> bool:
 
 
 def quantised(loaded: LoadedModel) -> LoadedModel:
-    """A copy, ``NAME, Q4_1``, whose linear maps are rounded as that format does.
+    """A copy, ``NAME, Q4_1``, with linear maps rounded to that format.
 
     Each 32 weights of a row share a scale and an offset in half precision,
     ``w -> m + round((w - m) / s) s`` with ``m = min w`` and ``s = (max w - min w) / 15``.
@@ -134,7 +134,7 @@ def quantised(loaded: LoadedModel) -> LoadedModel:
 
 
 def rounded(x: Float[Tensor, "*n d"], bits: int) -> Float[Tensor, "*n d"]:
-    """Every row on a symmetric grid of its own: ``s round(x / s)``.
+    """Every row rounded to its own symmetric grid: ``s round(x / s)``.
 
     ``s = max |row| / (2^(bits - 1) - 1)``, so that the largest entry stays as it is; rounding goes
     to the nearest, halves to the even one. Zero rows stay zero. Rows are a weight's output
@@ -207,7 +207,7 @@ def scrambled(
     layer: int | None = None,
     seed: int = 0,
 ) -> LoadedModel:
-    """A copy whose matrices keep their size and lose what training put into them.
+    """A copy whose matrices keep their size and lose the structure of training.
 
     ``entries`` permutes the entries of each matrix: their distribution stays, so that logits are
     about as large as the trained ones. ``spectrum`` keeps the singular values, ``U S Vᵀ`` with
@@ -216,7 +216,7 @@ def scrambled(
     one, or of all.
 
     Raises:
-        InputError: If no such matrix is there, as in a model with one matrix for Q, K and V.
+        InputError: If there is no such matrix, as in a model with one matrix for Q, K and V.
     """
     model = copied(loaded.in_memory("A change of all weights").model)
     place = re.compile(r"\.\d+\." if layer is None else rf"\.{layer}\.")
@@ -257,7 +257,7 @@ def _orthogonal(size: int, columns: int, draw: torch.Generator) -> Tensor:
 
 
 def _q4_1(weight: Tensor) -> Tensor:
-    """Rows in blocks of 32 to 16 evenly spaced values each; a rest of a row stays as it is."""
+    """Rows in blocks of 32 to 16 evenly spaced values each; a row's remainder is unchanged."""
     whole = weight.shape[1] - weight.shape[1] % _BLOCK
     blocks = weight[:, :whole].unflatten(1, (-1, _BLOCK)).float()
     low = blocks.amin(-1, keepdim=True).half().float()
@@ -283,14 +283,14 @@ def with_own_head(loaded: LoadedModel) -> nn.Module:
 
 
 def with_scores(model: nn.Module) -> tuple[nn.Module, str]:
-    """A decoder that ends in scores of the next token, and where the decoder is in it.
+    """A decoder with scores of the next token, and the path of the decoder in it.
 
     A decoder that was loaded without its read-out gets the one of its own class in transformers,
     whose weights must be its own: those of the table of token vectors (tied weights). Scales and
     caps of the scores are those of that class. The path is "" if it is not known.
 
     Raises:
-        InputError: If transformers has no such class, or its read-out has weights of its own that
+        InputError: If transformers has no such class, or its read-out has untied weights that
             were not loaded.
     """
     name = str(getattr(model, "base_model_prefix", ""))
@@ -335,10 +335,10 @@ def with_words(source: str, model: nn.Module) -> nn.Module | None:
 
 
 def with_head(source: str, model: nn.Module, kind: Any = None) -> nn.Module | None:
-    """A model with the head that its checkpoint holds: of the class of which it was saved.
+    """A model with the head of its checkpoint, in the class that was saved.
 
-    ``model`` is what `from_pretrained` made of ``source``, in any dtype and on any device. None
-    where the checkpoint is of another class than ``kind`` (any if None), or holds the head as a
+    ``model`` is the result of `from_pretrained` on ``source``, in any dtype and on any device. None
+    if the checkpoint is of another class than ``kind`` (any if None), or holds its head as a
     pickle or not at all.
     """
     import transformers

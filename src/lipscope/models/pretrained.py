@@ -1,4 +1,4 @@
-"""Pretrained models: of a folder or hub id of transformers, every weight from there, or a graph."""
+"""Pretrained models of transformers, from a folder, a hub id or an ONNX graph, fully checked."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def from_pretrained(
 ) -> tuple[nn.Module, Any]:
     """A model of a folder or hub id with all its weights, and its tokenizer or None.
 
-    Prefixes that wrappers leave (``_orig_mod.``, ``module.``) are taken off.
+    Prefixes of wrappers (``_orig_mod.``, ``module.``) are removed.
 
     Raises:
         InputError: If there is no such model, its weights cannot be used, or a layer would keep
@@ -66,7 +66,7 @@ def from_pretrained(
 
 
 def check_checkpoint(source: str, model: nn.Module, found: Mapping[str, Any]) -> None:
-    """Refuse weights of another family, and what loading ``found`` too few, or more than fit."""
+    """Refuse another family, and missing, extra or misfit weights ``found`` in loading."""
     _check_class(source, model)
     parts = {name for name, _ in model.named_children()}
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
@@ -95,7 +95,7 @@ def check_checkpoint(source: str, model: nn.Module, found: Mapping[str, Any]) ->
 
 
 def _check_class(source: str, model: nn.Module) -> None:
-    """Refuse weights of another family: BERT's fit into RoBERTa, whose positions are others."""
+    """Refuse weights of another family: BERT's fit RoBERTa, which has other positions."""
     import transformers
 
     config: Any = model.config
@@ -111,7 +111,7 @@ def _check_class(source: str, model: nn.Module) -> None:
 
 
 def explained_loading(source: str, problem: Exception) -> InputError:
-    """One line for the many ways in which loading fails."""
+    """One line for any failure of loading."""
     text = _COLOURS.sub("", " ".join(str(problem).split()))
     folder = os.path.exists(os.path.expanduser(source))
     if "trust_remote_code" in text or "custom code" in text:
@@ -152,7 +152,7 @@ _RENAMED = (
 
 
 def dinov2_from_onnx(file: Path) -> nn.Module:
-    """A ``Dinov2Model`` in float32 from an exported graph; what follows the backbone is left out.
+    """A ``Dinov2Model`` in float32 from an exported graph, without layers after the backbone.
 
     An export drops the names of all matrices that are multiplied from the right: each takes
     the name of the bias that is added next. Holds for DINOv2 of any size without registers whose
@@ -222,7 +222,7 @@ def _renamed(graph: Any) -> dict[str, Tensor]:
 
 
 def _weights_by_name(graph: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All weights, every matrix under the name that its bias tells, transposed."""
+    """All weights, every matrix transposed, under the name that its bias implies."""
     named = dict(weights)
     products = {
         node.output[0]: weights[node.input[1]]
@@ -257,11 +257,11 @@ class Bytes:
         return {"input_ids": [byte % self.vocab_size for byte in text.encode()]}
 
     def decode(self, ids: Sequence[int], **_: Any) -> str:
-        """The text of some ids; what is none in UTF-8 is not read back as these ids."""
+        """The text of some ids; invalid UTF-8 does not encode to the same ids again."""
         return bytes(i % 256 for i in ids).decode("utf-8", "replace")
 
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
-        """Letters, and numbers for what is none."""
+        """Letters, and numbers for other bytes."""
         return [chr(i) if 32 <= i < 127 else f"<{i}>" for i in ids]
 
 
@@ -286,19 +286,19 @@ def tokenizer_at(source: str | None, **options: Any) -> Any:
 def trained_length(config: Any, tokenizer: Any) -> int | None:
     """The largest number of tokens that a model's files say it was trained on, or None.
 
-    To be asked before the tokenizer is used, which forgets where it should cut.
+    Call it before using the tokenizer, which then loses its maximum length.
     """
     source = getattr(config, "_name_or_path", None)
     if not source:
         return None
     cut = getattr(getattr(tokenizer, "backend_tokenizer", None), "truncation", None)
-    said = [
+    limits = [
         getattr(config, "max_position_embeddings", None),
         getattr(config, "n_positions", None),
         cut.get("max_length") if isinstance(cut, dict) else None,
         entries_of(Path(str(source)) / "sentence_bert_config.json").get("max_seq_length"),
     ]
-    return min((n for n in said if isinstance(n, int) and n > 0), default=None)
+    return min((n for n in limits if isinstance(n, int) and n > 0), default=None)
 
 
 # --- what transformers prints, and reads three times over

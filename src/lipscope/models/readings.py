@@ -1,4 +1,4 @@
-"""Readings of a move of one token: another token in its place, logits, its neighbours."""
+"""Readings of a move of one token: replacement tokens, logits (logit lens), neighbours."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NEAR = 1e-4  # of the largest entry: what sums and norms of a model may round
 
 
 class Readings(NamedTuple):
-    """Directions with names, in the space of one token of a map."""
+    """Named directions in the space of one token of a map."""
 
     space: Space  # what they are
     words: Sequence[str]  # their names; one more than vectors are asked for is that of their mean
@@ -40,13 +40,13 @@ class Readings(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many vectors there are."""
+        """Number of vectors."""
         return len(self.words) - (self.words[-1:] == [ANY])
 
 
 @dataclass(frozen=True)
 class Reader:
-    """What moves of the tokens of a map, and of its outputs, are read as.
+    """The readings of moves of a map's input and output tokens.
 
     - ``vocabulary``: where the layer's input is a sum with the token's vector, then a norm or
       none: ``N(s_i + E_w - E_t) - N(s_i)``, the move of replacing the token t by w.
@@ -57,8 +57,8 @@ class Reader:
       for scores, a single score less the mean of all.
     - ``window``: ``x_j - x_i``, towards the other tokens (or patches) of this input.
 
-    The first that is so for this model and map, by its own values, is taken. The mean of the steps
-    of ``vocabulary`` and ``window`` is one of them, under the name `ANY`.
+    The first that holds for this model and map, by its own values, is used. The mean of the steps
+    of ``vocabulary`` and ``window`` is one of the readings, named `ANY`.
     """
 
     built: LayerMap
@@ -165,7 +165,7 @@ class Reader:
 
     @cached_property
     def _vocabulary(self) -> _Entering | None:
-        """How tokens enter the map's input, if its layer is the first."""
+        """The way of tokens into the map's input, if its layer is the first."""
         record, built = self.record, self.built
         first = built.layer in (0, None) or built.map == "stack"
         if record is None or self.tokenizer is None or not first:
@@ -214,7 +214,7 @@ class Reader:
 
 
 class _Entering(NamedTuple):
-    """Tokens on their way into a first layer: the stream, their vectors, what leads on."""
+    """Tokens entering a first layer: the stream, their vectors, the functions in between."""
 
     stream: Tensor
     embedded: Embedded
@@ -255,15 +255,15 @@ class Lens(NamedTuple):
     output: Float[Tensor, "n d"]  # what the model's body hands to its head, ``(n, d)``
 
     def inner(self, h: Tensor) -> Tensor:
-        """What the unembedding takes."""
+        """The input of the unembedding."""
         return self.head(self.norm(h))
 
 
 def lens_of(record: Trace, whole: nn.Module | None = None) -> Lens | None:
-    """How a model turns the stream after its last layer into logits; None if it does not.
+    """The map of a model from the stream after its last layer to logits; None without one.
 
-    The final norm, or the norm that ends every layer, must take a sum, and what follows must be the
-    model's own output: the norm's, or its logits. ``whole`` is the model with the head that its
+    The final norm, or the norm that ends every layer, must take a sum, and its result must be the
+    model's own output, or lead to its logits. ``whole`` is the model with the head that its
     checkpoint holds, where it was loaded without.
     """
     table, output = _unembedding(record.model if whole is None else whole), record.output
@@ -293,7 +293,7 @@ def lens_of(record: Trace, whole: nn.Module | None = None) -> Lens | None:
 def _layers_before_unembedding(
     record: Trace, y: Tensor, ends: Tensor, table: Any, whole: nn.Module | None
 ) -> Row | None:
-    """What leads from the body's output ``y`` to the unembedding; None if ``y`` is another."""
+    """The layers from the body's output ``y`` to the unembedding; None if ``y`` is not it."""
     with torch.no_grad():
         if whole is not None:
             behind = _Behind(record, whole, table)
@@ -312,14 +312,14 @@ def _unchanged(h: Tensor) -> Tensor:
 
 
 class _Behind:
-    """The layers of a model between its body and its unembedding, run where they are."""
+    """The layers of a model between its body and its unembedding, run inside the model."""
 
     def __init__(self, record: Trace, model: nn.Module, table: nn.Linear) -> None:
         self._record, self._model, self._table = record, model, table
         self._body = getattr(model, str(getattr(model, "base_model_prefix", "")) or " ", None)
 
     def reaches(self, y: Tensor) -> bool:
-        """Whether this is the body's output, from which the model goes on to its unembedding."""
+        """Whether this is the body's output, which leads to the unembedding."""
         if not isinstance(self._body, nn.Module):
             return False
         found: list[Tensor] = []
@@ -327,7 +327,7 @@ class _Behind:
         return taken is not None and found[0].shape == y.shape and close(found[0], y)
 
     def __call__(self, h: Tensor) -> Tensor:
-        """What the unembedding takes, for other tokens instead of the body's output."""
+        """The input of the unembedding, with these tokens for the body's output."""
 
         def put(out: Any) -> Any:
             if isinstance(out, tuple):
@@ -350,7 +350,7 @@ class _Behind:
 
 
 def _unembedding(model: nn.Module) -> Any:
-    """What turns the last hidden state into logits: the model's own, or its tied embedding."""
+    """The unembedding from last hidden state to logits: the model's own, or its tied embedding."""
     config: Any = getattr(model, "config", None)
     try:
         own = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
@@ -364,7 +364,7 @@ def _unembedding(model: nn.Module) -> Any:
 
 
 def _ends_in_a_matrix(config: Any) -> bool:
-    """Whether the language model of a configuration is this model and one matrix after it."""
+    """Whether the language model of a configuration is this model followed by one matrix."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -383,7 +383,7 @@ Where = Literal["layer", "model"]
 
 
 class Read(NamedTuple):
-    """What enters and leaves the layer, ``(b, n, d)``, and what leaves the model, or ``(b, c)``."""
+    """Input and output of the layer, ``(b, n, d)``, and output of the model, or ``(b, c)``."""
 
     entering: Tensor
     layer: Tensor
@@ -413,7 +413,7 @@ class Embedded:
         self.size: int = self._embedding.num_embeddings
 
     def read(self, ids: Int[Tensor, "b n"]) -> Read:
-        """What the model makes of texts of one length."""
+        """The model's results on texts of one length."""
         with torch.no_grad():
             return self._run(ids, None)
 
@@ -454,14 +454,14 @@ class Embedded:
         return recorder.run(self._model, (ids,) if self._name is None else {self._name: ids}, dtype)
 
     def _batch(self, y: Tensor, ids: Tensor) -> Tensor:
-        """What every text has there, ``(b, n, d)``."""
+        """The tensors of all texts as a batch, ``(b, n, d)``."""
         y = y.transpose(0, 1) if self._ends.token_axis == 0 and y.ndim == 3 else y
         if y.shape[:-1] != ids.shape:
             y = as_tokens(y, self._ends.token_axis).reshape(*ids.shape, -1)
         return y
 
     def _embedding_of(self, ids: Tensor) -> nn.Embedding:
-        """The table that is asked for the ids themselves."""
+        """The embedding table that is indexed by the ids themselves."""
         found: list[nn.Embedding] = []
 
         def look(module: nn.Embedding, args: tuple[Any, ...], _: Any) -> None:

@@ -1,4 +1,4 @@
-"""Text windows or the entries of a batch, as a model takes them: one sample at a time."""
+"""Samples of a model: text windows, entries of a batch, or pictures, one at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lipscope.sources import default_text, read_texts
 
 
 def checked_data(data: Any) -> Any:
-    """The data that was given, checked as far as no model is needed; a path is read as text."""
+    """The user's data, checked as far as possible without a model; a path is read as text."""
     if isinstance(data, Path):
         return read_texts(data, "`data`")
     if isinstance(data, str):
@@ -148,7 +148,7 @@ def _batch_samples(loaded: LoadedModel, data: Any) -> list[Sample]:
 
 
 def _token_names(tokenizer: Any, arguments: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The ids of one entry as a tokenizer calls them, if there is one; without the padding."""
+    """The tokenizer's names of the ids of one entry, if there is one, without padding."""
     ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or "decoder_input_ids" in arguments:
         return None
@@ -163,7 +163,7 @@ def _token_names(tokenizer: Any, arguments: Mapping[str, Any]) -> tuple[str, ...
 
 
 def _count_packed(arguments: Mapping[str, Any]) -> int | None:
-    """1 for a picture whose patches are the rows of one tensor, as its grid beside it says."""
+    """1 for a picture whose patches are the rows of one tensor, according to its grid."""
     name = next((k for k in arguments if k.endswith("grid_thw")), None)
     if name is None:
         return None
@@ -176,7 +176,7 @@ def _count_packed(arguments: Mapping[str, Any]) -> int | None:
 
 
 def _entry(name: str, value: Any, axis: int, count: int, sample: int) -> Any:
-    """What one sample of a batch is given for an argument: its own entry, or what all share."""
+    """The argument of one sample of a batch: its own entry, or the shared value."""
     at = axis if is_tokens(value) else 0
     if not isinstance(value, Tensor) or value.ndim <= at or value.shape[at] != count:
         return value
@@ -196,17 +196,17 @@ def _check_masks(arguments: Mapping[str, Any]) -> None:
     """Refuse a mask of tokens that does not fit the tokens beside it."""
     for mask, tokens in _MASKED.items():
         given = next((arguments[k] for k in tokens if isinstance(arguments.get(k), Tensor)), None)
-        told = arguments.get(mask)
-        if given is None or told is None or (isinstance(told, Tensor) and told.ndim == 4):
+        flags = arguments.get(mask)
+        if given is None or flags is None or (isinstance(flags, Tensor) and flags.ndim == 4):
             continue
-        if not isinstance(told, Tensor):
-            raise InputError(f"`{mask}` should be a tensor. Found `{type(told).__name__}`.")
-        if told.shape != given.shape[:2]:
+        if not isinstance(flags, Tensor):
+            raise InputError(f"`{mask}` should be a tensor. Found `{type(flags).__name__}`.")
+        if flags.shape != given.shape[:2]:
             raise InputError(
                 f"`{mask}` should have one entry per token, {tuple(given.shape[:2])}. Found "
-                f"{tuple(told.shape)}."
+                f"{tuple(flags.shape)}."
             )
-        if not bool(((told == 0) | (told == 1)).all()):
+        if not bool(((flags == 0) | (flags == 1)).all()):
             raise InputError(f"`{mask}` should be 0 or 1 for every token. Found other values.")
 
 
@@ -218,7 +218,7 @@ _MASKED = {
 
 
 def _batch_axis(model: nn.Module, arguments: Mapping[str, Any]) -> int:
-    """Which axis of the tokens counts samples: what torch's own attention inside is called with."""
+    """The batch axis of the tokens, as torch's own attention inside is called."""
     sites = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
     sites = [m for m in sites if not m.batch_first]
     streams = [*token_arguments(arguments).values()]
@@ -234,7 +234,7 @@ def _batch_axis(model: nn.Module, arguments: Mapping[str, Any]) -> int:
 def _batch_inside(
     model: nn.Module, arguments: Mapping[str, Any], sites: Sequence[nn.Module]
 ) -> int | None:
-    """How many samples the attention sees; None if the model does not run."""
+    """Number of samples that the attention sees; None if the model does not run."""
     seen: list[int] = []
 
     def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -262,7 +262,7 @@ def _digest_of(arguments: Mapping[str, Any]) -> str:
 
 
 def _argument_name(data: Tensor, takes: Collection[str]) -> str:
-    """Under which name a model takes a tensor; "" for its first argument, whatever its name."""
+    """The name of a model's argument for a tensor; "" for its first argument."""
     if not data.is_floating_point():
         return "input_ids" if "input_ids" in takes else ""
     name = {3: "inputs_embeds", 4: "pixel_values"}.get(data.ndim, "")
@@ -305,7 +305,7 @@ def _offset_positions(loaded: LoadedModel, items: Sequence[Sample], offset: int)
 def later_positions(model: nn.Module, offset: int) -> Iterator[None]:
     """Move the start of every table of positions, where a model makes its positions itself.
 
-    BART and its kin take no position ids; their tables are told how many tokens came before.
+    BART and similar models take no position ids; their tables get the number of earlier tokens.
     """
     with Recorder() as recorder:
         for table in _position_tables(model) if offset and not _takes_ids(model) else ():
@@ -331,7 +331,7 @@ def _position_tables(model: nn.Module) -> list[nn.Module]:
 
 
 def _later(offset: int, table: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of a table for tokens that stand later."""
+    """The arguments of a table for tokens at later positions."""
     given, name = named_arguments(table, args, kwargs), "position_ids"
     if given.get(name) is None:  # a table that is told the positions does not count
         name = next(one for one in _BEFORE if one in signature_of(table).parameters)
@@ -342,7 +342,7 @@ def _later(offset: int, table: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 def _checked_tokens(
     loaded: LoadedModel, item: Sample, offset: int
 ) -> tuple[Mapping[str, Any], int]:
-    """The arguments and the number of tokens of a sample whose positions may be moved so far."""
+    """The arguments and the number of tokens of a sample, checked for this offset."""
     given = item.arguments if isinstance(item.arguments, Mapping) else {}
     tokens = next((given[k] for k in ("input_ids", "inputs_embeds") if k in given), None)
     if not isinstance(tokens, Tensor) or "position_ids" in given:
@@ -366,7 +366,7 @@ _TWICE = "encoder and decoder read the same window, the decoder one token later"
 
 
 def remarks_on(loaded: LoadedModel, item: Sample) -> list[str]:
-    """What a row should say about how a text became an input."""
+    """Remarks for a row on the conversion of a text to an input."""
     if item.kind != "text":
         return []
     notes = [_BYTES] if isinstance(loaded.tokenizer, Bytes) else []

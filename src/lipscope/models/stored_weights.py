@@ -1,4 +1,4 @@
-"""A checkpoint whose weights stay on the disk until they are asked for by name.
+"""Checkpoints on disk whose weights are read by name.
 
 Transformers knows which keys of a checkpoint become which weights, and how: renamed, split, stacked
 (experts), permuted. Its own loader is run here, first on tensors without values, and then on the
@@ -56,7 +56,7 @@ class StoredWeights:
         return self._read([key for name in names for key in self._keys_of.get(name, ())])
 
     def _read(self, keys: Collection[str], **sizes: int) -> dict[str, Tensor]:
-        """Weights that are made of some keys, stacks of experts of other ``sizes`` than theirs."""
+        """Weights built from some keys, with stacks of experts of these ``sizes``."""
         with self._lock, self._opened(keys) as slices, quiet():
             before = self.skeleton.state_dict(keep_vars=True)
             try:
@@ -89,7 +89,7 @@ class StoredWeights:
         return name in self._plain or name in self._experts
 
     def ahead(self, names: Collection[str]) -> None:
-        """Bring weights from the disk into the system's cache, in large pieces."""
+        """Prefetch weights from the disk into the system's cache, in large pieces."""
         buffer = bytearray(_PIECE)
         for key in (key for name in names for key in self._keys_of.get(name, ())):
             one = self._shapes[key]
@@ -117,7 +117,7 @@ class StoredWeights:
             yield {key: found(key) for key in keys}
 
     def fingerprint(self) -> str:
-        """A digest of the files' contents, or of their names, sizes and times where they are large.
+        """A digest of the files' contents, or of names, sizes and times of large files.
 
         Two checkpoints never share their rows; a copy of a large one is another checkpoint.
         """
@@ -138,10 +138,10 @@ class StoredWeights:
 def stored_weights(
     source: str, *, larger_than: int, allow_pickle: bool = False, **options: Any
 ) -> StoredWeights | None:
-    """The checkpoint of a folder or hub id, or None where it is to be loaded as a whole.
+    """The checkpoint of a folder or hub id, or None if it must be loaded as a whole.
 
-    That is one whose weights take at most ``larger_than`` bytes in float32, one that is neither in
-    safetensors nor in pickles that can be mapped and are allowed, or a quantised one. Keys that a
+    This holds if its weights take at most ``larger_than`` bytes in float32, if it is neither in
+    safetensors nor in allowed pickles that can be mapped, or if it is quantised. Keys that a
     layer lacks, and others that `check_checkpoint` refuses, are refused here too: they are in the
     files' headers.
     """
@@ -199,7 +199,7 @@ _ROW_BY_ROW = {"MergeModulelist", "Concatenate", "Transpose"}
 
 
 def _by_row(keys: list[str], count: int) -> list[list[str]]:
-    """The keys of each of so many experts, which have its number; nothing if they do not."""
+    """The keys of each expert, by its number in them; nothing if they have none."""
     parts = [key.split(".") for key in keys]
     if len({len(one) for one in parts}) != 1:
         return []
@@ -215,7 +215,7 @@ def _by_row(keys: list[str], count: int) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What the header of a file says of a tensor."""
+    """The header entry of a tensor."""
 
     file: Path
     shape: tuple[int, ...]
@@ -258,16 +258,16 @@ def _pickled(file: Path) -> dict[str, Tensor]:
 
 
 def _dtype(config: Any, shapes: dict[str, _Shape]) -> torch.dtype:
-    """What the configuration says, or the first float of the file, as transformers takes it."""
-    said = getattr(config, "dtype", None)
-    if isinstance(said, torch.dtype):
-        return said
+    """The dtype of the configuration, or of the first float in the file, as in transformers."""
+    declared = getattr(config, "dtype", None)
+    if isinstance(declared, torch.dtype):
+        return declared
     floats = (one.dtype for one in shapes.values() if one.dtype.is_floating_point)
     return next(floats, torch.float32)
 
 
 def _files(source: str, names: Collection[str], **options: Any) -> list[Path]:
-    """The files of a checkpoint of the first name there is, fetched where it is no folder."""
+    """The files of a checkpoint under the first existing name, fetched for a hub id."""
     from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
     quietly = {"_raise_exceptions_for_missing_entries": False, **options}
@@ -284,7 +284,7 @@ def _files(source: str, names: Collection[str], **options: Any) -> list[Path]:
 
 
 def _mapping(model: Any) -> tuple[list[Any], list[Any]]:
-    """How transformers renames and converts keys for a model, those of wrappers first."""
+    """Transformers' renamings and conversions of a model's keys, prefixes of wrappers first."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
@@ -295,7 +295,7 @@ def _mapping(model: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _load(model: Any, tensors: dict[str, Any], device: str) -> Any:
-    """Put tensors of a checkpoint into a model, as transformers does; what it says of keys."""
+    """Load tensors of a checkpoint into a model, as transformers does; its report on keys."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 

@@ -1,4 +1,4 @@
-"""Text to windows of token ids."""
+"""Windows of token ids from a text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WindowKind = Literal["spread", "disjoint"]
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample as the model takes it, with what its rows say about it."""
+    """One input sample of a model, with the fields that its rows record."""
 
     kind: str
     arguments: Mapping[str, Any] | tuple[Any, ...]
@@ -33,7 +33,7 @@ class Sample:
 
     @property
     def place(self) -> str:
-        """Which of the samples it is, in words; empty where it is the only one."""
+        """The index of the sample in words; empty if it is the only one."""
         more = f"{self.sample + 1} of {self.count} (`sample={self.sample}`)"
         return more if self.count > 1 else ""
 
@@ -71,7 +71,7 @@ def windows_of_text(
     stretch of ``N`` = the sum of all lengths, from token ``floor(s (T - N) / max(samples - 1, 1))``
     on, with one window of each length after the other, so that no two windows share text.
     Special tokens are added around each window and counted in its length. Windows are distinct:
-    of equal ones the first is kept, so that a short or repetitive text gives fewer than asked for.
+    of equal ones the first is used, so that a short or repetitive text gives fewer than requested.
 
     Raises:
         InputError: If the text is too short, or a length leaves no room for text.
@@ -143,7 +143,7 @@ def special_tokens_of(tokenizer: Any) -> tuple[list[int], list[int]]:
 class WindowDecoder:
     """Windows of token ids as texts, by a tokenizer that decodes.
 
-    ``special_tokens``: whether the model's own special tokens stand around each window.
+    ``special_tokens``: whether each window has the model's special tokens around it.
     """
 
     def __init__(self, tokenizer: Any, *, special_tokens: bool = True) -> None:
@@ -163,9 +163,9 @@ class WindowDecoder:
         return self._tokenizer.decode(own, clean_up_tokenization_spaces=False)
 
     def survives(self, ids: Sequence[int]) -> bool:
-        """Whether the text of some ids is read as these ids."""
-        said = self.text(ids)
-        back = self._tokenizer(said, add_special_tokens=False, verbose=False)["input_ids"]
+        """Whether the text of some ids tokenises to the same ids."""
+        text = self.text(ids)
+        back = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return list(back) == list(ids[self._around[0] : len(ids) - self._around[1]])
 
     def editable(self, ids: Sequence[int]) -> list[int]:
@@ -174,13 +174,13 @@ class WindowDecoder:
         return [i for i in range(first, last) if ids[i] not in self._special]
 
     def ordinary(self, count: int) -> Bool[Tensor, " v"]:
-        """Which of so many ids are no special tokens."""
+        """Which of so many ids are not special tokens."""
         found = torch.ones(count, dtype=torch.bool)
         found[[i for i in self._special if i < count]] = False
         return found
 
     def names(self, ids: Sequence[int]) -> list[str]:
-        """The tokens as the tokenizer calls them."""
+        """The tokenizer's names of the tokens."""
         return [str(one) for one in self._tokenizer.convert_ids_to_tokens(list(ids))]
 
 
@@ -218,7 +218,7 @@ def random_tokens(loaded: LoadedModel, num_tokens: int, samples: int, seed: int 
 
 
 def repeated_token(loaded: LoadedModel, num_tokens: int, samples: int) -> Tensor:
-    """One token id again and again; each sample has another one."""
+    """One token id repeated; each sample has another one."""
     ids = _ordinary(loaded)
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
     return ids[order[:samples], None].repeat(1, num_tokens)

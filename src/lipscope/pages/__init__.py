@@ -1,4 +1,4 @@
-"""Tables, sentences, and the page: all that a reader sees."""
+"""Tables, sentences, figures and the HTML report of rows."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Runs to the content of a page: everything that its charts, tables and words are made of."""
+"""Content of the HTML report: data of its charts, tables and sentences, from run folders."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _SAID = 300  # curves whose sentences a page carries: they are long
 
 
 def _cards_of(points: Points, tops: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Each curve on real inputs at its largest length: its middle row, and what is said of it.
+    """Each curve on real inputs at its largest length: its median row, and its sentences.
 
     ``said`` is None where there are too many curves, ``first`` whether it is the most remarkable
-    of those it is compared with.
+    among comparable curves.
     """
     named = [
         (item, replace(line, token=None if line.row is None else tops.get(line.row.id)))
@@ -61,18 +61,18 @@ def _cards_of(points: Points, tops: Mapping[str, str]) -> list[dict[str, Any]]:
     cards = []
     for k, (item, line) in enumerate(named):
         key, row = compared(item.curve), line.row
-        first, said = best[key] is line, None
+        first, words = best[key] is line, None
         if k < _SAID or first:
-            said = _curve_prefix(points.settings, item) + sentences(lines[key], line)
+            words = _curve_prefix(points.settings, item) + sentences(lines[key], line)
         card = {"s": item.s, "source": item.source, "layer": label(item.row.layer)}
         card |= {"head": item.row.head, "n": line.num_tokens, "word": line.token}
         card |= {} if row is None else row_record(row)
-        cards.append(card | {"said": said, "first": first})
+        cards.append(card | {"said": words, "first": first})
     return cards
 
 
 def _curve_prefix(settings: Sequence[Mapping[str, Any]], item: Item) -> str:
-    """What tells a curve from those of other settings and folders."""
+    """The settings and folder that distinguish a curve from others."""
     model, map_name, *_, text = item.setting
     words = [f"{model}, map {map_name}"] if len(settings) > 1 else []
     words += [text] if len({one["text"] for one in settings}) > 1 else []
@@ -94,7 +94,7 @@ _CURVE = ("s", "source", "layer", "head", "n")  # of a mean
 
 @dataclass(frozen=True)
 class Content:
-    """The subject of a report.
+    """The content of a report.
 
     Raises:
         InputError: If they hold no row with a finite, positive sigma, or nothing to compare.
@@ -109,9 +109,9 @@ class Content:
         if not any(item.row.sigma for item in self.items):
             places = ", ".join(str(run.path) for run in self.runs)
             found = f"{len(self.items)} rows without one in {places}; their `status` says why"
-            if not self.items:  # an experiment, which may measure other things, said what it found
-                told = any((run.path / "findings.md").exists() for run in self.runs)
-                found = f"no rows in {places}{'; read its `findings.md`' * told}"
+            if not self.items:  # an experiment may hold findings instead of rows
+                has_findings = any((run.path / "findings.md").exists() for run in self.runs)
+                found = f"no rows in {places}{'; read its `findings.md`' * has_findings}"
             raise InputError(
                 f"`DIR` should hold a row with a finite, positive sigma. Found {found}."
             )
@@ -123,18 +123,18 @@ class Content:
 
     @cached_property
     def bounds(self) -> list[Bound]:
-        """All bounds, those of a row that stands in several folders once."""
+        """All bounds, without duplicates of rows in several folders."""
         every = (bound for run in self.runs for bound in run.bound_values())
         return list({(one.id, one.theorem, one.eps): one for one in every}.values())
 
     @cached_property
     def points(self) -> Points:
-        """What the charts draw."""
+        """The data of the charts."""
         return points_of(self.items)
 
     @cached_property
     def windows(self) -> Windows:
-        """Texts that are shown."""
+        """The displayed texts."""
         return windows_for(self.runs, self.points.items)
 
     @cached_property
@@ -149,7 +149,7 @@ class Content:
 
     @cached_property
     def means(self) -> list[dict[str, Any]]:
-        """The means of the curves, with the kind of token that most often is on top."""
+        """The means of the curves, with the most frequent kind of top token."""
         kinds = kinds_of(self.items, self.tops)
         found = []
         for mean in self.points.means:
@@ -169,12 +169,12 @@ class Content:
 
     @cached_property
     def gains(self) -> list[dict[str, Any]]:
-        """What taking tokens apart gains."""
+        """Gains of splitting tokens."""
         return sections.gains_of(self.runs, self._places)
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, str]]:
-        """Place of the setting, and layer, of every row."""
+        """Index of the setting, and layer, of every row."""
         return {i.row.id: (i.s, label(i.row.layer)) for i in self.items}
 
     @cached_property
@@ -188,7 +188,7 @@ class Content:
 
     @cached_property
     def cards(self) -> list[dict[str, Any]]:
-        """What is said of every curve on real inputs."""
+        """Sentences on every curve on real inputs."""
         return _cards_of(self.points, self.words)
 
     @cached_property
@@ -217,7 +217,7 @@ class Content:
 
     @cached_property
     def monitored(self) -> list[dict[str, Any]]:
-        """What monitors read."""
+        """Readings of monitors."""
         return sections.monitored_of(self.runs)
 
     @cached_property
@@ -371,11 +371,11 @@ def top_tokens(runs: Sequence[Run], rows: Iterable[Measurement]) -> dict[str, To
     """The token with the largest share of the direction, by row."""
     import polars as pl
 
-    held = [(row.id, row.top_token) for row in rows if row.top_token is not None]
-    wanted = pl.LazyFrame(held, schema={"id": pl.String, "index": pl.Int64}, orient="row")
+    tops = [(row.id, row.top_token) for row in rows if row.top_token is not None]
+    wanted_tokens = pl.LazyFrame(tops, schema={"id": pl.String, "index": pl.Int64}, orient="row")
     found: dict[str, TokenShare] = {}
     for run in runs:
-        some = run.tokens.lazy().join(wanted, on=["id", "index"], how="semi").collect()
+        some = run.tokens.lazy().join(wanted_tokens, on=["id", "index"], how="semi").collect()
         for token in records_of(TokenShare, some):
             found.setdefault(token.id, token)
     return found

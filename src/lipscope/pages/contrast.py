@@ -1,4 +1,4 @@
-"""Two runs side by side: what they share, what differs, and what changed beyond the sampling."""
+"""Comparison of two runs: shared settings, differences, and significant changes."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def exponent_rows(
     Every passage has an exponent of its own, the least-squares slope of its logarithms over the
     lengths that both folders have; longer ones than a model was trained on are left out. Passages
     that are the same in both at every length are compared in pairs, others as two samples. Holds
-    for nearly normal slopes of passages that share no text. What the solver leaves open is inside
-    the interval. Where no power law fits, nothing is compared.
+    for nearly normal slopes of passages that share no text. The interval includes the solver's
+    uncertainty. Where no power law fits, nothing is compared.
     """
     found = []
     for layer, head in dict.fromkeys((cell[0], cell[1]) for cell in cells):
@@ -85,7 +85,7 @@ def exponent_rows(
 
 
 def _tested(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with a test, and what Holm's procedure says of them together."""
+    """Rows with a test, and the result of Holm's procedure on all of them."""
     tested = [row for row in rows if row["p"] is not None]
     for row, p in zip(tested, holm([row["p"] for row in tested]), strict=True):
         row |= {"holm": short(p), "changed": p <= 1 - CONFIDENCE, "p": short(row["p"])}
@@ -95,7 +95,7 @@ def _tested(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _tested_shift(
     a: Ends, b: Ends, why: str, *, shared: bool
 ) -> tuple[tuple[float | None, ...], dict[str, Any]]:
-    """Mean and interval of a shift, if there is one, and what its row says of the test."""
+    """Mean and interval of a shift, if there is one, and the test fields of its row."""
     if not why and min(len(a), len(b)) < 2:
         why = "too few windows: an interval takes two" + " of each" * (not shared)
     shift = None if why else (paired_shift if shared else welch_shift)(a, b)
@@ -120,11 +120,11 @@ def _folder_of(
     rows: Sequence[Measurement], lengths: Sequence[int], quantity: str, spread: bool
 ) -> _Folder:
     """The windows of one folder, and how they grow."""
-    held: dict[int, dict[int, Measurement]] = {}
+    windows: dict[int, dict[int, Measurement]] = {}
     for row in rows:
         if row.num_tokens in lengths and _log(quantity, row) is not None:
-            held.setdefault(row.sample, {})[row.num_tokens] = row
-    whole = {k: [one[n] for n in lengths] for k, one in held.items() if len(one) == len(lengths)}
+            windows.setdefault(row.sample, {})[row.num_tokens] = row
+    whole = {k: [one[n] for n in lengths] for k, one in windows.items() if len(one) == len(lengths)}
     used = [row for some in whole.values() for row in some]
     passages = {tuple(r.tokens_sha256 or str(k) for r in some): some for k, some in whole.items()}
     try:
@@ -168,8 +168,8 @@ def _passage_slope(
     return float(weights @ np.where(up, low, high)), float(weights @ np.where(up, high, low))
 
 
-def exponents_said(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What changed, in a few sentences, and what the intervals rest on; "" without rows."""
+def exponent_sentences(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Sentences on changed exponents and the basis of their intervals; "" without rows."""
     tested = [row for row in rows if row["p"] is not None]
     if not rows:
         return ""
@@ -177,8 +177,8 @@ def exponents_said(rows: Sequence[Mapping[str, Any]]) -> str:
         return f"No exponents are compared: {rows[0]['why']}."
     changed = [row for row in tested if row["changed"]]
     up = sum(row["difference"] > 0 for row in changed)
-    said = f"Of {len(tested)} exponents with an interval, over {tested[0]['n']} tokens, "
-    said += (
+    text = f"Of {len(tested)} exponents with an interval, over {tested[0]['n']} tokens, "
+    text += (
         f"{len(changed)} changed beyond the sampling of text: {up} larger in the second folder, "
         f"{len(changed) - up} smaller."
         if changed
@@ -188,11 +188,11 @@ def exponents_said(rows: Sequence[Mapping[str, Any]]) -> str:
         most = max(changed, key=lambda row: abs(row["difference"]))
         head = "" if most["head"] is None else f", head {most['head']}"
         ends = ", ".join(f"{most[name]:+.2g}" for name in ("low", "high"))
-        said += f" Most at layer {most['layer']}{head}: {most['difference']:+.2g} in [{ends}]."
+        text += f" Most at layer {most['layer']}{head}: {most['difference']:+.2g} in [{ends}]."
     if left := len(rows) - len(tested):
-        said += f" {left} more have none; the table says why."
-    said += " Every passage has its own exponent; intervals as above, for nearly normal exponents."
-    return said
+        text += f" {left} more have none; the table says why."
+    text += " Every passage has its own exponent; intervals as above, for nearly normal exponents."
+    return text
 
 
 QUANTITIES = ("sigma", "relative", "sigma without the top token")
@@ -200,7 +200,7 @@ _DIFFER = ("model", "revision", "weights", "step", "dtype", "seed", "version")
 
 
 class SharedSetting(NamedTuple):
-    """What a row of both runs has in common, besides its layer, head and length."""
+    """The setting that a row of both runs shares, besides its layer, head and length."""
 
     map: str
     metric: str
@@ -238,7 +238,7 @@ def contrast_of(runs: Sequence[Run]) -> Contrast:
     A row of the table is a layer (or head) at one length. Where both folders hold the same windows
     of tokens, ratios are taken window by window (`paired_shift` of logarithms); else the windows
     are two independent samples (`welch_shift`). Both hold for nearly normal logarithms of windows
-    that share no text. What the solver leaves open is inside the interval.
+    that share no text. The interval includes the solver's uncertainty.
 
     Raises:
         InputError: If there are not two, or they share nothing that can be compared.
@@ -304,7 +304,7 @@ _ASPECTS: dict[str, Callable[[Item], Any]] = {
 
 
 def _nothing(names: tuple[str, str], items: Sequence[Sequence[Item]]) -> str:
-    """Why nothing can be compared: the first thing of which the folders share no value."""
+    """The reason why nothing can be compared: the first field without a shared value."""
     wanted = "`compare` should have two folders that share a map, metric, layer and length."
     for name, some in zip(names, items, strict=True):
         if not some:
@@ -345,18 +345,18 @@ def _differences(
 def _unshared(
     names: tuple[str, str], items: Sequence[Sequence[Item]], cells: Sequence[_Cells]
 ) -> list[str]:
-    """What only one of the folders has, and what no interval speaks of."""
-    said = []
+    """Sentences on rows in one folder only, and on rows without an interval."""
+    lines = []
     for k, name in enumerate(names):
         mine, other = cells[k], cells[1 - k]
         count = sum(c not in other.get(place, {}) for place, some in mine.items() for c in some)
         if count:
             what = "layer, head or length" if count == 1 else "layers, heads or lengths"
-            said.append(f"{count:,} {what} only in {name}.")
+            lines.append(f"{count:,} {what} only in {name}.")
     built = sum(i.kind != REAL for some in items for i in some)
     if built:
-        said.append(f"{built:,} rows at built inputs are no sample of a text, and not compared.")
-    return said
+        lines.append(f"{built:,} rows at built inputs are no sample of a text, and not compared.")
+    return lines
 
 
 # --- a table ---------------------------------------------------------------------------------
@@ -389,12 +389,12 @@ def _contrast_table(
         return None
     tested = _tested(rows)
     axes = {"axes": _sides_axes(rows), "ratios": _ratio_axis(rows)}
-    said = _contrast_said(rows, tested, quantity)
+    said = _contrast_sentences(rows, tested, quantity)
     exponents = exponent_rows(cells, mine, other, quantity, spread)
     return (
         place._asdict()
         | {"quantity": quantity, "rows": rows, "said": said}
-        | {"exponents": exponents, "exponents_said": exponents_said(exponents)}
+        | {"exponents": exponents, "exponents_said": exponent_sentences(exponents)}
         | axes
     )
 
@@ -454,44 +454,44 @@ def _ratio_axis(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return axis(max(min(ends), min(ratios) / 4) / 1.05, min(max(ends), 4 * max(ratios)) * 1.05)
 
 
-def _contrast_said(
+def _contrast_sentences(
     rows: Sequence[Mapping[str, Any]], tested: Sequence[Mapping[str, Any]], quantity: str
 ) -> str:
-    """What changed, in a few sentences, and what the intervals rest on."""
+    """Sentences on changed rows and the basis of their intervals."""
     changed = [row for row in tested if row["changed"]]
     up = sum(row["ratio"] > 1 for row in changed)
-    said = (
+    text = (
         f"Of {len(tested)} rows with an interval, {quantity} changed beyond the sampling of text "
     )
-    said += (
+    text += (
         f"in {len(changed)}: it is larger in the second folder in {up}, smaller in "
         f"{len(changed) - up}."
         if changed
         else "in none."
     )
     if not tested:
-        said = f"No row has an interval: {rows[0]['why']}."
+        text = f"No row has an interval: {rows[0]['why']}."
     elif changed:
         most = max(changed, key=lambda row: abs(math.log(row["ratio"])))
         head = "" if most["head"] is None else f", head {most['head']}"
-        said += (
+        text += (
             f" Most at layer {most['layer']}{head}, {most['n']} tokens: × {most['ratio']:.3g} "
             f"(× {most['low']:.3g} to × {most['high']:.3g})."
         )
     hows = {row["how"] for row in rows}
     if PAIRED in hows:
-        said += (
+        text += (
             " Both folders hold the same windows: ratios are taken window by window, with Student "
             "intervals (95 %, each alone) for nearly normal logarithms of independent windows."
         )
     if APART in hows:
-        said += (
+        text += (
             " Where no window is in both folders, they are taken as two independent samples, with "
             "Welch intervals (95 %, each alone) for nearly normal logarithms."
         )
     if tested:
-        said += (
+        text += (
             f" Changed: Holm's procedure over the {len(tested)} rows of this table; with "
             "probability at least 95 % it names no row that did not change."
         )
-    return said + " What the solver leaves open is part of every interval."
+    return text + " Every interval includes the solver's uncertainty."

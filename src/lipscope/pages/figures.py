@@ -1,4 +1,4 @@
-"""The charts of the page: without data, which its scripts fill in, and as files for a paper."""
+"""Charts of the HTML report: blank for its scripts, and as files for a paper."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def blank_charts(layers: Sequence[str], turn: float | None) -> dict[str, charts.
 
 
 def write_figures(content: Content, folders: Mapping[str, Path]) -> list[Path]:
-    """Every chart of the page that has something to draw, for every setting, in each format."""
+    """Write every chart of the page that has data, for every setting, in each format."""
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)
     kinds = (_of_settings, training_charts, _of_bounds, _of_contrast, depth_charts, _of_gains)
@@ -104,7 +104,7 @@ def growth_figure(content: Content, *, width: int = 380, height: int | None = No
         marks += f" Lines: geometric mean of {samples} sample{'s' * (samples > 1)}"
         bars = any(mean["apart"] for mean in content.points.means)
         marks += f"{', bars: its 95 % interval' * bars}. Dashed: like n^(1/4) and n^(1/2)."
-    said = [
+    notes = [
         *dict.fromkeys(
             f"map {s['map']}, metric {s['metric']}, move {s['move']}, read {s['read']}; sigma: "
             + _UNITS.get(s["metric"], "output change per input change")
@@ -113,9 +113,9 @@ def growth_figure(content: Content, *, width: int = 380, height: int | None = No
         *(marks, *content.points.remarks),
     ]
     if lost := len(rows) - len(drawn):
-        said.append(f"Not drawn: {lost} of {len(rows)} rows, without a finite, positive sigma.")
+        notes.append(f"Not drawn: {lost} of {len(rows)} rows, without a finite, positive sigma.")
     what = "Growth of sigma with the number of tokens" if grows > 1 else "Sigma"
-    return charts.in_lines(lines, f"{what}: {content.title}", said)
+    return charts.in_lines(lines, f"{what}: {content.title}", notes)
 
 
 def sandwich_figure(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> charts.Chart:
@@ -133,22 +133,22 @@ def sandwich_figure(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> cha
             "`rows` should hold a measured, positive sigma with bounds to draw. Found none."
         )
     first = found[0]
-    kept = [bounds_of(c) for c in found if (c.map, c.metric) == (first.map, first.metric)]
-    ends = [record["axes"]["y"] for record in kept]
+    records = [bounds_of(c) for c in found if (c.map, c.metric) == (first.map, first.metric)]
+    ends = [record["axes"]["y"] for record in records]
     low, high = min(low for low, _ in ends), max(high for _, high in ends)
-    frame = charts.Frame(kept[0]["axes"] | axis(low, high), width=420, height=_HEIGHT)
+    frame = charts.Frame(records[0]["axes"] | axis(low, high), width=420, height=_HEIGHT)
     gap = (high / low) ** (_LINE / _HEIGHT)
     lines = []
-    for record in kept:
+    for record in records:
         head = "" if record["head"] is None else f", head {record['head']}"
-        said = [f"map {first.map}, metric {first.metric}"]
-        said[0] += f"; bounds on all inputs (dashed): {record['allowed']}"
-        said += [f"Off the scale: {', '.join(record['out'])}."] if record["out"] else []
+        notes = [f"map {first.map}, metric {first.metric}"]
+        notes[0] += f"; bounds on all inputs (dashed): {record['allowed']}"
+        notes += [f"Off the scale: {', '.join(record['out'])}."] if record["out"] else []
         title = f"Bounds of sigma: {first.model}, layer {record['layer']}{head}"
         places = charts.spread([one["value"] for one in record["names"]], gap)
         names = [one | {"value": at} for one, at in zip(record["names"], places, strict=True)]
         chart = charts.bounds_chart(frame, record["lines"], names)
-        lines.append([chart.properties(title={"text": title, "subtitle": said})])
+        lines.append([chart.properties(title={"text": title, "subtitle": notes})])
     if len(lines) == 1:
         return lines[0][0]
     return charts.in_lines(
@@ -266,10 +266,10 @@ class _View:
     def _tokens(self) -> list[TokenShare]:
         """The window of largest sigma."""
         points, windows = self.content.points.points, self.content.windows
-        held = [k for k in windows.windows if self.here(points[k]) and points[k]["head"] is None]
-        if not held:
+        keys = [k for k in windows.windows if self.here(points[k]) and points[k]["head"] is None]
+        if not keys:
             return []
-        worst = max(held, key=lambda k: points[k]["sigma"] or 0.0)
+        worst = max(keys, key=lambda k: points[k]["sigma"] or 0.0)
         row = self.content.points.items[worst].row
         return windows_of(self.content.runs, [row.id])[row.id]
 

@@ -1,6 +1,6 @@
-"""The content of a report as one HTML page that opens from the disk and asks no network.
+"""HTML report: one page that opens from the disk and needs no network.
 
-A page about an open model is made of parts of it as well.
+The live page of an open model uses parts of it as well.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def page(content: Content) -> str:
     """
     specs, inks = charts_of(tuple(content.layers), content.training.turn)
     data = printable(content.as_plain()) | {"specs": specs, "inks": inks}
-    said = methods(content.items)
+    sentences = methods(content.items)
     words = {
         "title": html.escape(content.title),
-        "counts": html.escape(_counts_said(content)),
+        "counts": html.escape(_counts_in_words(content)),
         "headline": "\n".join(f"<p>{html.escape(s)}</p>" for s in headlines(content.cards)),
-        "methods": "\n".join(f"<blockquote>{html.escape(s)}</blockquote>" for s in said)
+        "methods": "\n".join(f"<blockquote>{html.escape(s)}</blockquote>" for s in sentences)
         or "<p>These folders hold no measurements on real inputs.</p>",
         "provenance": _provenance(content),
         "references": _sources(content.bounds),
@@ -109,10 +109,10 @@ def live_script() -> str:
 
 
 def live_data(**more: Any) -> str:
-    """What the scripts of a live page start from, as JSON: blank charts, and ``more``."""
+    """The initial data of a live page's scripts, as JSON: blank charts, and ``more``."""
     specs, inks = charts_of((), None)
-    held = {"strict": True, "specs": {"push": specs["push"]}, "inks": inks, "scale": SCALE}
-    return _inside_html(printable(held | {"pushes": []} | more))
+    data = {"strict": True, "specs": {"push": specs["push"]}, "inks": inks, "scale": SCALE}
+    return _inside_html(printable(data | {"pushes": []} | more))
 
 
 def _inside_html(data: Mapping[str, Any]) -> str:
@@ -132,7 +132,7 @@ def _layer_colours(count: int) -> str:
     return ":root { " + " ".join(names) + " }\n"
 
 
-def _counts_said(content: Content) -> str:
+def _counts_in_words(content: Content) -> str:
     rows = f"{len(content.items):,} measurements"
     bounds = f", {len(content.bounds):,} bounds" if content.bounds else ""
     count = sum(run.path.is_dir() for run in content.runs)  # others are in memory
@@ -146,7 +146,7 @@ def _counts_said(content: Content) -> str:
 
 
 def _provenance(content: Content) -> str:
-    """Rows without a value, all intervals together, and where each folder comes from."""
+    """Rows without a value, the joint confidence of all intervals, and each folder's provenance."""
     rows = [item.row for item in content.items]
     parts = [part for run in content.runs for part in run.direction_parts()]
     status = ", ".join(
@@ -154,14 +154,14 @@ def _provenance(content: Content) -> str:
     )
     more = ", with those of all directions and the bounds of their angles," if parts else ""
     hold = f"{intervals_of(rows, parts).sentence(more)} Their failure probabilities are added up."
-    said = [f"<p>{len(rows):,} rows: {html.escape(status)}. {hold}</p>"]
+    texts = [f"<p>{len(rows):,} rows: {html.escape(status)}. {hold}</p>"]
     errors = Counter(row.error for row in rows if row.error)
-    said += [
+    texts += [
         f'<p class="notice">{count:,} row{"s" * (count > 1)} failed: {html.escape(error)}</p>'
         for error, count in errors.most_common(10)
     ]
     for k, run in enumerate(content.runs):
-        said.append(
+        texts.append(
             f"<h3>{html.escape(str(run.path))}</h3><p class='quiet'>{len(run.rows):,} "
             f"measurements, {len(run.bounds):,} bounds</p>"
         )
@@ -169,8 +169,8 @@ def _provenance(content: Content) -> str:
             if isinstance(values, Mapping):
                 open_ = " open" if part == "provenance" and k == 0 else ""
                 name = html.escape(_PARTS.get(part, part))
-                said.append(f"<details{open_}><summary>{name}</summary>{_facts(values)}</details>")
-    return "\n".join(said)
+                texts.append(f"<details{open_}><summary>{name}</summary>{_facts(values)}</details>")
+    return "\n".join(texts)
 
 
 def _facts(values: Mapping[str, Any]) -> str:
@@ -187,26 +187,26 @@ def _as_words(value: Any) -> str:
 
 
 def _sources(bounds: Sequence[Bound]) -> str:
-    """The sources of what is shown, with their BibTeX; what was derived here has none."""
-    entries, said = bibliography(), []
+    """The sources of the displayed theorems, with BibTeX; theorems derived here have none."""
+    entries, parts = bibliography(), []
     used = {ALWAYS: {"Local Lipschitz constant (Section 3)": None}}
     for bound in bounds:
         if bound.cite and bound.applicable:
             used.setdefault(bound.cite, {})[f"{bound.statement} ({bound.theorem})"] = None
     for cite, statements in used.items():
-        said.append(f"<h3>{html.escape(cite)}</h3><p>{html.escape('; '.join(statements))}</p>")
+        parts.append(f"<h3>{html.escape(cite)}</h3><p>{html.escape('; '.join(statements))}</p>")
         if cite in entries:
-            said.append(f"<pre>{html.escape(entries[cite])}</pre>")
-    return "\n".join(said)
+            parts.append(f"<pre>{html.escape(entries[cite])}</pre>")
+    return "\n".join(parts)
 
 
 def methods(items: Sequence[Item]) -> list[str]:
     """One sentence for a methods section for each setting, and how many more there are."""
     settings = items_by_setting(item for item in items if item.kind == REAL)
-    said = [_method(setting, some) for setting, some in list(settings.items())[:_LISTED]]
-    if (more := len(settings) - len(said)) > 0:
-        said.append(f"Measured likewise: {more} more (model, map, metric, tokens, text).")
-    return said
+    sentences = [_method(setting, some) for setting, some in list(settings.items())[:_LISTED]]
+    if (more := len(settings) - len(sentences)) > 0:
+        sentences.append(f"Measured likewise: {more} more (model, map, metric, tokens, text).")
+    return sentences
 
 
 def _method(setting: tuple[str, ...], items: Sequence[Item]) -> str:
@@ -239,18 +239,18 @@ def _method(setting: tuple[str, ...], items: Sequence[Item]) -> str:
 
 
 def _solver(rows: Sequence[Measurement]) -> str:
-    """How sigma was found, and what holds; where no upper end is known, it is a lower bound."""
+    """The solver of sigma and its guarantee; without an upper end, sigma is a lower bound."""
     metric, known = rows[0].metric, [row for row in rows if row.sigma is not None]
     deltas = {row.delta for row in known if row.upper is not None}
     if metric in SPECTRAL:
-        said = "Golub–Kahan bidiagonalisation"
+        method = "Golub–Kahan bidiagonalisation"
         ends = "each interval holds with probability at least 1 − δ over its random start, δ = "
         ends += " or ".join(f"{delta:g}" for delta in sorted(deltas))
     else:
-        said, ends = _OTHER[metric]
+        method, ends = _OTHER[metric]
     lower = any(row.upper is None for row in known)
     left = "a value without an upper end" if deltas else "each value"
-    return said + f"; {ends}" * bool(deltas) + f"; {left} is a lower bound (≥)" * lower
+    return method + f"; {ends}" * bool(deltas) + f"; {left} is a lower bound (≥)" * lower
 
 
 def _text_names(items: Sequence[Item]) -> list[str]:

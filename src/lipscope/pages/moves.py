@@ -1,4 +1,4 @@
-"""Moves to words and to what the page shows: leading directions of a layer, pushes of its input."""
+"""Leading directions and pushes of a layer's input, in sentences and as data of the page."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def by_rank(parts: Iterable[Direction]) -> dict[str, dict[int, list[Direction]]]
 
 
 def direction_heading(part: Direction) -> str:
-    """What is known of a direction: its interval, and how well its vector is determined."""
-    said = f"direction {part.rank}: sigma in {interval(part.sigma, part.upper)}; "
+    """Heading of a direction: its interval, and how well its vector is determined."""
+    heading = f"direction {part.rank}: sigma in {interval(part.sigma, part.upper)}; "
     if part.sine is None:
-        return said + "its interval meets a neighbour's: the vector is not determined"
+        return heading + "its interval meets a neighbour's: the vector is not determined"
     angle = f"sine of the angle to the singular vector at most {rounded_up(part.sine, 2):.2g}"
-    return said + (f"{angle}" if part.determined else f"the vector is not determined ({angle})")
+    return heading + (f"{angle}" if part.determined else f"the vector is not determined ({angle})")
 
 
 def directions_shown(rows: Iterable[Measurement], parts: Iterable[Direction]) -> Sheet:
@@ -78,8 +78,8 @@ def directions_shown(rows: Iterable[Measurement], parts: Iterable[Direction]) ->
         place += f"map {row.map}, {row.num_tokens} tokens, "
         for some in found.get(row.id, {}).values():
             shown += [place + direction_heading(some[0]), _direction_table(some)]
-            said = [_largest_heads([one for one in some if one.side == "head"]), turning(some)]
-            shown.append("".join(f"  {one}\n" for one in said if one))
+            notes = [_largest_heads([one for one in some if one.side == "head"]), turning(some)]
+            shown.append("".join(f"  {one}\n" for one in notes if one))
     if not shown:
         return Sheet("No directions: sigma is zero here, or not finite.")
     read = {one.space for one in parts if one.space}
@@ -90,12 +90,12 @@ def directions_shown(rows: Iterable[Measurement], parts: Iterable[Direction]) ->
 def top_direction(
     rows: Iterable[Measurement], parts: Sequence[Direction]
 ) -> tuple[Table | str, ...]:
-    """The top direction of the row of largest sigma, and where the others are."""
+    """The top direction of the row of largest sigma, and a reference to the others."""
     found = by_rank(parts)
-    held = [row for row in rows if row.id in found]
-    if not held:
+    with_directions = [row for row in rows if row.id in found]
+    if not with_directions:
         return ()
-    row = max(held, key=lambda row: row.sigma or 0.0)
+    row = max(with_directions, key=lambda row: row.sigma or 0.0)
     top = min(found[row.id])
     shown = directions_shown([row], found[row.id][top]).parts[:-1]
     count = sum(map(len, found.values()))
@@ -158,14 +158,14 @@ def _largest_heads(parts: Sequence[Direction]) -> str:
 
 
 def turning(parts: Iterable[Direction]) -> str:
-    """Towards which texts the move turns the model's output; "" where none were given."""
+    """A sentence on the texts towards which the move turns the output; "" without texts."""
     texts = [one for one in parts if one.side == "text"]
     some = sorted((one for one in texts if one.reads), key=lambda one: -one.share)
     if not texts:
         return ""
     if not some:
         return "along v, the model's output turns towards or away from no text by more than chance"
-    said = [
+    phrases = [
         f"{way} {', '.join(f'“{one.text}” ({_with_sign(one.share)})' for one in found[:_WORDS])}"
         for way, found in (
             ("towards", [one for one in some if one.share > 0]),
@@ -173,7 +173,7 @@ def turning(parts: Iterable[Direction]) -> str:
         )
         if found
     ]
-    return f"along v, the model's output turns {', '.join(said)}: cosine for each unit of size"
+    return f"along v, the model's output turns {', '.join(phrases)}: cosine for each unit of size"
 
 
 def _with_sign(value: float) -> str:
@@ -242,7 +242,7 @@ class Push:
 
     @property
     def name(self) -> str:
-        """What tells it from others."""
+        """A name that distinguishes it from others."""
         row = self.row
         layer = "" if row.layer is None else f", layer {row.layer}"
         where = f", folder {self.folder}" if self.folder else ""
@@ -255,7 +255,7 @@ class Push:
 
     @property
     def curves(self) -> Records:
-        """What the chart draws: each curve's points."""
+        """The points of each curve of the chart."""
         promise = {one.eps: one.promise for one in self.along("+v")}
         found: Records = [
             {"curve": curve, "eps": one.eps, "value": getattr(one, value)}
@@ -286,7 +286,7 @@ class Push:
 
     @property
     def sizes(self) -> Records:
-        """Sizes that the chart marks: where the promise ends, where something flips."""
+        """Sizes that the chart marks: the end of the linear range, and flips."""
         marks = {
             "1 % off sigma · size": self._first("leaves_1"),
             "10 % off": self._first("leaves_10"),
@@ -304,10 +304,10 @@ class Push:
     # --- in words
 
     @property
-    def said(self) -> list[str]:
-        """What the push shows, a sentence each."""
-        said = [*self._promise(), *self._largest(), *self._flips(), *self._decision()]
-        return said + ([f"Note: {self.place.note}."] if self.place.note else [])
+    def lines(self) -> list[str]:
+        """The results of the push, one sentence each."""
+        lines = [*self._promise(), *self._largest(), *self._flips(), *self._decision()]
+        return lines + ([f"Note: {self.place.note}."] if self.place.note else [])
 
     def size(self, eps: float, rounded: Rounding | None = None) -> str:
         """A size, absolute and by the mean norm of a token."""
@@ -350,7 +350,7 @@ class Push:
             if top is not None and value(top) > 1.01 * last:
                 yield (
                     f"The {what}'s output changes most, by {number(value(top), 3)}, "
-                    f"{spoken(top.direction)} at {self.size(top.eps)}; at the largest size by "
+                    f"{phrase(top.direction)} at {self.size(top.eps)}; at the largest size by "
                     f"{number(last, 3)}."
                 )
 
@@ -364,11 +364,11 @@ class Push:
         stays = []
         for one in self.directions:
             if one.flip is None:
-                stays.append(spoken(one.direction))
+                stays.append(phrase(one.direction))
                 continue
             back = f", and is back at {number(one.flips_back, 3)}" if one.flips_back else ""
             yield (
-                f"{spoken(one.direction).capitalize()} it becomes {quoted(one.flip_to or '')} at "
+                f"{phrase(one.direction).capitalize()} it becomes {quoted(one.flip_to or '')} at "
                 f"size {self.size(one.flip)}{back}."
             )
         if stays:
@@ -406,7 +406,7 @@ class Push:
             "sizes": self.sizes,
             "directions": [
                 {
-                    "name": spoken(one.direction),
+                    "name": phrase(one.direction),
                     "pixels": one.pixels and json.loads(one.pixels),
                     "steps": [
                         {name: getattr(step, name) for name in _SHOWN}
@@ -422,7 +422,7 @@ class Push:
 _SHOWN = ("eps", "relative", "promise", "certificate", "layer", "block", "model", "decision")
 
 
-def spoken(direction: str) -> str:
+def phrase(direction: str) -> str:
     """A direction in words."""
     return f"along {_SPOKEN.get(direction, direction)}"
 
@@ -433,7 +433,7 @@ def quoted(text: str) -> str:
 
 
 def pushes_of(runs: Sequence[Run]) -> list[Push]:
-    """The pushes that run folders hold; what is not whole yet is left out."""
+    """The pushes of run folders, without incomplete ones."""
     names = folder_names(runs) if len(runs) > 1 else {}
     return [push for run in runs for push in _of_run(run, names.get(str(run.path), ""))]
 
@@ -454,12 +454,12 @@ def pushes_in(
     steps: Sequence[PushStep],
     folder: str = "",
 ) -> list[Push]:
-    """Records as pushes; directions that are not whole yet are left out."""
-    held, found = {row.id: row for row in rows}, []
+    """Records as pushes, without incomplete directions."""
+    rows_by_id, found = {row.id: row for row in rows}, []
     for place in places:
-        mine = [one for one in directions if one.push == place.push]
-        whole = {one.direction for one in mine}
+        own_directions = [one for one in directions if one.push == place.push]
+        whole = {one.direction for one in own_directions}
         taken = [one for one in steps if one.push == place.push and one.direction in whole]
-        if place.id in held and "+v" in whole:
-            found.append(Push(held[place.id], place, mine, taken, folder))
+        if place.id in rows_by_id and "+v" in whole:
+            found.append(Push(rows_by_id[place.id], place, own_directions, taken, folder))
     return found

@@ -1,4 +1,4 @@
-"""Rows to what charts draw: items by setting, then their points, means and exponents."""
+"""Data of the charts: rows by setting, then their points, means and exponents."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ _NAMED = 40  # letters of a text that stand for it in a control
 
 
 def text_of(run: Run, name: str | None) -> str:
-    """What a row was measured on, in words; "" where the folder does not say."""
-    made = run.manifest["provenance"]
-    if images := made.get("images"):
+    """The input of a row in words; "" where the folder does not record it."""
+    source = run.manifest["provenance"]
+    if images := source.get("images"):
         return "random pixels" if images == "random" else f"the folder “{images}”"
     named = run.manifest["spec"].get("texts", {})
-    begins, sha256 = made.get("text"), made.get("text_sha256")
+    begins, sha256 = source.get("text"), source.get("text_sha256")
     if name in named:
         begins, sha256 = name, named[name]
     if not begins or not sha256:
         return ""
-    said = "Python's language manual" if begins == "default" else f"the text “{begins}”"
-    return f"{said} (SHA-256 {sha256[:12]})"
+    source_name = "Python's language manual" if begins == "default" else f"the text “{begins}”"
+    return f"{source_name} (SHA-256 {sha256[:12]})"
 
 
 def labels(texts: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
@@ -62,10 +62,10 @@ def labels(texts: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
     names: dict[tuple[str, str], str] = {}
     by_name: dict[str, set[str]] = {}
     for pair in texts:
-        said, _, digest = pair[1].partition(" (SHA-256 ")
-        if said.startswith("the text "):
-            said = said.removeprefix("the text ").strip("“”")
-        names[pair] = said if len(said) <= _NAMED else f"{said[: _NAMED - 1]}…"
+        short_name, _, digest = pair[1].partition(" (SHA-256 ")
+        if short_name.startswith("the text "):
+            short_name = short_name.removeprefix("the text ").strip("“”")
+        names[pair] = short_name if len(short_name) <= _NAMED else f"{short_name[: _NAMED - 1]}…"
         by_name.setdefault(names[pair], set()).add(digest)
     return {
         pair: f"{name} ({pair[1][-13:-1]})" if len(by_name[name]) > 1 else name
@@ -117,7 +117,7 @@ class Item:
 
     @property
     def curve(self) -> tuple[Any, ...]:
-        """What the items of one growth curve have in common."""
+        """The fields that the items of one growth curve share."""
         return self.setting, self.kind, self.source, self.row.layer, self.row.head
 
 
@@ -140,7 +140,7 @@ def items_of(runs: Sequence[Run]) -> list[Item]:
 
 
 def _by_radius(items: Sequence[Item]) -> list[Item]:
-    """Built inputs with the radius in their name, where one was built at several."""
+    """Constructed inputs, with the radius in their name where there are several."""
     seen = Counter((i.curve, str(i.run.path), i.row.num_tokens, i.row.sample) for i in items)
     several = {(key[0][:2], key[1]) for key, count in seen.items() if count > 1}
     return [
@@ -174,7 +174,7 @@ def items_by_setting(items: Iterable[Item]) -> dict[tuple[str, ...], list[Item]]
 
 
 def _model_names(rows: Iterable[Measurement]) -> dict[tuple[Any, ...], str]:
-    """Names of models, with what tells apart those that share one."""
+    """Names of models, made distinct where models share one."""
     versions: dict[str, dict[tuple[Any, ...], list[str]]] = {}
     for key, row in {_version(row): row for row in rows}.items():
         versions.setdefault(row.model, {})[key] = _version_words(row)
@@ -216,7 +216,7 @@ _WORST = 20  # rows of a setting that are carried whatever their number
 
 @dataclass(frozen=True)
 class Points:
-    """What the charts read."""
+    """The data of the charts."""
 
     settings: list[dict[str, Any]]  # values that stand on one axis, with their axes
     items: list[Item]  # the measurements that are carried one by one, in the order of `points`
@@ -230,7 +230,7 @@ class Points:
 
 
 def points_of(items: Sequence[Item]) -> Points:
-    """Everything that the charts draw."""
+    """The data of all charts."""
     settings = items_by_setting(items)
     carried = _carried(items)
     curves = grouped(items, lambda item: item.curve)
@@ -280,7 +280,7 @@ def short(value: float | None, rounded: Rounding | None = None) -> float | None:
 
 
 def label(layer: int | None) -> str:
-    """A layer as it stands in legends."""
+    """The label of a layer in legends."""
     return "model" if layer is None else str(layer)
 
 
@@ -370,7 +370,7 @@ def _evenly(things: list[Any], count: int) -> list[Any]:
 
 
 def layers_first(curves: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """All curves, or as many as are carried: whole layers, then an even part of the heads."""
+    """All curves, or as many as fit: whole layers, then an even sample of the heads."""
     layers = _evenly([c for c in curves if c[-1] is None], MAX_CURVES)
     heads = _evenly([c for c in curves if c[-1] is not None], MAX_CURVES - len(layers))
     return [*layers, *heads]
@@ -392,7 +392,7 @@ _NUMBERS = {
 
 
 def row_record(row: Measurement) -> dict[str, Any]:
-    """What points and cards say of a row."""
+    """The fields of a row in points and cards."""
     numbers = {name: short(getattr(row, of), ENDS.get(of)) for name, of in _NUMBERS.items()}
     rank = short(stable_rank(row))
     return numbers | {"rank": rank, "sample": row.sample, "token": row.top_token}
@@ -450,7 +450,7 @@ def mean_of(logs: Iterable[tuple[float, float]]) -> dict[str, Any]:
 
 
 def mean_of_rows(rows: Sequence[Measurement]) -> dict[str, Any]:
-    """`mean_of` rows; ``open`` where one of them has a value from below only."""
+    """`mean_of` rows; ``open`` where one of them has a lower end only."""
     return mean_of(map(log_ends, rows)) | {"open": any(row.upper is None for row in rows)}
 
 
@@ -501,7 +501,7 @@ def _lines_of(
     curves: Mapping[tuple[Any, ...], list[Item]],
     grown: Mapping[tuple[Any, ...], list[tuple[str, Growth]]],
 ) -> list[tuple[Item, Line]]:
-    """Curves on real inputs at the largest length of those they are compared with."""
+    """Curves on real inputs at the largest length of their comparable curves."""
     largest: dict[tuple[Any, ...], int] = {}
     for key, items in curves.items():
         most = max(item.row.num_tokens for item in items)
@@ -518,7 +518,7 @@ def _lines_of(
 
 
 def compared(curve: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What the curves have in common that stand beside each other: all but layer and head."""
+    """The fields that comparable curves share: all but layer and head."""
     return (*curve[:3], curve[-1] is None)
 
 
@@ -530,7 +530,7 @@ _PAD = 0.04  # of the axis, on both sides
 
 @dataclass(frozen=True)
 class Training:
-    """What the chart of sigma against training step draws."""
+    """Data of the chart of sigma against training step."""
 
     # Settings that differ in their step alone: name, places of the settings, steps, axes by length
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -558,14 +558,14 @@ def training_of(items: Sequence[Item], settings: Sequence[dict[str, Any]]) -> Tr
     turn = float(first) if max(every) > _FAR * first else None
     for g, group in enumerate(groups):
         group["axes"] = _training_axes(g, group["steps"], curves, turn)
-    kept = layers_first(list(curves))
+    keys = layers_first(list(curves))
     remark = None
-    if len(kept) < len(curves):
-        remark = f"Steps are shown for {len(kept):,} of {len(curves):,} layers, heads and lengths."
+    if len(keys) < len(curves):
+        remark = f"Steps are shown for {len(keys):,} of {len(curves):,} layers, heads and lengths."
     names = ("g", "source", "n", "layer", "head")
     means = [
         {**dict(zip(names, key, strict=True)), "step": step, **mean_of_rows(rows)}
-        for key in kept
+        for key in keys
         for step, rows in sorted(curves[key].items())
     ]
     return Training(groups, means, turn, remark)

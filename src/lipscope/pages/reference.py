@@ -110,11 +110,11 @@ def source_page(cite: str, chosen: Sequence[theorems.Theorem]) -> str:
     lines = [_SOURCE.format(cite=cite, sigma=sigma)]
     for one in chosen:
         summary = one.summary.replace("``", "`")
-        said = [part for part in _prose_of(one.function) if part != summary]
+        prose = [part for part in _prose_of(one.function) if part != summary]
         fails = " **It fails**, and is kept as it was found." if not one.sound else ""
         stated = one.statement.replace("*", r"\*")
         lines += ["", f"## {one.name}", "", f"*{stated}*: {summary}{fails}", ""]
-        lines += ["\n\n".join(said).replace("docs/theory", "../theory"), ""] if said else []
+        lines += ["\n\n".join(prose).replace("docs/theory", "../theory"), ""] if prose else []
         lines += [f"{_capital(one.note).rstrip('.')}.", ""] if one.note else []
         lines.append(
             f"A {one.scope} {one.kind} bound of `{one.subject.__name__}`, metric {one.metric}; "
@@ -126,7 +126,7 @@ def source_page(cite: str, chosen: Sequence[theorems.Theorem]) -> str:
 
 
 def families_page() -> str:
-    """The families as Markdown; bounds are asked of a layer of each kind of scores."""
+    """The families as Markdown, with bounds for a layer of each kind of scores."""
     found = {kind: _bounds_on(kind) for kind in get_args(Scores)}
     rows = [
         (
@@ -145,7 +145,7 @@ def families_page() -> str:
 
 
 def variants_page() -> str:
-    """The variants as Markdown: what their classes say, and the theorems of the catalogue."""
+    """The variants as Markdown: docstrings of their classes, and theorems of the catalogue."""
     rows, parts = [], []
     for variant in variants():
         own, name = _theorems_on(variant), variant.__name__
@@ -237,6 +237,6 @@ def _why_none(kind: str) -> str:
 
 
 def _theorems_on(variant: type[Attention]) -> list[theorems.Theorem]:
-    """Theorems about it; those of one head and of all heads speak of dot products."""
+    """Theorems about a variant; theorems on one head or all heads hold for dot products."""
     heads = _SUBJECTS if variant is DotProduct else ()
     return [one for one in theorems.catalogue() if one.subject in (variant, *heads)]

@@ -1,4 +1,4 @@
-"""Measurements in a sequence that shows itself, and run folders as a report.
+"""Sequence of measurements with tables and figures, and the report of run folders.
 
 `Rows` is what `measure` returns. Figures are drawn on demand, so that importing this module stays
 cheap.
@@ -64,9 +64,9 @@ class Rows(Sequence[Measurement], Shown):
     """Measurements in a sequence, with their tokens, bounds, tables and figures.
 
     Args:
-        tokens: The tokens of their windows; those of other rows are left out.
-        bounds: What theorems say about them; those of other rows are left out.
-        directions: Their leading directions; those of other rows are left out.
+        tokens: The tokens of their windows; tokens of other rows are dropped.
+        bounds: Values of theorems about them; bounds of other rows are dropped.
+        directions: Their leading directions; directions of other rows are dropped.
         windows: How windows were chosen: "spread" compares the same passages at every
             length, "disjoint" takes fresh ones.
 
@@ -84,10 +84,10 @@ class Rows(Sequence[Measurement], Shown):
         directions: Iterable[Direction] = (),
     ) -> None:
         self._rows = list(rows)
-        held = {row.id for row in self._rows}
-        self.tokens = [token for token in tokens if token.id in held]
-        self.bounds = [bound for bound in bounds if bound.id in held]
-        self.directions = [part for part in directions if part.id in held]
+        ids = {row.id for row in self._rows}
+        self.tokens = [token for token in tokens if token.id in ids]
+        self.bounds = [bound for bound in bounds if bound.id in ids]
+        self.directions = [part for part in directions if part.id in ids]
         self.windows: Literal["spread", "disjoint"] = windows
 
     @overload
@@ -131,7 +131,7 @@ class Rows(Sequence[Measurement], Shown):
         return typed_frame(TokenShare, self.tokens)
 
     def bounds_to_polars(self) -> polars.DataFrame:
-        """One line for each theorem; `id` says which measurement it speaks of."""
+        """One line for each theorem; `id` says which measurement it belongs to."""
         return typed_frame(Bound, self.bounds)
 
     def directions_to_polars(self) -> polars.DataFrame:
@@ -187,10 +187,10 @@ class Rows(Sequence[Measurement], Shown):
         """A window of text, shaded by how much each token can move the output.
 
         Args:
-            row_id: `id` of the measurement; by default the one that the summary speaks of.
+            row_id: `id` of the measurement; by default the one in the summary.
 
         Raises:
-            InputError: If the row is not here, or its tokens were not kept.
+            InputError: If there is no such row, or its tokens were not stored.
         """
         row = next((r for r in self._rows if r.id == row_id), None)
         if row_id is None and self._rows:
@@ -212,7 +212,7 @@ class Rows(Sequence[Measurement], Shown):
     def table(self) -> Sheet:
         """One line for each layer (and head), at the largest length.
 
-        Of several samples the middle row by sigma is shown, all of its line from that row.
+        Of several samples, the line shows the row of median sigma.
         The table is at most 100 columns wide and never breaks a number; a narrower console
         should print it with ``crop=False``.
         """
@@ -222,7 +222,7 @@ class Rows(Sequence[Measurement], Shown):
         return draw(self._rows, [line for block in self._blocks() for line in block])
 
     def text(self) -> str:
-        """The table, the bounds if any and the summary, as text that no terminal changes."""
+        """The table, the bounds if any and the summary, as plain text of fixed width."""
         console = Console(file=io.StringIO(), width=110, color_system=None)
         with console.capture() as capture:
             console.print(self.table(), crop=False)
@@ -237,11 +237,11 @@ class Rows(Sequence[Measurement], Shown):
             return "There are no rows."
         parts = self._blocks()
         several = len({row.model for row in self._rows}) > 1
-        said = [f"{part[0].group.model}: " * several + sentences(part) for part in parts]
-        return printable("\n".join([*said, *filter(None, [self.confidence()])]))
+        lines = [f"{part[0].group.model}: " * several + sentences(part) for part in parts]
+        return printable("\n".join([*lines, *filter(None, [self.confidence()])]))
 
     def failure_probability(self) -> float:
-        """Sum of the failure probabilities of all intervals: at most so likely is one wrong."""
+        """A bound on the probability that any interval fails: the sum over all intervals."""
         return intervals_of(self._rows, self.directions).delta
 
     def confidence(self) -> str:
@@ -249,9 +249,9 @@ class Rows(Sequence[Measurement], Shown):
         return intervals_of(self._rows, self.directions).sentence()
 
     def show(self) -> Page:
-        """The page on these rows, which a notebook opens inline as the last line of a cell.
+        """The report on these rows, which a notebook displays as the last line of a cell.
 
-        It is whole in itself; elsewhere ``show().save("page.html")`` writes it.
+        It is self-contained; elsewhere ``show().save("page.html")`` writes it.
 
         Raises:
             InputError: If no row has a finite, positive sigma.
@@ -262,7 +262,7 @@ class Rows(Sequence[Measurement], Shown):
         return Page(page(content), content.title)
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Write the figures as SVG, PNG and HTML: ``growth``, or ``sandwich`` where bounds are.
+        """Write the figures as SVG, PNG and HTML: ``growth``, or ``sandwich`` with bounds.
 
         Raises:
             InputError: If they cannot be written.
@@ -278,14 +278,14 @@ class Rows(Sequence[Measurement], Shown):
     def _content(self) -> Content:
         from lipscope.pages.content import Content
 
-        held = {
+        records = {
             Measurement: self._rows,
             TokenShare: self.tokens,
             Bound: self.bounds,
             Direction: self.directions,
         }
         manifest = empty({"windows": self.windows}, provenance())
-        return Content([_InMemory(Path("rows in memory"), manifest, held)])
+        return Content([_InMemory(Path("rows in memory"), manifest, records)])
 
     def _blocks(self) -> list[list[Line]]:
         return blocks(self._rows, self.tokens, self.growth())
@@ -298,12 +298,12 @@ _HEIGHT = 720  # of the page in a notebook, in pixels
 class Page:
     """A report that a notebook opens inline; elsewhere `save` writes it."""
 
-    html: str  # the page, which needs nothing besides
-    title: str  # what it is about
+    html: str  # the self-contained page
+    title: str  # its subject
 
     def _repr_html_(self) -> str:
-        # Its own document: no style, script or name of the notebook reaches it, nor the reverse.
-        # Without a base its links to its own sections would open the notebook inside of it.
+        # A separate document: page and notebook share no style, script or name.
+        # Without a base, links to its own sections would open the notebook inside it.
         whole = self.html.replace("<head>", '<head>\n<base href="about:srcdoc">', 1)
         return (
             f'<iframe title="{html.escape(self.title)}" srcdoc="{html.escape(whole)}"'
@@ -315,7 +315,7 @@ class Page:
         return f"<Page on {self.title}: a notebook opens it; `.save('page.html')` writes it>"
 
     def save(self, path: str | Path) -> Path:
-        """Write the page, and give its path back.
+        """Write the page, and return its path.
 
         Raises:
             InputError: If it cannot be written, or its name does not end in ``.html``.
@@ -329,7 +329,7 @@ class Page:
 
 @contextlib.contextmanager
 def _writing(wanted: str, place: Path | None = None) -> Iterator[None]:
-    """What the system says against a place, in a line."""
+    """Turn an error of the file system into one line."""
     try:
         yield
     except OSError as problem:
@@ -338,7 +338,7 @@ def _writing(wanted: str, place: Path | None = None) -> Iterator[None]:
 
 
 def _page_file(name: str, path: str | Path) -> Path:
-    """The file of a page, which a browser takes for one only if its name says so."""
+    """The checked file of a page; browsers need its name to end in ``.html``."""
     path = Path(path)
     if path.is_dir():
         raise InputError(f"`{name}` should be the file of the page. Found the folder `{path}`.")
@@ -349,7 +349,7 @@ def _page_file(name: str, path: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class _InMemory(Run):
-    """Rows in memory, read as those of a run folder are."""
+    """Rows in memory, read like a run folder."""
 
     records: Mapping[type, Sequence[Any]]
 
@@ -368,12 +368,12 @@ def report(
     """Write one self-contained HTML page about run folders, and their figures as files.
 
     Args:
-        folders: Run folders, whichever verb wrote them.
+        folders: Run folders of any verb.
         out: The page, a file ``.html``; ``report.html`` in the first folder if None.
-        png: Folder for the figures as PNG, two pixels a point.
+        png: Folder for the figures as PNG, two pixels per point.
         svg: Folder for the figures as SVG.
-        compare: Whether the second of two folders is also compared with the first: ratios with
-            intervals for the sampling of text, and what changed beyond them.
+        compare: Whether to compare the second of two folders with the first: ratios with
+            intervals for the sampling of text, and significant changes.
 
     Returns:
         Every file written, the page first.
@@ -394,8 +394,8 @@ def report(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, html_page.page(shown).encode())
         places = {"png": png, "svg": svg}
-        asked = {kind: Path(at) for kind, at in places.items() if at is not None}
-        return [path, *(figures.write_figures(shown, asked) if asked else ())]
+        folder_by_kind = {kind: Path(at) for kind, at in places.items() if at is not None}
+        return [path, *(figures.write_figures(shown, folder_by_kind) if folder_by_kind else ())]
 
 
 # --- in a notebook ---------------------------------------------------------------------------
@@ -403,7 +403,7 @@ def report(
 
 @pieces.register
 def _rows_pieces(rows: Rows) -> Iterator[Piece]:
-    """The table and the sentences, or what the directions read as; the figure that says most."""
+    """The table and its sentences, or the readings of directions; then one figure."""
     if rows.directions:
         yield from top_direction(rows, rows.directions)
     else:

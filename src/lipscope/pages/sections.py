@@ -1,4 +1,4 @@
-"""Sections of the page: sigma through depth, gains, edits, bounds, and what a monitor read."""
+"""Sections of the report: sigma through depth, gains, edits, bounds, readings of monitors."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def depths_of(items: Iterable[Item]) -> list[dict[str, Any]]:
 
     The product of the blocks' constants bounds the map from the entrance of the first one to the
     end of the last, ``σ(B_k ∘ … ∘ B_0) <= σ(B_k) … σ(B_0)``, where each block reads what the one
-    before it gives, all tokens move and all are read, and one norm measures input and output. It is
-    taken window by window, and only where the rows show this: layers from 0 on without a gap, each
-    one's ``input_norm`` the ``output_norm`` of the one before.
+    before it returns, all tokens move and all are read, and one norm measures input and output. It
+    is taken window by window, and only where the rows show this: layers from 0 on without a gap,
+    and each ``input_norm`` equal to the previous ``output_norm``.
     """
     whole = [i for i in items if i.kind == REAL and i.row.head is None and usable(i.row.sigma)]
     found = grouped(whole, lambda i: ((i.setting[0], *i.setting[2:]), i.row.num_tokens))
@@ -108,7 +108,7 @@ def _depth_record(
             name: axis_around((m[end] for m in some for end in ("sigma", "low", "high")), 1.15)
             for name, some in (("layers", [*lines, *means]), ("products", [*products, *means]))
         },
-        "said": " ".join(_product_said(n, windows, why, maps, whole)),
+        "said": " ".join(_product_sentences(n, windows, why, maps, whole)),
     }
 
 
@@ -118,7 +118,7 @@ _Chain = list[tuple[float, float]]  # logarithm of the product up to each block:
 def _products(
     blocks: Mapping[int | None, Sequence[Measurement]], how: Sequence[str]
 ) -> tuple[dict[str, _Chain], str]:
-    """For each window the products up to every block, or why there are none."""
+    """For each window the products up to every block, or the reason why there are none."""
     metric, move, read = how
     depth = len(blocks)
     if depth < 2:
@@ -144,14 +144,14 @@ def _norms_agree(a: float | None, b: float | None) -> bool:
     return a is not None and b is not None and math.isclose(a, b, rel_tol=_SAME)
 
 
-def _product_said(
+def _product_sentences(
     n: int,
     windows: Mapping[str, _Chain],
     why: str,
     maps: Mapping[str, Mapping[int | None, Sequence[Measurement]]],
     whole: Sequence[Measurement],
 ) -> Iterator[str]:
-    """What the product is, and how far it is above the blocks together and the model's map."""
+    """Sentences on the product, and its ratio to sigma of the stack and of the model."""
     if not windows:
         if why:
             yield f"No product of the blocks: {why}."
@@ -192,7 +192,7 @@ def _product_said(
 def _times_above(
     n: int, name: str, pairs: Sequence[tuple[Sequence[float], Sequence[float]]]
 ) -> str:
-    """How many times sigma of a map the product is, on the same windows."""
+    """Ratio of the product to sigma of a map, on the same windows."""
     middle = sum(product[0] - map_[0] for product, map_ in pairs) / len(pairs)
     _, *ends = enclosed_mean([(low - upper, high - sigma) for (low, high), (sigma, upper) in pairs])
     ratio, low, high = (f"{float(f'{exponential(v):.3g}'):,g}" for v in (middle, *ends))
@@ -206,7 +206,7 @@ MAX_TOKENS = 20_000  # with gains, that a page carries
 
 
 def gains_of(runs: Sequence[Run], settings: Mapping[str, tuple[int, str]]) -> list[dict[str, Any]]:
-    """One record for each window and layer whose tokens were taken apart."""
+    """One record for each window and layer whose tokens were split."""
     found: dict[str, dict[int, TokenGain]] = {}
     for _, one in _value_records(runs, GAINS, TokenGain, settings):
         found.setdefault(one.id, {})[one.index] = one
@@ -226,7 +226,7 @@ def gains_of(runs: Sequence[Run], settings: Mapping[str, tuple[int, str]]) -> li
 def _value_records(
     runs: Sequence[Run], part: str, kind: type[Kind], settings: Mapping[str, Any]
 ) -> Iterator[tuple[str, Kind]]:
-    """Records of a part of the values, by their keys; those of other versions are left out."""
+    """Records of a part of the values, by their keys, without those of other versions."""
     names = {field.name for field in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
     for run in runs:
         for key, content in run.contents(part).items():
@@ -372,7 +372,7 @@ _HEIGHT, _LABEL = 360, 14  # of the chart, and of one name beside it, in pixels
 
 
 def bounds_of(of: Comparison) -> dict[str, Any]:
-    """What bounds say of one layer or head in one metric: lines, their names, and a table."""
+    """Bounds of one layer or head in one metric: lines, their names, and a table."""
     lines, left_out = of.curves()
     rows = [*of.rows, *(row for row, _ in of.bounds)]
     last = max(row.num_tokens for row in rows)
@@ -483,7 +483,7 @@ MAX_VALUES = 40_000
 
 
 def monitored_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """One record for each training that was watched."""
+    """One record for each monitored training."""
     names, found = folder_names(runs), []
     for run in runs:
         trainings = grouped(run.contents(READINGS).values(), lambda one: str(one.get("run")))
@@ -491,15 +491,15 @@ def monitored_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
         for name, readings in trainings.items():
             steps = sorted({one["step"] for one in readings})
             every = -(-len(readings) * len(SIGNALS) // MAX_VALUES)
-            kept = {*steps[:: every or 1], steps[-1], *(one["step"] for one in alerts)}
-            rows = [row for one in readings if one["step"] in kept for row in _readings(one)]
+            ticks = {*steps[:: every or 1], steps[-1], *(one["step"] for one in alerts)}
+            rows = [row for one in readings if one["step"] in ticks for row in _readings(one)]
             rows = list({(r["signal"], r["layer"], r["step"]): r for r in rows}.values())
             own = [_alert(one) for one in alerts if str(one.get("run")) == name]
             known = {row["signal"] for row in rows}
             scales = {signal: scale for signal, scale in SIGNALS.items() if signal in known}
             place = f"{name}, folder {names[str(run.path)]}" if len(names) > 1 else name
             found.append({"name": place, "scales": scales, "rows": rows, "alerts": own})
-            found[-1]["axes"] = {signal: _signal_axes(signal, rows, kept) for signal in scales}
+            found[-1]["axes"] = {signal: _signal_axes(signal, rows, ticks) for signal in scales}
     return found
 
 

@@ -1,4 +1,4 @@
-"""Lines of a table to sentences: what sigma says, what may be compared, and how it grows."""
+"""Sentences on lines of a table: meaning of sigma, comparison of layers, and growth."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sentences(lines: Sequence[Line], line: Line | None = None) -> str:
         reasons = [row.error or row.note for each in lines for row in each.last]
         reason = next((f" ({text})" for text in reasons if text), "")
         return f"No row at {line.num_tokens} tokens has a finite sigma: {status}{reason}."
-    parts = [_meaning(line.row, line.token), _comparison(line.row, lines), _growth_said(line)]
+    parts = [_meaning(line.row, line.token), _comparison(line.row, lines), _growth_sentence(line)]
     return " ".join(part for part in parts if part)
 
 
@@ -52,10 +52,10 @@ class Intervals(NamedTuple):
     delta: float  # sum of their failure probabilities: at most so likely is one wrong
 
     def sentence(self, more: str = "") -> str:
-        """How often they fail; "" if there are none.
+        """A sentence on their failure probability; "" if there are none.
 
-        That all hold at once is said where it is as likely as `CONFIDENCE`; a smaller probability
-        of it says nothing, and what may miss is counted instead.
+        It says that all hold at once if that is as likely as `CONFIDENCE`; otherwise it gives the
+        expected number of misses.
         """
         if not self.total:
             return ""
@@ -110,31 +110,31 @@ def _tokens_named(which: str) -> str:
 
 
 def _meaning(row: records.Measurement, token: str | None) -> str:
-    """What sigma says, and which token carries it."""
+    """The meaning of sigma, and the token that carries it."""
     sigma = number(row.sigma, 3)
     source, answer = ENDS.get(row.map, ("the input", "the output"))
     size, target = SIZES.get(row.metric, (f"of size ε ({row.metric})", "{}"))
-    said = (
+    text = (
         f"{place(row)}: sigma {sigma} means that a small change of {source}"
         f"{_tokens_named(row.move)}, {size}, can move {target.format(answer)}"
         f"{_tokens_named(row.read)} by up to {sigma} ε"
     )
     if row.status == "max_steps":
-        said += f" (the solver ran out of steps, the interval is {interval(row.sigma, row.upper)})"
+        text += f" (the solver ran out of steps, the interval is {interval(row.sigma, row.upper)})"
     if row.top_token is not None and row.top_share is not None:
         share, name = percent(row.top_share), _top_token_named(row, token)
-        said += (
+        text += (
             f"; {share} of that direction sits on {name}"
             if row.top_share >= 0.2
             else f"; that direction is spread, its largest part ({share}) sits on {name}"
         )
         if row.sigma_rest is not None:
-            said += f"; without it, {number(row.sigma_rest, 3)}"
-    return said[0].upper() + said[1:] + "."
+            text += f"; without it, {number(row.sigma_rest, 3)}"
+    return text[0].upper() + text[1:] + "."
 
 
 def _top_token_named(row: records.Measurement, token: str | None) -> str:
-    """The top token by its place, and its text where that is known."""
+    """The top token by its position, and its text where known."""
     ends = {0: "the first token", row.num_tokens - 1: "the last token"}
     place = ends.get(row.top_token or 0, f"token {row.top_token}")
     text = readable(token).strip(" ") if token is not None else ""
@@ -146,29 +146,29 @@ def _comparison(row: records.Measurement, lines: Sequence[Line]) -> str:
     value = number(row.relative, 3)
     if row.relative is None or not math.isfinite(row.relative):
         return ""
-    said = (
+    text = (
         f"Relative to the norms of input and output this is {value}: to first order, the output"
         f" moves by up to {value} times the input's relative change"
     )
     others = [r for r in (line.row for line in lines) if r is not None and r.relative is not None]
     if len(others) < 2:
-        return said + "."
+        return text + "."
     top = max(others, key=lambda r: r.relative or 0.0)
     best = (
         "which is the largest here"
         if top is row
         else f"of which the largest is {number(top.relative, 3)}, at {place(top)}"
     )
-    return f"{said}; compare layers by this number, {best}."
+    return f"{text}; compare layers by this number, {best}."
 
 
-def _growth_said(line: Line) -> str:
-    """How sigma of this line grows, or why that is not said."""
+def _growth_sentence(line: Line) -> str:
+    """The growth of sigma of this line, or the reason why there is none."""
     fit = line.growth
     if fit is None:
         trained = line.row.trained_length if line.row is not None else None
         most = f"the {trained} tokens" if trained else "the length"
-        return f"How it grows takes three lengths to say, none beyond {most} of training."
+        return f"The growth exponent needs three lengths, none beyond {most} of training."
     span = f"From {fit.lengths[0]} to {fit.lengths[-1]} tokens"
     if fit.fits is False:
         return f"{span} its growth is {fit.verdict}, the slopes from length to length."
@@ -181,20 +181,20 @@ def _growth_said(line: Line) -> str:
     interval = f"{_exponent(fit.low)} to {_exponent(fit.high)}, {fit.interval}"
     interval += " for the sampling of text"
     if fit.low <= 0 <= fit.high:
-        said = f"{span} no growth can be told from none (exponent {slope}: {interval})."
+        text = f"{span} no growth can be told from none (exponent {slope}: {interval})."
     else:
-        said = f"{span} it {verb} ({interval})."
-    return f"{said} {_off(fit)}"
+        text = f"{span} it {verb} ({interval})."
+    return f"{text} {_off(fit)}"
 
 
 def _off(fit: records.Growth) -> str:
-    """How far the means leave the power law, and whether that is more than chance."""
+    """The deviation of the means from the power law, and its significance."""
     law = f"n^{_exponent(fit.slope)}"
-    said = f"The means leave {law} by up to {records.percent_off(fit.off)} %"
+    text = f"The means leave {law} by up to {records.percent_off(fit.off)} %"
     if fit.lack_of_fit_p is None:
-        return f"{said} (not tested)."
+        return f"{text} (not tested)."
     much = "more than chance explains" if fit.nearly else "no more than chance explains"
-    return f"{said}, {much} ({records.format_p(fit.lack_of_fit_p)})."
+    return f"{text}, {much} ({records.format_p(fit.lack_of_fit_p)})."
 
 
 def _exponent(value: float) -> str:

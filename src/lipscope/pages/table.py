@@ -1,4 +1,4 @@
-"""Rows to a table: a line for each layer or head, or for each theorem, and how to read it."""
+"""Tables of rows: a line for each layer or head, or for each theorem, with reading notes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Line:
 
 
 class Column(NamedTuple):
-    """A column: its heading, what stands in a line of it, and on which side."""
+    """A column: its heading, its cell of a line, and its alignment."""
 
     name: str
     cell: Callable[[Line], str]
@@ -97,9 +97,9 @@ def _row_setting(of: Measurement | Group) -> tuple[Any, ...]:
 
 
 def number(value: float | None, digits: int = 4, rounded: Rounding | None = None) -> str:
-    """A number with so many significant digits; whole digits are never cut.
+    """A number with so many significant digits; integer digits are never cut.
 
-    What stands behind ≥ or ≤ is ``rounded`` first: `rounded_down` or `rounded_up`.
+    A number behind ≥ or ≤ is ``rounded`` first: `rounded_down` or `rounded_up`.
 
     >>> number(24.1283), number(1096.4, 3), number(float("nan")), number(14.951, 4, rounded_up)
     ('24.13', '1096', '–', '14.96')
@@ -115,7 +115,7 @@ def number(value: float | None, digits: int = 4, rounded: Rounding | None = None
 
 
 def without(delta: float) -> str:
-    """One minus a probability, which stays to be read where it is small.
+    """One minus a probability, legible for small ones too.
 
     >>> without(0.01), without(1e-6)
     ('0.99', '1 - 1e-06')
@@ -124,7 +124,7 @@ def without(delta: float) -> str:
 
 
 def interval(sigma: float | None, upper: float | None) -> str:
-    """``[sigma, upper]`` rounded outwards, so that what is printed holds; one end alone as ``≥``.
+    """``[sigma, upper]`` rounded outwards, so that it holds as printed; one end alone as ``≥``.
 
     >>> interval(13.047189, 13.0588), interval(8.4625, None)
     ('[13.04, 13.06]', '≥ 8.462')
@@ -156,7 +156,7 @@ def _top_token_cell(line: Line, narrow: int) -> str:
 
 
 def _growth_cell(line: Line, narrow: int) -> str:
-    """The verdict, and that of inputs beyond the training length under it."""
+    """The verdict, with that of inputs beyond the training length below it."""
     if line.growth is None:
         return "–"
     cell, beyond = _verdict_cell(line.growth, narrow), line.growth.beyond
@@ -198,12 +198,12 @@ def _ends_cell(line: Line, narrow: int) -> str:
 
 
 def _status(line: Line) -> str:
-    """Why a line has no sigma."""
+    """The reason why a line has no sigma."""
     return ", ".join(sorted({row.status for row in line.last})) or "not measured"
 
 
 def _table_columns(lines: Sequence[Line], narrow: int) -> list[Column]:
-    """The columns that these lines need; narrow ones say sigma in its interval only."""
+    """The columns of these lines; a narrow table gives sigma only in its interval."""
     every = (*SETTING, *IN_SWEEPS)
     varied = [n for n in every if len({getattr(line.group, n) for line in lines}) > 1]
     columns = [Column(n, lambda line, n=n: str(getattr(line.group, n)), True) for n in varied]
@@ -267,7 +267,7 @@ def _rows_table(lines: Sequence[Line], narrow: int = 0) -> Table:
 
 
 def _title(lines: Sequence[Line]) -> Text:
-    """What all lines have in common."""
+    """The settings that all lines share."""
     if not lines:
         return Text("")
     first = lines[0].group
@@ -374,12 +374,12 @@ _BALLS = "Bounds of a ball hold for all inputs up to eps away from this one."
 
 
 def bounds_shown(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> Sheet:
-    """Everything that theorems say about rows, input by input."""
+    """All values of theorems about rows, input by input."""
     of = by_row(bounds := list(bounds))
     rows = list(rows)
     inputs = grouped(rows, attrgetter("model", "map", "layer", "num_tokens", "sample"))
     shown: list[Table | str] = []
-    told: list[Measurement] = []
+    noted: list[Measurement] = []
     for some in inputs.values():
         mine = [(row, bound) for row in some for bound in of.get(row.id, [])]
         if not mine:
@@ -388,10 +388,10 @@ def bounds_shown(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> Sheet:
             shown.append(best_table(some, bounds))
         else:
             shown.append(_theorems(some, mine))
-            told += some
-    if told:  # once, however many tables there are
-        pairs = [(row, bound) for row in told for bound in of.get(row.id, [])]
-        shown += dict.fromkeys(_reading_notes(told, pairs))
+            noted += some
+    if noted:  # once, however many tables there are
+        pairs = [(row, bound) for row in noted for bound in of.get(row.id, [])]
+        shown += dict.fromkeys(_reading_notes(noted, pairs))
     if any(row.head is not None for some in inputs.values() for row in some):
         shown.append("Every theorem for every head: the same command with --jsonl.")
     return Sheet(*shown)
@@ -400,12 +400,12 @@ def bounds_shown(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> Sheet:
 def empty_table(title: str, left: Iterable[str], right: Iterable[str]) -> Table:
     """An empty table: columns of words, then columns of numbers."""
     # Text, not markup: rich would read `:llama:` in a model's name as a picture.
-    made = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in left:
-        made.add_column(name, justify="left")
+        table.add_column(name, justify="left")
     for name in right:
-        made.add_column(name, justify="right", no_wrap=True)
-    return made
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 _Pairs = Sequence[tuple[Measurement, Bound]]
@@ -430,7 +430,7 @@ def _theorems(rows: Sequence[Measurement], pairs: _Pairs) -> Table:
 def _bound_lines(
     kind: str, rows: Sequence[Measurement], pairs: _Pairs
 ) -> Iterator[tuple[tuple[int, str, float], _Cells]]:
-    """Lines of the table with what they are sorted by: scope, metric and value."""
+    """Lines of the table with their sort keys: scope, metric and value."""
     for row in rows:
         if kind == "lower" and not given(row) and row.sigma is not None:
             value = interval(row.sigma, None)
@@ -469,7 +469,7 @@ def _shared(rows: Sequence[Measurement]) -> dict[str, object]:
 
 
 def _bounds_title(rows: Sequence[Measurement], pairs: _Pairs) -> str:
-    """What the rows have in common; their norms only where those are the same too."""
+    """The settings that the rows share; their norms only if equal."""
     forms = {"model": "{}", "layer": "layer {}", "map": "map {}", "num_tokens": "{} tokens"}
     shared = _shared(rows)
     words = [form.format(shared[name]) for name, form in forms.items() if name in shared]
@@ -479,7 +479,7 @@ def _bounds_title(rows: Sequence[Measurement], pairs: _Pairs) -> str:
 
 
 def _reading_notes(rows: Sequence[Measurement], pairs: _Pairs) -> Iterator[str]:
-    """How to read the table, and what is not in it."""
+    """Notes on reading the table, and on omissions."""
     yield _READING
     if any(bound.eps is not None for _, bound in pairs):
         yield _BALLS
@@ -501,12 +501,12 @@ def _reading_notes(rows: Sequence[Measurement], pairs: _Pairs) -> Iterator[str]:
 
 
 def best_table(rows: Sequence[Measurement], bounds: Iterable[Bound]) -> Table:
-    """One line a row: sigma, and the best bounds at the input and on all inputs."""
+    """One line per row: sigma, and the best bounds at the input and on all inputs."""
     of = by_row(bounds)
     named = [n for n in ("layer", "head", "num_tokens") if n not in _shared(rows)] or ["layer"]
     if rows[0].head is not None and "head" not in named:
         named.append("head")
-    made = empty_table(
+    table = empty_table(
         _bounds_title(rows, [(row, bound) for row in rows for bound in of.get(row.id, [])]),
         (*(n.replace("num_tokens", "n") for n in named), "best local bound", "best global bound"),
         ("sigma", "local", "× sigma", "global", "× sigma"),
@@ -524,5 +524,5 @@ def best_table(rows: Sequence[Measurement], bounds: Iterable[Bound]) -> Table:
         ]
         names = ["–" if bound is None else bound.theorem for bound in best]
         places = [str(getattr(row, name)) for name in named]
-        made.add_row(*places, *names, interval(row.sigma, row.upper), *values)
-    return made
+        table.add_row(*places, *names, interval(row.sigma, row.upper), *values)
+    return table

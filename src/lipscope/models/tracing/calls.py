@@ -378,7 +378,7 @@ def count_heads(module: nn.Module) -> int | None:
 
 
 def projection_by_head(call: AttentionCall) -> Tensor:
-    """The output projection's columns by head, ``(h, d_out, d_v)``."""
+    """The columns of the output projection by head, ``(h, d_out, d_v)``."""
     count, projection = count_heads(call.module), call.end.projection
     assert count is not None and projection is not None
     call.have()
