@@ -185,9 +185,9 @@ class ResidentWeights:
 
     @contextlib.contextmanager
     def passing(self, enough: Test, inside: Test) -> Iterator[None]:
-        """A forward pass, which stops at the first block for which ``enough`` is true.
+        """A forward pass that stops before the next block once ``enough()`` is true.
 
-        It also stops within a block, before more of its weights are loaded, if ``inside`` is true.
+        Once ``inside()`` is true, it stops within a block before more of its weights are loaded.
         """
         thread = threading.get_ident()
         self._ends[thread] = enough, inside
