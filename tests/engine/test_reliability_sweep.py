@@ -66,7 +66,7 @@ def test_a_worker_that_stands_still_is_replaced(monkeypatch, tmp_path, caplog):
     jobs, found = answered()
     assert sorted(one.job for one in found) == sorted(job.id for job in jobs)
     assert all(not one.finished for one in found)  # none has failed
-    assert "has said nothing for 2 s and is replaced" in caplog.text
+    assert "was silent for 2 s and is replaced" in caplog.text
 
 
 def test_a_death_before_a_job_began_does_not_count_against_it(monkeypatch, tmp_path):

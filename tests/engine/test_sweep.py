@@ -299,7 +299,7 @@ def test_a_job_that_kills_every_worker_fails_and_the_others_go_on(monkeypatch):
     (row,) = [each.row for each in lost.finished]
     assert (lost.job, row.layer, row.status) == (jobs[1].id, 1, "failed")
     assert row.error == (
-        "The worker process was killed by SIGKILL, perhaps for want of memory, 3 times in a "
+        "The worker process was killed by SIGKILL, perhaps out of memory, 3 times in a "
         "row; the next run tries it again"
     )
     assert row.passing

@@ -100,7 +100,7 @@ WRONG = {
     "built, of a block": (
         "inputs: [real, ascent]\nmaps: [block]", 4, "`inputs` that are built.*`ascent` with `block`"
     ),
-    "theorems of a block": ("theorems: all\nmaps: [block]", 4, "Theorems speak of the maps"),
+    "theorems of a block": ("theorems: all\nmaps: [block]", 4, "Theorems cover the maps"),
     "no yaml": ("maps: [", 5, "should be YAML"),
 }  # fmt: skip
 

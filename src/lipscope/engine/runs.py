@@ -1,4 +1,4 @@
-"""One model's questions answered in this process, row by row, into a folder if there is one."""
+"""Runs of one model in this process, row by row, into a run folder if there is one."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ AnyFolder = str | Path | Place | RunFolder | None
 Tell = Callable[[int, int, Measurement | None], None]
 Progress = Tell | bool
 
-# What only a measurement needs, and a map at its input does not.
+# Options about inputs, which a map at its input does not need.
 OF_INPUT = ("lengths", "samples", "windows", "images", "resolutions", "tokenizer", "revision")
 _AT = Verb("at", without=options_of("theorems"), norms=True, by_layer=True)
-_BEGINNING = 60  # characters of a text that has no name
+_BEGINNING = 60  # number of characters that identify an unnamed text
 _BAR = "measuring {bar:30} {n_fmt}/{total_fmt} {elapsed} left {remaining}{postfix}"
 
 
 class LocalRun:
-    """A request of one model, prepared: what it has, and the jobs that are to be done.
+    """A prepared request for one model: its survey and its jobs.
 
-    Use it in a ``with`` block, whose start opens the folder, and looks at the model unless the
-    folder knows what it has. Model, data and options are those of `measure`. The verb says which
-    options it has, sets ``more`` of the specification itself, and asks for what is ``asked``
-    besides, if its answers are of one layer at one input.
+    Use it in a ``with`` block, which opens the folder at its start, and surveys the model unless
+    the folder has its survey. Model, data and options are those of `measure`. ``verb`` defines the
+    valid options, ``more`` sets further entries of the specification, and ``asked`` holds the
+    verb's own arguments, if its answers are for a single layer and input.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class LocalRun:
         spec = single_spec(verb, name, {"": _digest(data)}, options, dtype)
         self.spec: Spec = replace(spec, **(more or {}))
         self.data = data
-        # A name, which is loaded when a job needs it.
+        # A model given by name is loaded when a job needs it.
         self._named = isinstance(model, str) and loading["tokenizer"] is None
         how = {"seed": self.spec.seeds[0], "allow_pickle": self.spec.allow_pickle, **loading}
 
@@ -139,17 +139,17 @@ class LocalRun:
         self._stack.__exit__(*error)
 
     def new_session(self, **how: bool) -> Session:
-        """A session of its own on the model and the data."""
+        """A new session on the model and the data."""
         return Session(self.spec, {"": self.data}, {self.spec.models[0].name: self._load}, **how)
 
     def also(self, folder: RunFolder | None, **changes: Any) -> LocalRun:
-        """The same question of the same model but for some entries, into an open folder."""
+        """The same run with some entries changed, into an open folder."""
         other = copy.copy(self)
         other.spec, other._out, other._values = replace(self.spec, **changes), folder, {}
         return other
 
     def opened(self, stack: contextlib.ExitStack) -> RunFolder | None:
-        """The folder, open; what it holds of other lengths, samples and layers is asked for too."""
+        """The opened folder; its other lengths, samples and layers are added to the request."""
         if self._out is None or isinstance(self._out, RunFolder):
             return self._out
         origin = provenance(
@@ -179,7 +179,7 @@ class LocalRun:
         return self.session.at(job)
 
     def samples(self, chosen: Sequence[int]) -> list[Sample]:
-        """Some of the inputs that are read, without a look at the layers."""
+        """The chosen inputs, without a survey of the layers."""
         with self.new_session() as session:
             some = session.items(ModelKey(0, None), "")
         count = 1 + max(one.sample for one in some)
@@ -191,13 +191,13 @@ class LocalRun:
         return [replace(one, count=count) for one in some if one.sample in chosen]
 
     def left(self) -> list[Job]:
-        """The jobs that the folder does not answer."""
+        """The jobs without rows in the folder."""
         return left_over(self.jobs, [self.survey.shape], self._held(self._ids()))
 
     def rows(self, progress: Progress | None = None, *, keep: bool = True) -> Rows:
-        """All rows, those of an earlier run in the folder included, in the order of the jobs.
+        """All rows in the order of the jobs, including those of earlier runs in the folder.
 
-        They are written into the folder, unless they are not to be kept.
+        They are written to the folder, unless ``keep`` is false.
         """
         tell = as_callback(progress)
         ids, folder = self._ids(), self.folder
@@ -231,7 +231,7 @@ class LocalRun:
         )
 
     def only_rows(self, progress: Progress | None = None) -> Rows:
-        """The rows, where nothing else is asked of the run."""
+        """The rows, for a run with no other results."""
         with self:
             return self.rows(progress)
 
@@ -242,10 +242,10 @@ class LocalRun:
         make: Callable[[], dict[str, Any]],
         file: str | None = None,
     ) -> dict[str, Any]:
-        """What is found besides rows; from the folder if it is there, whole.
+        """A result other than rows, from the folder if it is there and complete.
 
-        It depends on ``asked`` and on what this run asks for; ``make`` finds it, as plain values,
-        and writes the file that belongs to it, if any.
+        It is identified by ``asked`` and this run's request; ``make`` computes it, as plain
+        values, and writes its file, if any.
         """
         if self.folder is None or self._key is None:
             return make()
@@ -260,25 +260,25 @@ class LocalRun:
         )
 
     def values(self, part: str) -> dict[str, Any]:
-        """The values of a part, by their keys: those that the folder held, and new ones."""
+        """The values of a part by key, from the folder and new."""
         if part not in self._values:
             self._values[part] = {} if self.folder is None else self.folder.values(part)
         return self._values[part]
 
     def keep_value(self, part: str, key: str, made: Any) -> None:
-        """Keep a record as a value of a part, in the folder if there is one."""
+        """Store a record as a value of a part, also in the folder if there is one."""
         self.values(part)[key] = content = asdict(made)
         if self.folder is not None:
             self.folder.add_value(part, key, content)
 
     def value(self, part: str, key: str, make: Callable[[], Any]) -> dict[str, Any]:
-        """A value of a part; of a record that is made and kept where there is none."""
+        """A value of a part; if missing, that of a new record, which is stored."""
         if key not in self.values(part):
             self.keep_value(part, key, make())
         return self.values(part)[key]
 
     def save(self, file: str, points: Mapping[str, Tensor]) -> None:
-        """Inputs into a file of the folder, in one move; nowhere if there is no folder."""
+        """Write inputs atomically to a file in the folder, if there is one."""
         if self.folder is None:
             return
         content, folder = io.BytesIO(), self.folder.path
@@ -290,7 +290,7 @@ class LocalRun:
             raise unwritable(f"out = {folder}", problem) from None
 
     def keep(self, rows: Rows, row: Measurement, bounds: Sequence[Bound]) -> None:
-        """Write one of the rows, with other bounds than those that the run itself asks for."""
+        """Write one of the rows, with bounds beyond those that the run requests."""
         assert self.folder is not None
         tokens = tuple(one for one in rows.tokens if one.id == row.id)
         held = {(one.id, one.theorem, one.eps) for one in self.folder.beside(Bound)}
@@ -302,7 +302,7 @@ class LocalRun:
         return [one for job in self.jobs for one in row_ids(job, self.survey.shape)]
 
     def _held(self, ids: Sequence[str]) -> dict[str, Measurement]:
-        """Rows that the folder holds; one that other questions share may say less than is asked."""
+        """Complete rows in the folder; those shared with other requests may lack columns."""
         folder = self.folder
         done = {} if folder is None else folder.done
         held = {one: done[one] for one in ids if one in done}
@@ -315,14 +315,14 @@ class LocalRun:
         asked = {"sigma_rest": self.spec.rest, "frobenius": self.spec.average}
 
         def complete(row: Measurement) -> bool:
-            said = all(getattr(row, name) is not None for name, on in asked.items() if on)
+            filled = all(getattr(row, name) is not None for name, on in asked.items() if on)
             whole = row.id in bounded and (row.id in worded or not row.sigma)
-            return row.sigma is None or (said and whole)
+            return row.sigma is None or (filled and whole)
 
         return {id: row for id, row in held.items() if complete(row)}
 
     def _answered(self, job: Job) -> list[Finished]:
-        """The rows of a job; an input that cannot be built for a layer is a row that says so."""
+        """The rows of a job; a failed row if its input cannot be built for a layer."""
         try:
             return self.at(job).finished
         except InputError as problem:
@@ -333,7 +333,7 @@ class LocalRun:
 
 
 def _with_held(one: Finished, held: Measurement | None) -> Finished:
-    """An answer with what an earlier one to the same question says besides."""
+    """An answer completed by an earlier one to the same question."""
     if held is None:
         return one
     names = [name for name in ("sigma_rest", "frobenius") if getattr(one.row, name) is None]
@@ -343,14 +343,14 @@ def _with_held(one: Finished, held: Measurement | None) -> Finished:
 
 
 def folder_of(out: str | Path | Place) -> Place:
-    """Where a run goes, by its name."""
+    """The place of a run folder, from its name."""
     return out if isinstance(out, Place) else Place(Path(argument(path, "out", out)))
 
 
 def of_one_window(
     data: AnyData, options: Mapping[str, Any], length: int | None, sample: int = 0
 ) -> dict[str, Any]:
-    """Lengths and samples of a verb that looks at one window: of 64 tokens, of a text."""
+    """Lengths and samples for a verb on a single window, by default of 64 tokens of a text."""
     no_several(options)
     if is_text(data, options):
         length = 64 if length is None else argument(whole_number(1, 10**6), "length", length)
@@ -361,18 +361,18 @@ def of_one_window(
 
 
 def of_one_input(data: AnyData, options: Mapping[str, Any], length: int | None) -> dict[str, Any]:
-    """The same of a verb whose answer is of one input, and one picture."""
+    """The same for a verb on a single input, by default one picture."""
     one = {"samples": options.get("samples") or 1} if options.get("images") is not None else {}
     return one | of_one_window(data, options, length)
 
 
 def is_text(data: AnyData, options: Mapping[str, Any]) -> bool:
-    """Whether a text is read, and not a batch or pictures."""
+    """Whether the input is a text, not a batch or pictures."""
     return (data is None or isinstance(data, str | Path)) and options.get("images") is None
 
 
 def _digest(data: Any) -> str:
-    """A digest of what was given, for the manifest; inputs have digests of their own."""
+    """A digest of the data for the manifest; inputs have their own digests."""
     if isinstance(data, Tensor):
         return digest(data)
     if isinstance(data, Mapping):
@@ -385,9 +385,9 @@ def _digest(data: Any) -> str:
 
 
 def source_of(data: Any, images: str | Path | None) -> dict[str, str]:
-    """What a manifest says about what was measured on; never compared, as rows hold digests.
+    """The description of the data in a manifest; never compared, as rows have digests.
 
-    ``images``, or ``text`` (``default``, or how it begins) and ``text_sha256``; of a batch nothing.
+    ``images``, or ``text`` (``default`` or its beginning) and ``text_sha256``; empty for a batch.
 
     >>> source_of("It was late.", None)["text"]
     'It was late.'
@@ -412,9 +412,9 @@ def maps_at(
 ) -> Iterator[MapAtInput]:
     """Maps of a model's layers at its inputs: for every length and sample, layer by layer.
 
-    The model is ready while the iteration lasts. Arguments and options are those of `measure`; a
-    text is cut into one window if nothing else is said. Only the ``chosen`` samples, if any. With
-    ``watch``, sigma of all will be asked for, and what it gives for a layer is told of it.
+    The model stays prepared during the iteration. Arguments and options are those of `measure`; a
+    text gives one window by default. Only the ``chosen`` samples, if given. With ``watch``, sigma
+    of all maps is solved ahead, and the callback that it returns for a layer receives intervals.
     """
     usual = {"lengths": 64, "samples": 1} if is_text(data, options) else {}
     asked = usual | {name: value for name, value in options.items() if value is not None}
@@ -422,7 +422,7 @@ def maps_at(
         run = LocalRun(model, data, asked, _AT)
         model, data = run.model, run.samples(chosen)
         asked = {name: value for name, value in asked.items() if name not in OF_INPUT}
-    # Norms, whose record costs a fifth of a pass, are no part of sigma.
+    # Sigma does not need norms, whose recording costs a fifth of a pass.
     verb = _AT if watch is None else _AT._replace(norms=False)
     verb = verb if chosen is not None else verb._replace(name="layers")
     with LocalRun(model, data, asked, verb) as run:
@@ -432,15 +432,15 @@ def maps_at(
             yield run.at(job)
 
 
-# --- surveys kept in a run folder: a finished run answers without loading a model
+# --- surveys stored in a run folder, so that a finished run needs no model
 
 Held = Mapping[str, Mapping[str, Any]]
 
 
 def survey_key(spec: Spec, model: int, more: Mapping[str, Any]) -> str | None:
-    """Digest of everything that a survey depends on; None if it cannot be told.
+    """Digest of everything that a survey depends on; None if unknown.
 
-    ``more`` is what the specification does not say, such as the revision that was asked for.
+    ``more`` holds what the specification lacks, such as the requested revision.
     """
     one = spec.models[model]
     revision = more.get("revision")
@@ -456,7 +456,7 @@ def survey_key(spec: Spec, model: int, more: Mapping[str, Any]) -> str | None:
 def surveyed(
     held: Held, folder: RunFolder | None, key: str | None, look: Callable[[], Survey]
 ) -> tuple[Survey, bool]:
-    """A survey, held under a key or made and kept in the folder; whether it was held."""
+    """A survey, held under a key or made and stored in the folder, and whether it was held."""
     if key is not None and key in held:
         plain = held[key]
         layers, heads = plain["shape"]
@@ -470,7 +470,7 @@ def surveyed(
 
 
 def tell_fewer(spec: Spec, survey: Survey) -> None:
-    """Say where a text has fewer distinct windows than were asked for."""
+    """Report texts with fewer distinct windows than requested."""
     if spec.samples is None or spec.images is not None or spec.lengths is None:
         return
     for name, items in survey.items.items():
@@ -488,9 +488,9 @@ def tell_fewer(spec: Spec, survey: Survey) -> None:
 
 
 class Bar:
-    """A line on standard error; it stays where that is no terminal, as in a notebook.
+    """A progress bar on standard error; it stays visible outside a terminal, as in a notebook.
 
-    What is left is told from the rows that this run has finished, not from those of earlier ones.
+    Remaining time is estimated from the rows of this run, not from those of earlier ones.
     """
 
     def __init__(self, *, shown: bool = True) -> None:
@@ -504,7 +504,7 @@ class Bar:
         self._end()
 
     def update(self, done: int, total: int, row: Measurement | None) -> None:
-        """Move the bar; rows that an earlier run left count as done."""
+        """Update the bar; rows of earlier runs count as done."""
         if not self._shown:
             return
         if self._line is None:
@@ -516,7 +516,7 @@ class Bar:
             self._end()
 
     def say(self, text: str) -> None:
-        """Say beside the bar what is being done."""
+        """Show the current step beside the bar."""
         if self._line is not None:
             self._line.set_postfix_str(text)
 
@@ -527,14 +527,14 @@ class Bar:
 
 
 def as_voice(tell: Tell) -> Callable[[str], None]:
-    """What is told in words while one answer takes long: a bar, or nobody."""
+    """A function that shows steps of a long answer beside the bar, if there is one."""
     return getattr(getattr(tell, "__self__", None), "say", lambda _: None)
 
 
 def as_callback(progress: Progress | None) -> Tell:
-    """What is told of progress: a function, a line for True, nobody for None and False.
+    """The callback for progress: a function, a bar for True, a no-op for None and False.
 
-    A verb asks once, so that all of its parts move one line.
+    A verb calls this once, so that all of its parts share one bar.
     """
     if progress is None or progress is False:
         return lambda *_: None

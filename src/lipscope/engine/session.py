@@ -1,4 +1,4 @@
-"""A session: maps at their inputs, and one forward pass for all questions at a window."""
+"""Sessions: maps at their inputs, with one forward pass for all questions about a window."""
 
 from __future__ import annotations
 
@@ -62,19 +62,18 @@ V = TypeVar("V")
 
 
 def keep_last(held: dict[K, V], key: K, make: Callable[[], V]) -> V:
-    """The value of a key; one that is made anew takes the place of the only one that is held."""
+    """The value of a key in a cache of size one."""
     if key not in held:
-        held.clear()  # first: both may not fit the memory
+        held.clear()  # first: both may not fit in memory
         held[key] = make()
     return held[key]
 
 
 class MapAtInput:
-    """A map of a model's layer at an input, with everything that verbs want to know of it.
+    """A map of a model's layer at an input, with everything that verbs need to know about it.
 
-    What is asked for is computed once, when it is first asked for; the model is ready while
-    that happens, and as it was found afterwards. ``given`` is the map at the input that was given,
-    if it was built before.
+    Values are computed once, on first access; the model is prepared for the computation and
+    restored afterwards. ``given`` is the map at the given input, if it was built before.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class MapAtInput:
 
     @cached_property
     def given(self) -> LayerMap:
-        """The map at the input that was given, padding held fixed."""
+        """The map at the given input, with padding held fixed."""
         held = self.window.maps.pop((self.job.layer, self.job.map), None)
         if held is not None:
             return held
@@ -110,17 +109,17 @@ class MapAtInput:
 
     @property
     def map(self) -> LayerMap:
-        """The map, with its input: the one that was given, or the one that was built."""
+        """The map with its input, given or built."""
         return self._placed[0]
 
     @property
     def item(self) -> Sample:
-        """The input of the model, as rows name it."""
+        """The input of the model, as identified in rows."""
         return self._placed[1]
 
     @property
     def remarks(self) -> list[str]:
-        """What rows say of the model, the input and the reach of bounds."""
+        """Remarks for rows on the model, the input and the reach of bounds."""
         notes = self._placed[2]
         if not self.spec.theorems or self.map.attention is None:
             return notes
@@ -137,7 +136,7 @@ class MapAtInput:
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """The tokens in the model's own words; their indices where it has none."""
+        """The tokens in the model's vocabulary; their indices if it has none."""
         own = self.item.tokens
         return own if own and len(own) == len(self.x) else tuple(map(str, range(len(self.x))))
 
@@ -147,7 +146,7 @@ class MapAtInput:
             return self.map(x)
 
     def linearise(self, x: Float[Tensor, "n d"] | None = None) -> Operator:
-        """The Jacobian at the input, or at another one; the model is ready during its products."""
+        """The Jacobian at this or another input; the model is prepared for its products."""
         with self.window.ready():
             found = self.map.linearise(self.x if x is None else x, memory=self._session.chunks)
 
@@ -160,14 +159,14 @@ class MapAtInput:
 
         return replace(found, matvec=ready(found.matvec), rmatvec=ready(found.rmatvec))
 
-    # --- what theorems see
+    # --- inputs of theorems
 
     @cached_property
     def for_theorems(self) -> Attention | Normed | Residual:
-        """The layer as theorems see it: with the norms of the maps ``normed`` and ``residual``."""
+        """The layer in the form that theorems take, with norms for ``normed`` and ``residual``."""
         built = self.given
         if built.attention is None:
-            why = "it is not known"
+            why = "it is unknown"
             if not self.model.is_layer:
                 why = why_run(self.window.trace.calls[self.job.layer or 0].module)
             raise InputError(
@@ -212,7 +211,7 @@ class MapAtInput:
 
     @cached_property
     def allowed(self) -> tuple[float | None, float | None]:
-        """Of which tokens bounds on all inputs speak: up to a radius, or from a norm on."""
+        """Token norms that bounds on all inputs cover: a maximum, or a minimum; None if unset."""
         radius = self.spec.radius
         if radius == "inputs":
             return self._session.of_inputs(self.job)
@@ -229,13 +228,13 @@ class MapAtInput:
 
     @property
     def size(self) -> float:
-        """Largest token norm of the input; the smallest with a norm in front."""
+        """Largest token norm of the input; the smallest if a norm precedes the layer."""
         front, x = norm_in_front(self.for_theorems), self.given.x
         return float(x.norm(dim=-1).max() if front is None else front.constants.size(x).min())
 
     @cached_property
     def built_input(self) -> BuiltInput:
-        """The input that the job builds, within the radius of which bounds on all inputs speak."""
+        """The input that the job builds, within the radius of bounds on all inputs."""
         job, built = self.job._replace(metric="", id=""), self.given
 
         def make() -> BuiltInput:
@@ -251,7 +250,7 @@ class MapAtInput:
 
     @property
     def question(self) -> Question:
-        """What is solved, within which memory, the key that fixes the starts, and who watches."""
+        """The question to solve: map, job, memory, key for the random starts, and watcher."""
         spec, job = self.spec, self.job
         key = f"{spec.models[job.model].name}|{job.layer}|{job.num_tokens or ''}|{job.sample}"
         if job.input != REAL:
@@ -260,16 +259,16 @@ class MapAtInput:
 
     @property
     def answers(self) -> list[Answer]:
-        """What the map, or each of its heads, answers: singular vectors included."""
+        """The answers for the map, or for each head, including singular vectors."""
         spec, job = self.spec, self.job
         whole_tokens = spec.move != COPIES  # the model itself has no copies
 
         def make() -> list[Answer]:
             solved, solves = None, self._session.solves
-            # What fails, fails again where its own row is made, and is told there.
+            # A failure here recurs when the map's own row is made, and is reported there.
             with suppress(InputError, RuntimeError, MemoryError):
                 solved = None if solves is None else solves.solved(self)
-            # What is done beside solves ahead has few threads.
+            # Few threads while other solves run ahead.
             beside = nullcontext() if solves is None else solves.beside()
             with beside, self.window.ready():
                 check = self._session.first(job) and whole_tokens
@@ -318,7 +317,7 @@ class MapAtInput:
             texts = keep_last(
                 self._session.texts, window.setting, lambda: texts_for(*among, reads=reads)
             )
-            assert record is not None  # or there are no texts for it
+            assert record is not None  # `texts_for` refuses None
             return (*found, *slopes_of_texts(reply.leading, self.map, row.id, record, texts))
 
 
@@ -327,12 +326,12 @@ class Result(NamedTuple):
 
     job: str  # its id
     model: int  # index of its model
-    about: dict[str, Any]  # what its rows say of the model; empty if it could not be loaded
+    about: dict[str, Any]  # model metadata for its rows; empty if the model could not be loaded
     finished: list[Finished]  # its rows
 
 
 def failed(spec: Spec, job: Job, shape: Shape, error: str) -> Result:
-    """The result of a job whose workers died: rows that say so."""
+    """The result of a job whose workers died: failed rows."""
     return Result(job.id, job.model, {}, failed_rows(spec, job, shape, error, {}))
 
 
@@ -344,11 +343,11 @@ class ModelKey(NamedTuple):
 
 
 class Session:
-    """Answers the jobs of a specification; what consecutive jobs share is computed once.
+    """Answers the jobs of a specification; consecutive jobs share computations.
 
-    Use it in a ``with`` block, whose end puts the model back as it was. ``sources`` are what models
-    read, by name; ``models`` give those that are had already; with ``norms`` the norms that feed
-    layers are asked for, whatever the map; ``by_layer``, a survey looks at the first layer alone.
+    Use it in a ``with`` block, which restores the model at its end. ``sources`` are the inputs of
+    models by name; ``models`` returns models that are already loaded; ``norms``: record the norms
+    that feed layers, for any map; ``by_layer``: a survey examines only the first layer.
     """
 
     def __init__(
@@ -363,26 +362,26 @@ class Session:
         self.spec, self.sources, self.models = spec, sources, models or {}
         if spec.memory.startswith(FREE):  # or a share of it, such as `free/2`
             self.memory = usable_memory() // int(spec.memory.partition("/")[2] or 1)  # bytes
-            # What products and the basis may take: more is no faster where nobody asked for it.
+            # Memory for products and the basis, limited by default: more is no faster.
             self.chunks = min(self.memory, _CHUNKS)
         else:
             self.memory = self.chunks = parse_bytes(spec.memory)
         device_of(spec.device)
         self._norms = norms or spec.radius == "norm"
-        self._by_layer = by_layer and not spec.per_head  # of which the shape says the heads
+        self._by_layer = by_layer and not spec.per_head  # per head, the shape needs all layers
         self._stack = ExitStack()
         self._failed: dict[ModelKey, Exception] = {}
-        # Of each of these only the last one is held.
+        # Caches of size one.
         self._model: dict[ModelKey, ReadyModel] = {}
         self._items: dict[tuple[ModelKey, str], list[Sample]] = {}
         self._ready: dict[tuple[ModelKey, Setting], None] = {}
-        # The windows whose passes may be shared, None for all; those that share the last one.
+        # Windows whose passes may be shared, None for all; windows that share the current pass.
         self.coming: Collection[WindowKey] | None = ()
         self._window: dict[WindowKey, ModelAtInput] = {}
         self._at: dict[Job, MapAtInput] = {}
-        self.solves: SolveQueue[MapAtInput] | None = None  # where several jobs are expected
+        self.solves: SolveQueue[MapAtInput] | None = None  # if several jobs are expected
         self._sizes: dict[Any, dict[int | None, list[float]]] = {}
-        self.texts: dict[Setting, Texts] = {}  # towards which directions turn
+        self.texts: dict[Setting, Texts] = {}  # texts that directions are compared with
 
     def __enter__(self) -> Session:
         return self
@@ -391,12 +390,12 @@ class Session:
         self.end()
 
     def end(self) -> None:
-        """Let go of everything, and find nothing ahead any more: nobody would end its threads."""
+        """Release everything, and stop solving ahead, whose threads nothing else would end."""
         self.close()
         self.solves = None
 
     def close(self) -> None:
-        """Put the model back as it was, and let go of it."""
+        """Restore the model and release it."""
         if self.solves is not None:
             self.solves.end()
         self._stack.close()
@@ -404,10 +403,10 @@ class Session:
         for held in (self._model, self._items, self._ready, self._at, self.texts):
             held.clear()
 
-    # --- what a model has
+    # --- models, inputs and surveys
 
     def model(self, key: ModelKey) -> ReadyModel:
-        """A model; one that could not be loaded is not loaded again for every job."""
+        """A model; after a failure, loading is not repeated for every job."""
         if key in self._failed:
             raise self._failed[key]
 
@@ -433,16 +432,16 @@ class Session:
             raise
 
     def about(self, model: int, weights: int | None = None) -> dict[str, Any]:
-        """What rows say of a model; of a random one, whose seeds differ, that it is one."""
+        """Metadata of a model for rows; a random one, whose seeds differ, has weights "random"."""
         about = self.model(ModelKey(model, weights)).loaded.about
         return about if weights is None else about | {"weights": "random"}
 
     def items(self, key: ModelKey, name: str) -> list[Sample]:
-        """Every input that a source gives a model."""
+        """All inputs of a model from a source."""
         model, spec = self.model(key), self.spec
 
         def cut() -> list[Sample]:
-            if isinstance(self.sources[name], list):  # they were cut before
+            if isinstance(self.sources[name], list):  # cut before
                 return self.sources[name]
             if model.is_layer:
                 return layer_inputs(self.sources[name])
@@ -502,10 +501,10 @@ class Session:
         for name in maps:
             places = [None] if name in WHOLE else layers
             for layer in places:
-                if longest > record.calls[layer or 0].num_tokens:  # else its map says so
+                if longest > record.calls[layer or 0].num_tokens:  # else building it checks
                     check_request(record, layer, name, longest, self.memory)
             for layer in places[:1] if self._by_layer else places:
-                # The first window's own, which its jobs find there.
+                # Stored for the jobs of the first window.
                 built = window.map(layer, name, memory=self.memory, per_head=per_head)
                 if record.resident is None or len(layers) == 1:
                     window.maps[layer, name] = built
@@ -514,7 +513,7 @@ class Session:
         return Shape(count, tuple(heads) if per_head else None)
 
     def _check_tokens(self, moving: int | None, reading: int | None = None) -> None:
-        """Whether the tokens that may move, and those that are read, are there."""
+        """Check that the tokens to move and to read exist."""
         for option, count in (("move", moving), ("read", reading or moving)):
             text = getattr(self.spec, option)
             if count is not None and text != "all":
@@ -523,9 +522,9 @@ class Session:
     # --- a map at an input
 
     def window(self, key: WindowKey) -> ModelAtInput:
-        """The model at an input, which stays ready until another one is asked for.
+        """The model at an input; it stays prepared until another window is requested.
 
-        Windows of a model that is read block by block share a pass, and stay together.
+        If the model is read block by block, several windows share a pass.
         """
         if key in self._window:
             return self._window[key]
@@ -559,13 +558,13 @@ class Session:
         return Setting(key.dtype, key.fused, *more)
 
     def _part(self) -> None:
-        """Let go of the windows."""
+        """Release the windows."""
         for one in self._window.values():
             one.beside = []
         self._window.clear()
 
     def _sharing(self, key: WindowKey) -> list[WindowKey]:
-        """The windows that share a pass with one: as many as half of the memory holds."""
+        """The windows that share a pass with this one: as many as fit in half of the memory."""
         model_key = ModelKey(key.model, key.weights)
         model, items = self.model(model_key), self.items(model_key, key.text)
         if model.is_layer or not model.by_block(getattr(torch, key.dtype)):
@@ -585,9 +584,9 @@ class Session:
         return found
 
     def ordered(self, jobs: Sequence[Job]) -> list[Job]:
-        """Jobs that will be asked, in the order that reads the fewest blocks, and by it.
+        """Announce jobs; return them in the order that reads the fewest blocks.
 
-        Layer by layer, of windows together.
+        That is layer by layer for windows that share a pass.
         """
         found, keys = list[Job](), [job.window for job in jobs]
         self.coming = dict.fromkeys(keys)
@@ -599,7 +598,7 @@ class Session:
         return found
 
     def at(self, job: Job) -> MapAtInput:
-        """The map that a job asks about, at its input."""
+        """The map of a job, at its input."""
         ahead = None if self.solves is None else self.solves.taken(job)
         if ahead is not None:
             return keep_last(self._at, job, lambda: ahead)
@@ -613,9 +612,9 @@ class Session:
     def expect(
         self, jobs: Sequence[Job], watch: Callable[[int | None], Watch] | None = None
     ) -> None:
-        """These jobs will be asked one after the other for sigma, which is found ahead.
+        """Announce jobs whose sigma will be requested in this order, to solve them ahead.
 
-        What ``watch`` gives for a layer is told of its intervals as they narrow.
+        ``watch`` returns a callback for a layer, which receives its intervals as they narrow.
         """
         if self.solves is not None:
             self.solves.end()
@@ -624,13 +623,13 @@ class Session:
             self.solves = SolveQueue(self.spec, self.chunks, made, jobs, watch)
 
     def first(self, job: Job) -> bool:
-        """Whether its input is the first one of its length."""
+        """Whether the input of a job is the first of its length."""
         some = self.items(ModelKey(job.model, job.weights), job.text)
         alike = [one.sample for one in some if one.num_tokens == job.num_tokens]
         return job.sample == min(alike)
 
     def of_inputs(self, job: Job) -> tuple[float | None, float | None]:
-        """Largest token norm over all inputs of a layer; the smallest with a norm in front."""
+        """Largest token norm over all inputs of a layer; the smallest if a norm precedes it."""
         key = ModelKey(job.model, job.weights)
         held = keep_last(self._sizes, (key, job.dtype, job.text, job.map), dict)
         at = self.at(job)
@@ -643,30 +642,30 @@ class Session:
             for index in range(len(self.items(key, job.text))):
                 for layer in layers:
                     other = job._replace(item=index, input=REAL, layer=layer)
-                    with suppress(InputError):  # a layer without weights says so in its own rows
+                    with suppress(InputError):  # reported in the rows of that layer
                         held[layer].append(self.at(other).size)
-        some = held[job.layer] or [at.size]  # which says why there is none
+        some = held[job.layer] or [at.size]  # which raises the reason
         return (max(some), None) if norm_in_front(at.for_theorems) is None else (None, min(some))
 
     # --- answers
 
     def result(self, job: Job, shape: Shape) -> Result:
-        """The result of a job, of a model of this shape; one that fails has rows that say so."""
+        """The result of a job for a model of this shape; failed rows on any error."""
         try:
             finished = self.at(job).finished
-        except Exception as problem:  # whatever it is, the other jobs go on
+        except Exception as problem:  # the other jobs must go on
             about = self._about_if_loaded(job)
             finished = failed_rows(self.spec, job, shape, explained(problem), about)
         return Result(job.id, job.model, self._about_if_loaded(job), finished)
 
     def seconds(self, job: Job, shape: Shape, clock: Callable[[], float]) -> tuple[float, float]:
-        """Time of the forward pass of a job's window, and of the job once that is done.
+        """Time of the forward pass of a job's window, and of the rest of the job.
 
-        ``clock`` tells the time, in seconds.
+        ``clock`` returns the time in seconds.
         """
         self._part()
         self._at.clear()
-        with suppress(Exception):  # a job that fails takes its time too
+        with suppress(Exception):  # failed jobs take time too
             self.window(job.window)
         began = clock()
         with suppress(Exception):

@@ -1,4 +1,4 @@
-"""Solves ahead of what is asked: layers that come next, a thread each."""
+"""Solving ahead: sigma of the next layers, one thread each."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from lipscope.errors import InputError
 from lipscope.linalg import SPECTRAL, USUAL_STEPS, Watch, one_thread
 
 _MOST_WORKERS = 4
-_WAITING = 2  # solves beyond one a thread, so that none is idle while a row is made
-# Entries of an input up to which they are: products of larger ones fill the processors.
+_WAITING = 2  # solves beyond one per thread, so that none is idle while a row is made
+# Maximum number of input entries: products of larger inputs use all processors.
 _FEW = 2**16
 
 
 class _OverError(BaseException):
-    """Ends a solve between two products: nobody will ask for it."""
+    """Ends a solve that is no longer needed, between two products."""
 
 
 @runtime_checkable
-class _Asked(Protocol):
-    """A map at its input, as a session has it."""
+class _Map(Protocol):
+    """A map at its input, as in a session."""
 
     job: Job
     window: ModelAtInput
@@ -39,14 +39,14 @@ class _Asked(Protocol):
     def question(self) -> Question: ...
 
 
-M = TypeVar("M", bound=_Asked)
+M = TypeVar("M", bound=_Map)
 
 
 class SolveQueue(Generic[M]):
-    """Finds sigma of maps before they are asked for, within so many bytes of memory a solve.
+    """Solves for sigma of maps before it is requested, within ``memory`` bytes per solve.
 
-    ``make`` gives the map of a job at a window; the jobs will be asked one after the other; what
-    ``watch`` gives for a layer is told of its intervals as they narrow.
+    ``make`` builds the map of a job at a window; ``jobs`` will be requested in order; ``watch``
+    returns a callback for a layer, which receives its intervals as they narrow.
     """
 
     def __init__(
@@ -58,49 +58,49 @@ class SolveQueue(Generic[M]):
         watch: Callable[[int | None], Watch] | None,
     ) -> None:
         self._spec, self._memory, self._make, self._watch = spec, memory, make, watch
-        self._next = dict(pairwise(jobs))  # by job, the one that is asked after it
+        self._next = dict(pairwise(jobs))  # the following job, by job
         self._ahead: dict[Job, M] = {}
         self._begun: dict[Job, Future[Solve]] = {}
-        self._coming: M | None = None  # the next one to begin with
+        self._coming: M | None = None  # the next map to start
         self._pool: ThreadPoolExecutor | None = None
         self._over = Event()
 
     def watching(self, layer: int | None) -> Watch:
-        """What is called after every step of a solve; it ends those of a session that is over."""
-        told = None if self._watch is None else self._watch(layer)
+        """A callback for every step of a solve, which stops solves of a finished session."""
+        callback = None if self._watch is None else self._watch(layer)
 
         def watch(now: Callable[[], Sequence[tuple[float, float]]]) -> None:
             if self._over.is_set():
                 raise _OverError
-            if told is not None:
-                told(now)
+            if callback is not None:
+                callback(now)
 
         return watch
 
     def solved(self, one: M) -> Solve | None:
-        """Sigma of a map, found beside those that are asked for next; None for it alone.
+        """The solve of a map, run in parallel with the next ones; None to solve it alone.
 
-        These are other layers at the same input, in closed form and of few tokens. They are solved
-        in threads beside this one, as many as torch has, each with one: several small solves at
-        once use processors better than several threads a product, and never wait for each other.
+        The next ones are other layers at the same input, in closed form and with few tokens. They
+        run in as many threads as torch has, with one each: several small solves at once use
+        processors better than several threads per product, and never wait for each other.
         """
         workers, job = min(torch.get_num_threads(), _MOST_WORKERS), one.job
         if job not in self._begun:
             self._coming = one
         while self._coming is not None and workers > 1 and len(self._begun) < workers + _WAITING:
             coming, self._coming = self._coming, None
-            # What fails is told where its row is made.
+            # A failure is reported when its row is made.
             with self.beside(), suppress(InputError, RuntimeError, MemoryError):
                 self._coming = self._begin(coming, workers)
-        self._ahead.pop(job, None)  # it is at hand
+        self._ahead.pop(job, None)  # no longer needed
         return self._begun.pop(job).result() if job in self._begun else None
 
     def beside(self) -> AbstractContextManager[None]:
-        """What this thread does beside the solves takes no processor from them."""
+        """Limit this thread to one processor while solves run ahead."""
         return one_thread() if self._begun else nullcontext()
 
     def _begin(self, one: M, workers: int) -> M | None:
-        """Begin to solve a map; the one after it, if it is like it."""
+        """Start solving a map; return the next one, if it is alike."""
         after = self._next.get(one.job)
         alike = after is not None and after == one.job._replace(id=after.id, layer=after.layer)
         if not (alike or self._begun) or not self._is_small(one):
@@ -112,7 +112,7 @@ class SolveQueue(Generic[M]):
         return self._make(after, one.window) if after is not None and alike else None
 
     def _is_small(self, one: M) -> bool:
-        """Whether a solve has a thread of its own: it runs no module of the model."""
+        """Whether a solve may have its own thread: it is small and runs no module of the model."""
         plain = one.job.input == REAL and one.job.metric in SPECTRAL
         if one.job.map not in ("attention", "heads") or not plain or self._spec.per_head:
             return False
@@ -124,15 +124,15 @@ class SolveQueue(Generic[M]):
         return alone and fits and x.device.type == "cpu"
 
     def taken(self, job: Job) -> M | None:
-        """The map of a job whose solve has begun."""
+        """The map of a job whose solve has started."""
         return self._ahead.pop(job, None)
 
     def end(self) -> None:
-        """End what is solved ahead, between two products."""
+        """Stop solving ahead, between two products."""
         if self._pool is not None:
             self._over.set()
             self._pool.shutdown(cancel_futures=True)
-            # A thread that begins has as many as the one that set its own last: those were of one.
+            # New threads inherit the last thread count set anywhere, which was one: set it back.
             torch.set_num_threads(torch.get_num_threads())
         self._pool, self._coming, self._over = None, None, Event()
         self._ahead.clear()

@@ -39,14 +39,14 @@ DType = Literal["float32", "float64"]
 Radius = float | Literal["row", "inputs", "norm"]
 
 REAL, ADVERSARIAL, ASCENT = "real", "adversarial", "ascent"
-# Maps of which theorems speak, and those for which inputs are built.
+# Maps that theorems cover, and maps with built inputs.
 WITH_THEOREMS = ("attention", "heads", "normed", "residual")
 WITH_INPUTS = ("attention", "heads")
 LENGTHS, SAMPLES = (16, 64, 128, 256), 10
 
 
 class Options(TypedDict, total=False):
-    """Options that every verb has; `measure` says what they mean."""
+    """Options of every verb, documented in `measure`."""
 
     map: MapName
     position_offset: int
@@ -68,7 +68,7 @@ class Options(TypedDict, total=False):
 
 
 class MeasureOptions(Options, total=False):
-    """Options of the verbs that answer with rows of measurements and their bounds."""
+    """Options of the verbs that return measurements and their bounds."""
 
     per_head: bool
     metric: Metric
@@ -85,17 +85,17 @@ class MeasureOptions(Options, total=False):
 
 
 class Model(NamedTuple):
-    """A model, or one checkpoint of one."""
+    """A model, or a checkpoint of one."""
 
     name: str  # for `load_model`, and in the rows
-    step: int | None = None  # training step of a checkpoint; None elsewhere
-    entry: int = 0  # number of its entry in the specification; the checkpoints of one share it
+    step: int | None = None  # training step of a checkpoint; None otherwise
+    entry: int = 0  # index of its entry in the specification, shared by its checkpoints
 
 
 def _option(group: str, default: Default, check: Check, words: str = "", **how: bool) -> Default:
     """An entry of `Spec`: its default, its check, and its group and help on the command line.
 
-    ``left``: a command leaves the default to its verb. ``rare``: in no help, for want of room.
+    ``left``: a command leaves the default to its verb. ``rare``: omitted from help to save space.
     ``named``: part of every id.
     """
     how = {"left": False, "rare": False, "named": False} | how
@@ -107,7 +107,7 @@ _theorem, _solver = (partial(_option, group) for group in ("theorems", "solver")
 
 
 def _when_used(entry: str) -> Check:
-    """The check of an entry whose words stand in rooms that bring torch: asked when it is used."""
+    """The check of an entry whose choices are defined in packages that import torch; deferred."""
 
     def check(source: Entries, key: str, value: Any) -> Any:
         from lipscope.attacks import PER_HEAD, PER_LAYER
@@ -128,10 +128,10 @@ def _when_used(entry: str) -> Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """Everything that a run asks for: every combination of its lists is a job.
+    """All settings of a run; every combination of its lists is a job.
 
-    An option is declared here, once, and its type for callers in `MeasureOptions`; what is not
-    named below is said in `measure`.
+    Options are declared here once, with types for callers in `MeasureOptions`; those not listed
+    below are documented in `measure`.
 
     Attributes:
         models: Models and checkpoints.
@@ -139,15 +139,15 @@ class Spec:
         layers: Indices from 0, or None for all.
         maps: Names of maps: those of `MAPS`.
         metrics: ``frobenius``, ``token-relative``, ``max-token``, ``infinity``.
-        inputs: ``real`` (what was given), a construction, ``adversarial`` (the worst of
-            them and of an ascent) or ``ascent``; those that are built are built once per length.
-        radii: Largest token norm of inputs that are built; ``text`` for that of the text.
+        inputs: ``real`` (as given), a construction, ``adversarial`` (the worst construction or
+            ascent) or ``ascent``; built inputs are built once per length.
+        radii: Largest token norms of built inputs; ``text`` for that of the text.
         dtypes: ``float32``, ``float64``.
-        seeds: Of random starts, and of the weights of random models.
-        theorems: Names in the catalogue; asked about rows of the maps `WITH_THEOREMS`.
-        tokens: Whether the tokens of every row are kept.
-        directions: How many of the leading singular directions are put in words.
-        among: Texts; towards which of them directions turn the model's mean output.
+        seeds: Seeds of random starts, and of the weights of random models.
+        theorems: Names in the catalogue, evaluated for rows of the maps `WITH_THEOREMS`.
+        tokens: Whether the tokens of every row are stored.
+        directions: Number of leading singular directions to describe in words.
+        among: Texts that directions may turn the model's mean output towards.
         decisions: Balls in which the decisions of rows of the map ``margin`` are certified.
     """
 
@@ -159,7 +159,7 @@ class Spec:
     windows: WindowKind = _input(
         "spread", checks.one_of("spread", "disjoint"), "or disjoint, no overlap."
     )
-    special_tokens: bool = _input(True, checks.flag, "Put [CLS] and the like around each window.")
+    special_tokens: bool = _input(True, checks.flag, "Add special tokens such as [CLS].")
     causal: bool | None = _input(
         None, checks.flag, "yes or no: with a causal mask in every layer, or without.", rare=True
     )
@@ -180,12 +180,12 @@ class Spec:
     move: str = _question(
         "all", checks.word, "first, last, not-first, a:b, a%:b%, copies.", named=True
     )
-    read: str = _question("all", checks.word, "Outputs that are read.", named=True)
+    read: str = _question("all", checks.word, "Outputs to read.", named=True)
     side: Side = _question("self", _when_used("side"), "Across: query, key.", named=True)
     rest: bool = _question(False, checks.flag, "Also with the top token held fixed.")
     average: bool = _question(False, checks.flag, "Also Frobenius norm and stable rank.")
     inputs: tuple[str, ...] = _theorem(
-        (REAL,), _when_used("inputs"), "or adversarial, ascent, a construction; several by commas."
+        (REAL,), _when_used("inputs"), "or adversarial, ascent, a construction; comma-separated."
     )
     radii: tuple[float | str, ...] = _entry((OF_TEXT,), checks.radii)
     ascent_steps: int = _theorem(
@@ -195,7 +195,7 @@ class Spec:
         (), checks.theorem_names, "Names, or all that are quick.", left=True
     )
     sharp: bool | None = _theorem(
-        True, checks.flag, "Bounds that may take long; unset: up to seconds.", left=True
+        True, checks.flag, "Also slow bounds; unset: up to seconds.", left=True
     )
     radius: Radius = _theorem(
         "row",
@@ -223,34 +223,34 @@ class Spec:
     among: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values: what the manifest holds and what workers are told."""
+        """Plain values, for the manifest and for workers."""
         return asdict(self) | {"models": [list(model) for model in self.models]}
 
 
 OPTIONS = {one.name: one for one in fields(Spec) if one.metadata}
 CHECKS: dict[str, Check] = {name: one.metadata["check"] for name, one in OPTIONS.items()}
-# What a single run calls by one word, a sweep calls by its plural.
+# Singular names of a single run, and plural names of a sweep.
 AXES = {"map": "maps", "metric": "metrics", "dtype": "dtypes", "seed": "seeds"}
 _SINGLE = {plural: single for single, plural in AXES.items()}
 _KNOWN = (*MeasureOptions.__annotations__, "layers", "lengths", "samples", "radii")
-# Options of the question itself, which verbs with a question of their own do not have.
+# Options that define the question; verbs with a fixed question do not have them.
 OF_QUESTION = tuple(n for n in MeasureOptions.__annotations__ if n not in Options.__annotations__)
 
 
 class Verb(NamedTuple):
-    """What tells the options of one verb from those of another."""
+    """The options and requirements of a verb."""
 
-    name: str  # for the messages
-    without: Collection[str] = ()  # options that make no sense for it
-    dtype: str = "float32"  # floating type if none is asked for
-    norms: bool = False  # whether it asks for the norms that feed layers
-    whole: str = ""  # what needs all weights of the model at once; empty if nothing does
-    one_input: bool = False  # whether its answer is of one input
-    by_layer: bool = False  # whether a layer is looked at when its turn comes, not before the first
+    name: str  # for messages
+    without: Collection[str] = ()  # options that do not apply
+    dtype: str = "float32"  # default floating type
+    norms: bool = False  # whether it needs the norms that feed layers
+    whole: str = ""  # name of a task that needs all weights in memory; empty if none does
+    one_input: bool = False  # whether it takes a single input
+    by_layer: bool = False  # whether each layer is surveyed in its turn, not all at the start
 
 
 def options_of(group: str) -> tuple[str, ...]:
-    """The options of a group, as a single run calls them.
+    """The options of a group, by their names in a single run.
 
     >>> options_of("theorems")
     ('inputs', 'ascent_steps', 'theorems', 'sharp', 'radius')
@@ -262,9 +262,9 @@ def options_of(group: str) -> tuple[str, ...]:
 def single_spec(
     verb: Verb, model: str, sources: Mapping[str, str], options: Mapping[str, Any], dtype: str
 ) -> Spec:
-    """The specification of one call of a verb, in a floating type if it asks for none.
+    """The specification of a call of a verb; ``dtype`` is its default floating type.
 
-    ``sources`` are digests of what it reads, by name; of ``options``, None is left to its default.
+    ``sources`` are digests of its inputs by name; ``options`` that are None take their defaults.
     """
     source = Entries("", {name: value for name, value in options.items() if value is not None})
     known = [name for name in _KNOWN if name not in verb.without]
@@ -290,7 +290,7 @@ def single_spec(
 
 
 def _names_of(verb: Verb) -> list[str]:
-    """What may be given to the function of a verb, by name."""
+    """Names of the arguments of a verb's function."""
     door = import_module("lipscope.engine")
     function = getattr(door, verb.name, None) or getattr(door.OpenModel, verb.name)
     options = get_args(get_type_hints(function).get("options", MeasureOptions)) or (MeasureOptions,)
@@ -299,7 +299,7 @@ def _names_of(verb: Verb) -> list[str]:
 
 
 def spec_of(values: Mapping[str, Any]) -> Spec:
-    """The specification of `Spec.as_dict`."""
+    """The specification from `Spec.as_dict`."""
     plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     plain["models"] = tuple(Model(*one) for one in values["models"])
     return Spec(**plain)
@@ -307,15 +307,15 @@ def spec_of(values: Mapping[str, Any]) -> Spec:
 
 @dataclass(frozen=True)
 class Request:
-    """A specification with what it only names."""
+    """A specification with the contents that it names."""
 
     spec: Spec  # the specification
-    sources: Mapping[str, Any]  # what models read, by name: texts, batches or a folder of pictures
-    source: Entries  # the entries as they were given, with their lines
+    sources: Mapping[str, Any]  # inputs of models by name: texts, batches or a folder of pictures
+    source: Entries  # the original entries with their line numbers
 
 
 def digests(sources: Mapping[str, Any]) -> dict[str, str]:
-    """Digests of texts, and of what other sources are called."""
+    """Digests of texts, and of the names of other sources."""
     return {
         name: hashlib.sha256(str(one).encode("utf-8", "replace")).hexdigest()
         for name, one in sources.items()
@@ -324,7 +324,7 @@ def digests(sources: Mapping[str, Any]) -> dict[str, str]:
 
 def check_together(source: Entries, spec: Spec) -> None:
     """Reject incompatible options."""
-    import torch  # not above: see the imports
+    import torch  # not at the top: see the imports
 
     from lipscope.linalg import SMALLEST_TOL, SPECTRAL
 
@@ -359,7 +359,7 @@ def check_together(source: Entries, spec: Spec) -> None:
 
 
 def _check_copies(source: Entries, spec: Spec) -> None:
-    """Copies of a token move against each other in self-attention whose weights are known."""
+    """Require self-attention with known weights for ``move = copies``."""
     said = "`move = copies` goes with"
     other = [one for one in spec.maps if one not in WITH_INPUTS]
     if other:
@@ -367,11 +367,11 @@ def _check_copies(source: Entries, spec: Spec) -> None:
     if spec.side != "self":
         source.fail(f"{said} self-attention. Found `side = {spec.side}`.", "move")
     if spec.theorems:
-        source.fail(f"{said} no theorems, which speak of whole tokens. Found some.", "theorems")
+        source.fail(f"{said} no theorems, which cover only whole tokens. Found some.", "theorems")
 
 
 def _check_decisions(source: Entries, spec: Spec) -> None:
-    """Decisions are certified in float64, beside rows of the margin."""
+    """Require float64 and rows of the map ``margin`` for decisions."""
     if not spec.decisions:
         return
     for key, wanted, found in (("maps", "margin", spec.maps), ("dtypes", "float64", spec.dtypes)):
@@ -382,7 +382,7 @@ def _check_decisions(source: Entries, spec: Spec) -> None:
 
 
 def _check_inputs(source: Entries, spec: Spec) -> None:
-    """Inputs that are built need whole layers whose weights are known."""
+    """Require whole layers with known weights for built inputs."""
     built = [one for one in spec.inputs if one != REAL]
     other = [one for one in spec.maps if one not in WITH_INPUTS]
     if built and (other or spec.per_head):
@@ -397,13 +397,13 @@ def _check_inputs(source: Entries, spec: Spec) -> None:
 
 
 def _check_theorems(source: Entries, spec: Spec) -> None:
-    """Theorems speak of some maps, and of all tokens."""
+    """Require maps that theorems cover, and all tokens."""
     if not spec.theorems:
         return
     if not set(spec.maps) & set(WITH_THEOREMS):
         known = ", ".join(WITH_THEOREMS)
         source.fail(
-            f"Theorems speak of the maps {known}. Found `{', '.join(spec.maps)}`; choose one of "
+            f"Theorems cover the maps {known}. Found `{', '.join(spec.maps)}`; choose one of "
             "them, or measure without `theorems`.",
             "theorems",
         )
@@ -418,16 +418,16 @@ def _check_theorems(source: Entries, spec: Spec) -> None:
         )
 
 
-# --- what is certain before torch is imported
+# --- checks without torch
 
-# Whose words stand in rooms that bring torch, or mean something else to a verb.
+# Options whose choices need torch, or that have another meaning for a verb.
 _LATER = ("metrics", "side", "inputs", "theorems", "tokens")
 
 
 def refuse_early(model: str, options: Mapping[str, Any]) -> None:
-    """Refuse what is certain without a look at the model itself; a verb looks at the rest.
+    """Refuse requests that are invalid for every model; the verb checks the rest.
 
-    ``options`` are those of a verb, without those that are left to it.
+    ``options`` are those of a verb, without those left to its defaults.
 
     Raises:
         InputError: As the verb itself would.
@@ -452,22 +452,22 @@ def refuse_early(model: str, options: Mapping[str, Any]) -> None:
 # --- the file of a sweep: its entries with their lines, its models, checkpoints and texts
 
 _DEFAULT, _IMAGES = "default", "images"
-# The scalars of YAML 1.2. PyYAML knows those of 1.1, where `2:50:4` is a number in base 60,
-# `1e-3` is a word and `no` is false.
+# The scalars of YAML 1.2. PyYAML implements 1.1, where `2:50:4` is a number in base 60,
+# `1e-3` is a string and `no` is false.
 _SCALARS = {
     "null": r"^(~|null|Null|NULL|)$",
     "bool": r"^(true|True|TRUE|false|False|FALSE)$",
     "int": r"^[-+]?[0-9]+$",
     "float": r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$",
 }
-_MOST = 100_000  # characters, and values, of a specification
+_MOST = 100_000  # maximum number of characters, and of values, in a specification
 
 
 def read_spec(spec: str | Path | Mapping[str, Any]) -> Request:
-    """Read and check a specification, of a YAML file or given by key, with its texts.
+    """Read and check a specification, from a YAML file or a mapping, with its texts.
 
     Raises:
-        InputError: For every entry that cannot be, with its key and line.
+        InputError: For every invalid entry, with its key and line.
 
     >>> made = read_spec({"models": "minilm", "lengths": "16:64:16", "layers": [0, 1]}).spec
     >>> made.lengths, made.layers, made.models[0].name
@@ -493,7 +493,7 @@ def read_spec(spec: str | Path | Mapping[str, Any]) -> Request:
 
 
 def _text_contents(source: Entries) -> dict[str, str]:
-    """The content of every text by its name: that of its file without folder and ending."""
+    """The content of every text by name, the stem of its file name."""
     texts: dict[str, str] = {}
     for i, entry in enumerate(checks.items(source.values.get("texts", _DEFAULT))):
         if not isinstance(entry, str | Path):
@@ -517,7 +517,7 @@ def _text_contents(source: Entries) -> dict[str, str]:
 
 
 def _models_of(source: Entries) -> Iterator[Model]:
-    """Every model, and every checkpoint as one."""
+    """All models, with every checkpoint as a separate one."""
     entries = checks.items(source.values.get("models", []))
     if not entries:
         source.fail("`models` should name at least one model, such as `models: [minilm]`.")
@@ -570,7 +570,7 @@ def _step(name: str) -> int | None:
 
 
 def _read_entries(spec: str | Path | Mapping[str, Any]) -> Entries:
-    """The entries of a YAML file, or values that are given."""
+    """The entries of a YAML file, or the given values."""
     if isinstance(spec, Mapping):
         return Entries("", dict(spec))
     if not isinstance(spec, str | Path):
@@ -590,7 +590,7 @@ def _read_entries(spec: str | Path | Mapping[str, Any]) -> Entries:
                 "characters and values. Found none, or more."
             )
         return _source(str(path), node)
-    # Whatever makes a date of "x" raises what it likes.
+    # PyYAML's constructors, such as that of dates, raise various exceptions.
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as problem:
         if isinstance(problem, InputError):
             raise
@@ -598,7 +598,7 @@ def _read_entries(spec: str | Path | Mapping[str, Any]) -> Entries:
 
 
 def _count_values(node: Any, known: dict[Any, float]) -> float:
-    """How many values a node stands for: aliases of aliases multiply, and may hold themselves."""
+    """Number of values of a node: aliases of aliases multiply, and may contain themselves."""
     if node not in known:
         known[node] = math.inf
         parts = node.value if isinstance(node.value, list) else []
@@ -642,7 +642,7 @@ def _loader() -> Any:
 
 def _in_one_line(problem: Exception) -> str:
     if isinstance(problem, RecursionError):
-        return "lists in lists in lists, too deep to be read"
+        return "lists that are nested too deeply"
     mark = getattr(problem, "problem_mark", None)
     what = getattr(problem, "problem", None) or " ".join(str(problem).split())
     return what if mark is None else f"{what} on line {mark.line + 1}"

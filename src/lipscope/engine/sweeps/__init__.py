@@ -1,7 +1,7 @@
 """Sweeps: many measurements from one specification, in worker processes or on a cluster.
 
-The specification becomes jobs with ids of their own; every finished job is on the disk, and
-the same request on the same folder goes on with what is missing.
+The specification is expanded into jobs with ids; every finished job is on disk, and the same
+request on the same folder continues with the missing jobs.
 """
 
 from lipscope.engine.spec import read_spec

@@ -1,4 +1,4 @@
-"""A Dask cluster that is there already: its workers do the jobs, this process writes the rows."""
+"""Sweeps on a running Dask cluster: its workers do the jobs, this process writes the rows."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from lipscope.errors import InputError, remark
 from lipscope.records import AGAIN
 
 _CONNECT = "20s"
-_MOMENT = 1.0  # seconds between looks at what else happens
+_MOMENT = 1.0  # polling interval, in seconds
 _TELL = 30.0  # seconds between remarks that there are no workers
-_AHEAD = 2  # portions for each worker that are given out at a time
+_AHEAD = 2  # number of batches submitted per worker at a time
 
 
 class Sessions(WorkerPlugin):
-    """A session in every worker process, those that join later included."""
+    """A session in every worker process, including those that join later."""
 
     def __init__(self, spec: Mapping[str, Any], sources: Mapping[str, str]) -> None:
         self.spec, self.sources = spec, sources
@@ -42,7 +42,7 @@ class Sessions(WorkerPlugin):
 
         torch.set_num_threads(worker.state.nthreads)
         self.session = Decisions(spec_of(self.spec), self.sources)
-        # A model is changed while it is measured: one job at a time, with all threads.
+        # Measuring modifies the model: one job at a time, with all threads.
         self.lock = threading.Lock()
 
     def teardown(self, worker: Worker) -> None:
@@ -55,10 +55,10 @@ class Sessions(WorkerPlugin):
 def cluster_results(
     request: Request, shapes: Sequence[Shape], jobs: Sequence[Job], address: str
 ) -> Iterator[list[Result]]:
-    """Do jobs on the cluster with this address of its scheduler; results as they come.
+    """Run jobs on the cluster with this scheduler address; yield results as they come.
 
-    Dask gives the jobs of a worker that dies to another one. Jobs on which workers die again
-    and again are tried one by one, and then have failed.
+    Dask reassigns the jobs of a worker that dies. Jobs that repeatedly kill workers are tried one
+    by one, and then fail.
     """
     name = f"lipscope-{uuid4().hex}"
     with _connected(address) as client:
@@ -79,14 +79,14 @@ def cluster_results(
 
 
 class _Running:
-    """Jobs that are on the cluster, and those that wait."""
+    """Jobs running on the cluster, and jobs waiting."""
 
     def __init__(
         self,
         request: Request,
         shapes: Sequence[Shape],
         batches: Batches,
-        client: Any,  # its methods are typed as what they are in coroutines
+        client: Any,  # its methods have the types of their async versions
         name: str,
     ) -> None:
         self.spec, self.shapes, self.batches = request.spec, shapes, batches
@@ -95,7 +95,7 @@ class _Running:
         self.running: dict[Future, list[Job]] = {}
 
     def results(self) -> Iterator[list[Result]]:
-        """Results until nothing is left."""
+        """Yield results until nothing is left."""
         while True:
             self._submit()
             if not self.running:
@@ -106,7 +106,7 @@ class _Running:
                     yield results
 
     def _ended(self) -> list[Future]:
-        """Futures that have ended; while there are no workers this is said from time to time."""
+        """Futures that have finished; reports from time to time that there are no workers."""
         waited = 0.0
         while True:
             try:
@@ -127,7 +127,7 @@ class _Running:
             self.running[self.client.submit(_answers, self.name, line, pure=False)] = jobs
 
     def _of(self, future: Future, jobs: list[Job]) -> list[Result]:
-        """The results of a portion; if it killed its workers its jobs are tried one by one."""
+        """The results of a batch; if it killed its workers, its jobs are tried one by one."""
         try:
             return [decoded_result(line) for line in future.result()]
         except KilledWorker as problem:
@@ -135,15 +135,14 @@ class _Running:
                 self.alone += jobs
                 return []
             error = (
-                f"It killed {problem.allowed_failures + 1} workers, perhaps for want of memory; "
-                f"{AGAIN}"
+                f"It killed {problem.allowed_failures + 1} workers, perhaps out of memory; {AGAIN}"
             )
             (job,) = jobs
             return [failed(self.spec, job, self.shapes[job.model], error)]
 
 
 def _answers(name: str, line: str) -> list[str]:
-    """In a worker: the answers to some jobs."""
+    """Answer jobs in a worker."""
     here = get_worker().plugins[name]
     assert isinstance(here, Sessions)
     jobs, shape = decoded_jobs(line)

@@ -1,4 +1,4 @@
-"""The driver of a sweep, the only process that writes to the folder, and the time it will take."""
+"""The driver of a sweep, the only process that writes to its folder, and time estimates."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def sweep(
 ) -> Rows:
     """Measure every combination of models, layers, maps, lengths, texts, … of a specification.
 
-    Rows reach the folder as they come. The same request on the same folder does what is
-    missing, also with more layers, lengths or samples. A job that fails is a row with its error;
-    it is tried again only if it failed for want of a worker, memory or disk.
+    Rows are written to the folder as they come. The same request on the same folder computes what
+    is missing, also with more layers, lengths or samples. A job that fails gives a row with its
+    error; it is retried only if it failed for lack of a worker, memory or disk.
 
     Args:
         spec: Path of a YAML file, or its entries (`lipscope.engine.spec.Spec` lists them).
-        out: Run folder; ``runs/NAME`` after the file if None, or after the entries, numbered
-            where that name holds another sweep.
-        workers: Processes on this machine; 2 if None, as far as there are cores. Its threads
-            are divided among them.
+        out: Run folder; if None ``runs/NAME``, named after the file or the entries, and numbered
+            if that folder holds another sweep.
+        workers: Number of processes on this machine, which share its threads; if None 2, or 1 on
+            a single core.
         cluster: Address of a Dask scheduler, such as ``tcp://host:8786``: its workers do
             the jobs, and this process writes.
         progress: True for a line on standard error, or called as ``progress(done, total, row)``,
@@ -62,8 +62,7 @@ def sweep(
         The rows in the order of the specification, those of earlier runs included.
 
     Raises:
-        InputError: For every entry that cannot be, a folder that cannot be used, or a disk
-            that is full.
+        InputError: If an entry is invalid, the folder cannot be used, or the disk is full.
     """
     request = read_spec(spec)
     count = number_of_workers(workers, cluster)
@@ -88,7 +87,7 @@ def sweep(
 
 
 def number_of_workers(workers: int | None, cluster: str | None) -> int:
-    """The number of local processes that is meant."""
+    """The number of local processes."""
     if workers is not None and cluster is not None:
         raise InputError("`workers` and `cluster` exclude each other. Found both.")
     if workers is None:
@@ -97,7 +96,7 @@ def number_of_workers(workers: int | None, cluster: str | None) -> int:
 
 
 def place_of(request: Request, out: str | Path | records.Place | None) -> records.Place:
-    """Where a sweep goes: the same place for the same request, so that it goes on."""
+    """The folder of a sweep: the same for the same request, so that it continues."""
     if out is not None:
         return folder_of(out)
     name = Path(request.source.name).stem or f"sweep-{records.stable_id(request.spec.as_dict())}"
@@ -151,10 +150,10 @@ def _write_results(
 def surveys_of(
     request: Request, held: Held, folder: records.RunFolder | None = None
 ) -> list[Survey]:
-    """The survey of every model; the first checkpoint stands for all of its entry.
+    """The survey of every model; that of the first checkpoint serves for all of its entry.
 
-    Every map is built once here, which finds what no job could answer before any begins. What is
-    held already is not looked at again; new surveys are kept in the folder, if there is one.
+    Every map is built once here, so that impossible requests fail before any job starts. Surveys
+    in ``held`` are reused; new ones are stored in the folder, if there is one.
     """
 
     def look(index: int) -> Survey:
@@ -177,11 +176,11 @@ def surveys_of(
 # --- the expected time of a sweep, and what it is based on ---
 
 _BUDGET = 10.0  # seconds of calibration
-_LONG = 20.0  # seconds of a job that is not done at a second length when the budget is spent
-_SLOPE = 2.0  # of the time in the number of tokens where two lengths do not say it
-_SLOPES = (1.0, 3.0)  # what two noisy times may say
+_LONG = 20.0  # seconds; longer jobs are not timed at a second length beyond the budget
+_SLOPE = 2.0  # default exponent of the time in the number of tokens
+_SLOPES = (1.0, 3.0)  # range of exponents accepted from two noisy times
 
-# Model, floating type, map, input, and whether it is the first of a length, which is checked.
+# Model, floating type, map, input, and whether it is the first of its length, which is checked.
 JobKind = tuple[Any, ...]
 Times = dict[JobKind, dict[int, float]]  # seconds of a job by number of tokens
 
@@ -192,7 +191,7 @@ class Estimate(NamedTuple):
     jobs: int  # all jobs
     done: int  # those whose rows are in the folder
     seconds: float  # expected time for the others
-    basis: str  # what the time is from, as a sentence
+    basis: str  # basis of the time, as a sentence
 
 
 def estimate(
@@ -204,21 +203,21 @@ def estimate(
 ) -> Estimate:
     """Estimate the number of jobs of a sweep and its time; nothing is written.
 
-    Of every kind that is left (model, floating type, map, input, first of its length or not) some
-    jobs are done now, with a worker's threads, at increasing lengths: for about ten seconds, or as
-    long as two lengths of each take, one where that takes long. Other lengths are interpolated on
-    logarithms, and beyond the longest one the time grows like the last two lengths say, or like n².
-    Looking at the models, starting a worker and loading come on top, as long as they take now.
-    Where a worker has one thread and no accelerator all of this is processor time: what else runs
-    on the machine changes little, and the sweep takes longer by what its workers have to wait.
+    Some jobs of each remaining kind (model, floating type, map, input, first of its length or not)
+    are run now, with a worker's threads, at increasing lengths: for about ten seconds, or until
+    each has two lengths, or one if that is slow. Other lengths are interpolated on log scales, and
+    extrapolated beyond the longest with the slope of the last two, or like n².
+    The current times to survey the models, start a worker and load models are added.
+    For workers with one thread and no accelerator, all of these are processor times: other load on
+    the machine hardly affects them, and the sweep takes longer by the time its workers wait.
 
-    Arguments and errors are those of `sweep`; on a cluster the estimate is that of one worker.
+    Arguments and errors are those of `sweep`; on a cluster the estimate is for one worker.
     """
     request = read_spec(spec)
     count = 1 if cluster is not None else number_of_workers(workers, cluster)
     request, held, known = _from_folder(place_of(request, out), request)
     alone = threads_of(count) == 1 and device_of(request.spec.device).type == "cpu"
-    clock = time.process_time if alone else time.perf_counter  # of a processor, or of the day
+    clock = time.process_time if alone else time.perf_counter  # processor or wall-clock time
     began = clock()
     surveys = surveys_of(request, known)
     looked = clock() - began
@@ -230,23 +229,23 @@ def estimate(
     times = _calibrated(request, shapes, todo, threads_of(count), clock)
     each_job = {one: seconds_at(times[one[0]], one[1]) for one in wanted}
     total = math.fsum(n * each_job[one] for one, n in wanted.items())
-    working = max(total / count, *each_job.values())  # a job is never divided
+    working = max(total / count, *each_job.values())  # jobs are not divided
     loads = len({(job.model, job.weights) for job in todo})
     each = looked / len({model.entry for model in request.spec.models})
     start = looked + loads * each / count + (0.0 if cluster is not None else start_time())
     measured = sorted({n for by_length in times.values() for n in by_length})
     beyond = sorted({n for _, n in wanted} - set(measured))
-    words = f"From jobs done just now to see, at {_lengths_in_words(measured)} tokens"
+    words = f"From jobs timed just now, at {_lengths_in_words(measured)} tokens"
     if beyond:
-        words += f"; {_lengths_in_words(beyond)} tokens by interpolation or beyond"
-    words += f". Of it {start:.0f} s to start and to load."
+        words += f"; {_lengths_in_words(beyond)} tokens by interpolation or extrapolation"
+    words += f". It includes {start:.0f} s to start and to load."
     return Estimate(len(jobs), len(jobs) - len(todo), start + working, words)
 
 
 def seconds_at(times: Mapping[int, float], num_tokens: int) -> float:
-    """Seconds of a job at a length, from those at others by number of tokens.
+    """Seconds of a job at a length, from the times at other lengths.
 
-    A straight line on logarithms between two lengths and beyond the longest.
+    Linear on log scales between two lengths and beyond the longest.
 
     >>> seconds_at({10: 1.0}, 20), round(seconds_at({10: 1.0, 40: 4.0}, 20), 9)
     (4.0, 2.0)
@@ -275,7 +274,7 @@ def _growth_rate(times: Mapping[int, float], below: int, above: int) -> float:
 def _from_folder(
     place: records.Place, request: Request
 ) -> tuple[Request, dict[str, records.Measurement], Held]:
-    """What is asked for with what the folder holds, its rows, and what it knows of models."""
+    """The request merged with that of the folder, the folder's rows, and its surveys."""
     spec = request.spec.as_dict()
     path = place.of(spec, growing=True)
     if place.replaces or not (path / records.MANIFEST).exists():
@@ -297,10 +296,10 @@ def _calibrated(
     threads: int,
     clock: Callable[[], float],
 ) -> Times:
-    """Seconds of one job of each kind, then of longer ones as long as there is time.
+    """Seconds of one job of each kind, then of longer ones while there is time.
 
-    The time of a window's forward pass is shared out among its jobs. What only a process's
-    very first job takes is not counted.
+    The time of a window's forward pass is divided among its jobs. The overhead of a process's
+    first job is not counted.
     """
     first: dict[tuple[int, JobKind], Job] = {}
     windows = Counter(job.window for job in jobs)
@@ -328,7 +327,7 @@ def _calibrated(
 
 
 def _enough(times: Mapping[int, float] | None) -> bool:
-    """Whether two lengths say how the time grows, or the first took long enough."""
+    """Whether two lengths determine the growth of the time, or the first took long enough."""
     return times is not None and (len(times) > 1 or max(times.values()) > _LONG)
 
 

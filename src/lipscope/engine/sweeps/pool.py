@@ -1,8 +1,8 @@
-"""Worker processes on this machine, both ends: each holds one model and does one job at a time.
+"""Local worker processes, both ends: each holds one model and does one job at a time.
 
-A worker is spoken to through its standard streams, one JSON object a line and no pickles. The first
-line of its input holds the specification and the texts, every further one some jobs. It says that
-it begins a job, answers it, and meanwhile that it lives. It ends when its input does.
+A worker communicates by its standard streams, one JSON object per line, without pickles. The first
+line of its input holds the specification and the texts, each further one a batch of jobs. It
+reports the start of each job and its answer, and sends heartbeats. It ends when its input does.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from lipscope.records import AGAIN, Bound, Finished, Measurement, TokenShare
 
 # Not `-m`: that would import this module twice.
 COMMAND = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
-TRIES = 3  # a job whose worker dies so often has failed
+TRIES = 3  # a job fails after this many deaths of its worker
 SILENCE = 90.0
-"""Seconds after which a worker that says nothing is replaced."""
+"""Seconds after which a silent worker is replaced."""
 ALIVE, BEAT = '"alive"', 2.0
-"""What a worker says between its answers, and every how many seconds."""
+"""Heartbeat of a worker, and its interval in seconds."""
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_MOMENT = 0.5  # seconds between looks at what else happens
-_UNBORN = 5  # deaths of each worker before it begins a job, in a row
-_LARGEST = 64  # jobs of a portion: what a lost message costs at most
-_SHARES = 4  # portions for each worker, so that none is left alone with the last of them
-_Told = queue.SimpleQueue[tuple["_Worker", bytes | None]]
+_MOMENT = 0.5  # polling interval, in seconds
+_UNBORN = 5  # maximum number of consecutive deaths per worker before a job starts
+_LARGEST = 64  # maximum number of jobs in a batch: the cost of a lost message
+_SHARES = 4  # number of batches per worker, so that none works alone at the end for long
+_Messages = queue.SimpleQueue[tuple["_Worker", bytes | None]]
 
 
 def local_results(
     request: Request, shapes: Sequence[Shape], jobs: Sequence[Job], workers: int
 ) -> Iterator[list[Result]]:
-    """Do jobs in worker processes; results as they come, those that are there at once together.
+    """Run jobs in worker processes; yield results as they come, grouped by arrival.
 
-    A worker that dies, or is silent for long, gives its jobs back; the job that it had begun is
-    tried three times.
+    The jobs of a worker that dies, or is silent for long, are reassigned; the job that it had
+    started is tried three times.
     """
     pool = _Pool(request, shapes, Batches(jobs, workers), workers)
     left = len(jobs)
@@ -76,12 +76,12 @@ def cores() -> int:
 
 
 def threads_of(workers: int) -> int:
-    """Threads of each of so many workers."""
+    """Number of threads per worker."""
     return max(1, cores() // workers)
 
 
 def start_time() -> float:
-    """Processor seconds that a worker takes to start: one with nothing to do ends when it has."""
+    """Processor seconds that a worker takes to start, measured with one without jobs."""
     before, began = os.times(), time.perf_counter()
     with contextlib.suppress(OSError):
         nothing = subprocess.DEVNULL
@@ -89,7 +89,7 @@ def start_time() -> float:
     after = os.times()
     used = after.children_user + after.children_system
     used -= before.children_user + before.children_system
-    return used or time.perf_counter() - began  # not every system says so
+    return used or time.perf_counter() - began  # unavailable on some systems
 
 
 def _environment(threads: int) -> dict[str, str]:
@@ -97,13 +97,13 @@ def _environment(threads: int) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path} | dict.fromkeys(_THREADS, str(threads))
 
 
-# --- what is still to be given out
+# --- batches of jobs
 
 
 class Batches:
-    """The jobs that are still to be done, in the portions that so many workers take.
+    """The remaining jobs, in batches for a number of workers.
 
-    Those of one model and one window are together.
+    The jobs of a batch share model and window.
     """
 
     def __init__(self, jobs: Sequence[Job], workers: int) -> None:
@@ -116,9 +116,9 @@ class Batches:
         return sum(map(len, self._waiting.values()))
 
     def take(self, model: int | None, busy: Collection[int | None]) -> list[Job]:
-        """The next portion for a worker; empty if nothing is left.
+        """The next batch for a worker; empty if nothing is left.
 
-        Jobs of the model that it holds come first, then those of a model that nobody is busy with.
+        Jobs of the worker's loaded model come first, then those of a model that no worker has.
         """
         left = {m: len(portions) for m, portions in self._waiting.items() if portions}
         if not left:
@@ -129,10 +129,10 @@ class Batches:
         return self._waiting[model].popleft()
 
     def give_back(self, jobs: Sequence[Job], *, begun: bool = True) -> Job | None:
-        """Take back the jobs of a worker that died on the first of them.
+        """Take back the jobs of a worker that died during the first of them.
 
-        One that it had not begun says nothing of that job. The first job is returned if it was
-        tried often enough: then it is not done again.
+        Unless it had ``begun`` that job, the death is not counted as a try. The first job is
+        returned, and not repeated, if it reached the maximum number of tries.
         """
         first, *rest = jobs
         self._tries[first.id] += begun
@@ -151,11 +151,11 @@ def _portions(jobs: list[Job], workers: int) -> Iterator[list[Job]]:
             yield window[start : start + size]
 
 
-# --- the driver's end
+# --- driver side
 
 
 class _Worker:
-    """A process, the model that it holds and the jobs that it was given."""
+    """A process, its loaded model and its assigned jobs."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
@@ -166,7 +166,7 @@ class _Worker:
         self.silent = 0.0  # seconds
 
     def send(self, text: str) -> None:
-        """Write a line; a process that is dead says so at the other end."""
+        """Write a line; errors are ignored, as a dead process is noticed on reading."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.write(text.encode() + b"\n")
@@ -174,7 +174,7 @@ class _Worker:
 
 
 class _Pool:
-    """Workers, and what they say."""
+    """Workers and their messages."""
 
     def __init__(
         self, request: Request, shapes: Sequence[Shape], batches: Batches, count: int
@@ -189,8 +189,8 @@ class _Pool:
         )
         self.environment = _environment(threads)
         self.workers: list[_Worker] = []
-        self.unborn = 0  # deaths in a row before a job was begun
-        self.told: _Told = queue.SimpleQueue()
+        self.unborn = 0  # consecutive deaths before a job started
+        self.messages: _Messages = queue.SimpleQueue()
 
     def stop(self) -> None:
         """End all processes at once."""
@@ -200,20 +200,20 @@ class _Pool:
             _closed(worker.process)
 
     def wait(self) -> list[Result]:
-        """Wait for something to be told; what is told at once is taken together.
+        """Wait for results, and return all that are available.
 
-        Never longer than a moment at a time, so that an interrupt is heard, and a worker that
-        says nothing any more is replaced. Time in which this process stood still does not count.
+        Waits in short intervals, so that interrupts are noticed and silent workers are replaced.
+        Time during which this process was suspended does not count.
         """
         results: list[Result] = []
         while True:
             began = time.monotonic()
             with contextlib.suppress(queue.Empty):
-                worker, line = self.told.get(timeout=_MOMENT)
+                worker, line = self.messages.get(timeout=_MOMENT)
                 worker.silent = 0.0
                 results += self._died(worker) if line is None else self._heard(worker, line)
             self._look_for_silent(min(time.monotonic() - began, 2 * _MOMENT))
-            if self.told.empty() and results:
+            if self.messages.empty() and results:
                 return results
 
     def _look_for_silent(self, passed: float) -> None:
@@ -221,15 +221,15 @@ class _Pool:
             worker.silent += passed
             if worker.silent > SILENCE:
                 worker.silent = 0.0
-                remark(f"A worker has said nothing for {SILENCE:.0f} s and is replaced.")
+                remark(f"A worker was silent for {SILENCE:.0f} s and is replaced.")
                 worker.process.kill()
 
     def _heard(self, worker: _Worker, line: bytes) -> list[Result]:
         if line.strip() == ALIVE.encode():
             return []
-        said = json.loads(line)
-        if isinstance(said, dict):
-            worker.begun, self.unborn = said["begun"], 0
+        message = json.loads(line)
+        if isinstance(message, dict):
+            worker.begun, self.unborn = message["begun"], 0
             return []
         result, job = decoded_result(line), worker.jobs.popleft()
         assert job.id == result.job
@@ -251,7 +251,7 @@ class _Pool:
             raise InputError(f"A worker process could not start: {problem}.") from None
         worker = _Worker(process)
         self.workers.append(worker)
-        threading.Thread(target=_pass_on, args=(worker, self.told), daemon=True).start()
+        threading.Thread(target=_pass_on, args=(worker, self.messages), daemon=True).start()
         worker.send(self.start_line)
         self._give(worker)
 
@@ -269,8 +269,8 @@ class _Pool:
         self.workers.remove(worker)
         if status > 0 and not worker.answered:
             raise InputError(
-                f"A worker process ended with status {status} before its first answer; its own "
-                "words are above."
+                f"A worker process ended with status {status} before its first answer; its output "
+                "is above."
             )
         begun = bool(worker.jobs) and worker.begun == worker.jobs[0].id
         self.unborn += not begun
@@ -294,16 +294,16 @@ def _how(status: int) -> str:
     if status >= 0:
         return f"ended with status {status}"
     name = signal.Signals(-status).name if -status in set(signal.Signals) else -status
-    return f"was killed by {name}" + ", perhaps for want of memory" * (status == -9)
+    return f"was killed by {name}" + ", perhaps out of memory" * (status == -9)
 
 
-def _pass_on(worker: _Worker, told: _Told) -> None:
-    """Pass on what a worker says, and at last that it is gone; half a line says nothing."""
+def _pass_on(worker: _Worker, messages: _Messages) -> None:
+    """Forward the lines of a worker, and finally None; incomplete lines are dropped."""
     assert worker.process.stdout is not None
     for line in worker.process.stdout:
         if line.endswith(b"\n"):
-            told.put((worker, line))
-    told.put((worker, None))
+            messages.put((worker, line))
+    messages.put((worker, None))
 
 
 def _closed(process: subprocess.Popen[Any]) -> int:
@@ -315,7 +315,7 @@ def _closed(process: subprocess.Popen[Any]) -> int:
     return status
 
 
-# --- what is said, line by line
+# --- messages, one per line
 
 
 def encoded_result(result: Result) -> str:
@@ -328,7 +328,7 @@ def encoded_result(result: Result) -> str:
 
 
 def decoded_result(line: str | bytes) -> Result:
-    """The result of a line."""
+    """The result from a line."""
     job, model, about, finished = json.loads(line)
     rows = [
         Finished(
@@ -348,18 +348,18 @@ def encoded_jobs(jobs: Sequence[Job], shape: Shape) -> str:
 
 
 def decoded_jobs(line: str | bytes) -> tuple[list[Job], Shape]:
-    """The jobs of a line, and the shape of their model."""
+    """The jobs from a line, and the shape of their model."""
     jobs, (layers, heads) = json.loads(line)
     return [Job(*one) for one in jobs], Shape(layers, None if heads is None else tuple(heads))
 
 
-# --- the worker's end
+# --- worker side
 
 
 class Decisions(Session):
-    """A session whose rows have the certificates of their decisions, where a sweep asks for them.
+    """A session that adds certificates of decisions to its rows, if a sweep requests them.
 
-    A decision that cannot be certified says why in its bound; the row stands.
+    If a decision cannot be certified, its bound states the reason; the row remains.
     """
 
     def result(self, job: Job, shape: Shape) -> Result:
@@ -382,7 +382,7 @@ class Decisions(Session):
                 groups = decision.groups(ball, None)
                 found = [replace(decision.certified(ball, g), id=one.row.id) for g in groups]
                 keys = [radius_key(one.row.id, ball, group) for group in groups]
-            except Exception as problem:  # as of a row: the others go on
+            except Exception as problem:  # as for a row: the others must go on
                 bounds.append(missing_radius(one.row.id, ball, explained(problem)))
                 continue
             bounds += [each.as_bound() for each in found]
@@ -394,23 +394,23 @@ def serve() -> None:
     """Answer jobs until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides when to stop
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # separates output of libraries from answers
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_take_lines, args=(lines,), daemon=True).start()
     say = _Voice(answers)
-    threading.Thread(target=say.that_it_lives, daemon=True).start()
+    threading.Thread(target=say.heartbeat, daemon=True).start()
     _work(json.loads(lines.get()), lines, say)
 
 
 def _take_lines(lines: queue.SimpleQueue[bytes]) -> None:
-    """Take lines as they come; end at once when the driver is gone, even in mid-job."""
+    """Queue lines as they come; exit at once when the driver is gone, even during a job."""
     for line in sys.stdin.buffer:
         lines.put(line)
     os._exit(0)
 
 
 class _Voice:
-    """The stream of answers, in which two threads take turns line by line."""
+    """The stream of answers, shared by two threads line by line."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream, self.turn = stream, threading.Lock()
@@ -420,8 +420,8 @@ class _Voice:
             self.stream.write(line + "\n")
             self.stream.flush()
 
-    def that_it_lives(self) -> None:
-        """Say so again and again: a process that is stopped, or stuck in a call, is silent."""
+    def heartbeat(self) -> None:
+        """Send heartbeats forever; a process that is stopped, or stuck in a call, is silent."""
         while True:
             self(ALIVE)
             time.sleep(BEAT)

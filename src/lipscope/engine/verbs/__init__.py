@@ -1,1 +1,1 @@
-"""The verbs: what can be asked of a layer at its input, or of a plan of them."""
+"""The verbs: questions about a layer at an input, or about a plan of layers and inputs."""
