@@ -347,7 +347,7 @@ class Hot(torch.nn.Module):
         ({"budget": 3, "queries": 2}, "`queries` should be at least the budget"),
         ({"recipes": "textfooler"}, "`recipes` should be .* Found `textfooler`"),
         ({"target": "head"}, "`target` should be one of model, layer"),
-        ({"images": "random"}, "Token edits are of texts. Found a batch or pictures"),
+        ({"images": "random"}, "Token edits need a text. Found a batch or pictures"),
         ({"data": {"input_ids": torch.ones(1, 6).long()}}, "Found a batch or pictures"),
         ({"between": ["one"]}, "`between` should name at least two classes"),
         ({"between": ["a", "b"], "read_out": "w.npy"}, "exclude each other"),

@@ -1,4 +1,4 @@
-"""Attacks: inputs on which a layer is far from smooth, and a few tokens of a text edited."""
+"""Attacks: inputs with a large sigma of a layer, and edits of a few tokens of a text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ATTACK_TEXT = Verb("attack_text", _WITHOUT, whole="An attack on a text")
 _LENGTH, _SAMPLES = 64, 10
 _OWN = "the model's own scores"
 _READ_OUT = "the read-out given, on the mean output of the model"
-_LARGEST = 10**9  # budgets and queries
+_LARGEST = 10**9  # maximum budget and number of queries
 _COUNTS = ("texts", "skipped", "failed", "succeeded", "rate", "edits", "queries")
 
 
@@ -42,12 +42,12 @@ _COUNTS = ("texts", "skipped", "failed", "succeeded", "rate", "edits", "queries"
 class Attacked(Shown):
     """The result of an attack on a layer."""
 
-    rows: Rows  # sigma at the input that was given, and at the worst one, measured anew
-    # every construction for every head, and the ascent, worst first; where the attack is read
-    # from a folder, only the first has its tokens
+    rows: Rows  # sigma at the given input, and at the worst one, measured anew
+    # every construction for every head, and the ascent, worst first; if the attack is read from a
+    # folder, only the first has its tokens
     found: Sequence[WorstInput]
-    radius: float  # largest token norm that was allowed
-    given_radius: float  # that of the input that was given
+    radius: float  # maximum token norm
+    given_radius: float  # largest token norm of the given input
 
 
 def attack(
@@ -62,32 +62,31 @@ def attack(
     progress: runs.Progress | None = None,
     **options: Unpack[Options],
 ) -> Attacked:
-    """Look for the inputs that make sigma of a layer large.
+    """Search for inputs with a large sigma of a layer.
 
-    The input that was given, every construction for every head, then gradient ascent from the worst
-    inputs of the four worst of these kinds and from four random ones. The worst is measured again
-    from a start that its choice has not seen, so that its interval holds. `bounds` with ``attack``
-    and the input ``adversarial`` of `measure` ask the same.
+    Candidates are the given input, every construction for every head, then gradient ascent from the
+    worst inputs of the four worst of these kinds and from four random ones. The worst is measured
+    again from an independent random start, so that its interval holds. `bounds` with ``attack`` and
+    the input ``adversarial`` of `measure` run the same search.
 
     Holds for every layer whose weights are read in closed form. A lower bound on the worst
-    case: no proof that nothing is worse. Twelve heads of width 32 at 64 tokens take about
+    case, not a proof that nothing is worse. Twelve heads of width 32 at 64 tokens take about
     ten seconds on two cores.
     ``model``, ``data`` and ``progress`` are as for `measure`.
 
     Args:
         data: Text or a batch of one, as for `measure`; the default text if None.
         length: Number of tokens of the text window; 64 if None.
-        radius: Largest token norm; ``norm`` for the largest one after the norm that feeds the
-            layer; that of the input if None.
-        steps: Steps of the ascent; 0 for constructions only.
-        out: Run folder for both rows, the worst input as ``worst.npz`` (x, v) in it; one of another
+        radius: Largest token norm; ``norm`` for the largest possible one after the norm that feeds
+            the layer; that of the input if None.
+        steps: Number of ascent steps; 0 for constructions only.
+        out: Run folder for both rows and the worst input, ``worst.npz`` (x, v); a folder of another
             attack is refused.
-        **options: Those of `measure` about the input and the solver; the map is ``attention``, and
-            ``dtype`` float64.
+        **options: Options of `measure` about the input and the solver; the map is ``attention``,
+            and ``dtype`` float64.
 
     Raises:
-        InputError: For every request that cannot be answered as asked, or if no input is
-            available for this layer.
+        InputError: If the request cannot be answered, or no input is available for this layer.
     """
     steps = argument(whole_number(0, 100_000), "steps", steps)
     asked = {**options, **runs.of_one_input(data, options, length), "layers": [layer]}
@@ -113,7 +112,7 @@ def attack(
         tell(0, 2, None)
         held = run.once("attack", {}, find, _WORST)
         rows = run.rows(tell)
-        if not tried:  # it was attacked before
+        if not tried:  # the folder has the attack
             assert run.folder is not None
             tried = [WorstInput(**one, x=None, v=None) for one in held["found"]]
             with np.load(run.folder.path / _WORST, allow_pickle=False) as arrays:
@@ -126,7 +125,7 @@ def attack(
 
 
 class EditOptions(Options, total=False):
-    """Options of `attack_text`, which says what they mean."""
+    """Options of `attack_text`, documented there."""
 
     recipes: str | Sequence[str]
     queries: int
@@ -145,10 +144,10 @@ class TextAttack(Shown):
 
     rows: Rows  # sigma of the layer at every window
     edits: tuple[records.TextEdit, ...]  # every window and recipe
-    by: str = ""  # what decides, in words; "" where nothing is decided
+    by: str = ""  # description of the decision; "" if there is none
 
     def summary(self) -> list[records.RecipeSummary]:
-        """One entry for each recipe."""
+        """One entry per recipe."""
         return [
             records.summed(recipe, [one for one in self.edits if one.recipe == recipe])
             for recipe in dict.fromkeys(one.recipe for one in self.edits)
@@ -167,45 +166,45 @@ def attack_text(
     progress: runs.Progress | None = None,
     **options: Unpack[EditOptions],
 ) -> TextAttack:
-    """Edit at most ``budget`` tokens of a text so that the output changes most.
+    """Edit at most ``budget`` tokens of a text to change the output as much as possible.
 
-    The recipes order the edits, and the first that a text can carry (written and read again
-    they are the same tokens) are run; the best is kept, and the next token is edited.
+    A recipe ranks the edits; the first ones that survive as text (decoded and tokenised again they
+    are the same tokens) are run; the best is kept, and the next token is edited.
 
     - ``sigma``: substitutions by ``‖S V^T δ‖``, S and V the leading singular values and vectors
       of the output's Jacobian in the token vectors, δ the move in the embedding table.
     - ``hotflip``: substitutions by ``<gradient, δ>`` [ebrahimi2018]: of the margin of a decision,
-      or else of ``‖f(X') - f(X)‖² / 2`` at a point beside X.
+      or else of ``‖f(X') - f(X)‖² / 2`` at a point near X.
     - ``duplicate``: copies of a token after it, which give it more weight, by the derivative of
-      the layer's output in the logarithm of its weight.
+      the layer's output with respect to the logarithm of its weight.
     - ``random``: substitutions in random order.
 
-    Where there is a decision, the recipes run what they order in the same way, keep what makes its
-    margin smallest, and stop where it changes. It is that of the model's own scores, where it ends
-    in scores, or the nearest of some texts, or that of a read-out.
+    If there is a decision, recipes rank edits in the same way, keep the one with the smallest
+    margin, and stop when the decision changes. It is that of the model's own scores, if it ends in
+    scores, or the nearest of some texts, or that of a read-out.
 
-    Holds for models that read one text through a table of token vectors. A lower bound on what
-    edits can do: no proof that none does more.
+    Holds for models that read a single text through an embedding table. A lower bound on the effect
+    of edits, not a proof that none does more.
     ``model`` and ``progress`` are as for `measure`.
 
     Args:
         data: The text, or its path; the default text if None.
-        budget: Tokens that may be substituted, or copies that may be put in.
+        budget: Maximum number of substituted tokens, or of inserted copies.
         length: Number of tokens of the windows; 64 if None.
         samples: Number of windows; 10 if None.
         out: Run folder: rows of sigma, and the edits as values of the part ``edits``.
-        **options: Those of `measure` about the input and the solver, and
+        **options: Options of `measure` about the input and the solver, and
 
-            * ``recipes``: their names; all if not given; ``queries=32``: edited texts that the
-              model may read, for each window and recipe.
-            * ``target="model"``: whose output should change: the model's, or the ``layer``'s
+            * ``recipes``: names of recipes; all by default; ``queries=32``: maximum number of
+              edited texts for the model to read, per window and recipe.
+            * ``target="model"``: the output to change, that of the model or of the ``layer``'s
               attention.
-            * ``between``: texts; what is decided is which of them has the mean output of the
-              smallest angle with that of the window; ``read_out``: a file as for ``lipscope
-              certify --read-out``, or a `Classifier`, on the mean output of the model.
+            * ``between``: texts; the decision is the one whose mean output has the smallest
+              angle to that of the window; ``read_out``: a file as for ``lipscope certify
+              --read-out``, or a `Classifier`, on the mean output of the model.
 
     Raises:
-        InputError: For every request that cannot be answered as asked.
+        InputError: If the request cannot be answered.
     """
     no_several(options)
     asked: dict[str, Any] = dict(options)
@@ -222,7 +221,7 @@ def attack_text(
     target = argument(one_of("model", "layer"), "target", own["target"])
     if not runs.is_text(data, options):
         raise InputError(
-            "Token edits are of texts. Found a batch or pictures; leave `budget` out, or give a "
+            "Token edits need a text. Found a batch or pictures; leave `budget` out, or give a "
             "text."
         )
     by = decides_by(between, read_out)
@@ -241,12 +240,12 @@ def attack_text(
             tell(len(found), len(jobs), row if edits.anew else None)
             found.append(edits.edited(job, row, recipe))
         tell(len(jobs), len(jobs), rows[-1] if edits.anew else None)
-    said = _OWN if by is None else _READ_OUT if isinstance(by, Classifier) else BY_ANGLE
-    return TextAttack(rows, tuple(found), said if any(one.decision for one in found) else "")
+    label = _OWN if by is None else _READ_OUT if isinstance(by, Classifier) else BY_ANGLE
+    return TextAttack(rows, tuple(found), label if any(one.decision for one in found) else "")
 
 
 class _Windows:
-    """The windows of a run, of which the last one is at hand; edits that its folder holds."""
+    """The windows of a run, with a cache of the last one, and the edits in its folder."""
 
     def __init__(self, run: runs.LocalRun, wanted: Mapping[str, Any], by: By) -> None:
         self._run, self._wanted, self._by = run, wanted, by
@@ -255,7 +254,7 @@ class _Windows:
         self.anew = False
 
     def edited(self, job: Job, row: records.Measurement, recipe: str) -> records.TextEdit:
-        """What a recipe does to a window."""
+        """The edits of a window by a recipe."""
         key = records.stable_id({"id": row.id, "recipe": recipe, **self._wanted})
         held = self._run.value(records.EDITS, key, lambda: self._made(job, row, recipe))
         return records.TextEdit(**held)
@@ -312,7 +311,7 @@ class _Windows:
         return search
 
     def _scores(self, embedded: Embedded) -> Scores | None:
-        """From the output of the model to the scores of classes; None if nothing is decided."""
+        """A function from the model's output to class scores; None without a decision."""
         own = embedded.read(embedded.ids[None]).model
         by = self._by
         if by is None:
@@ -334,7 +333,7 @@ class _Windows:
         return lambda y: y.mean(1) @ weight.T + bias
 
     def _nearest(self, texts: Sequence[str], embedded: Embedded) -> Classifier:
-        """Scores that order texts by the angle of their mean outputs with that of a window."""
+        """A classifier of texts by the angle between their mean outputs and that of a window."""
 
         def output(ids: Tensor) -> Tensor:
             return embedded.read(ids.to(embedded.ids.device)).model[0]
@@ -361,14 +360,14 @@ def _class_name(decision: int | None, names: Sequence[str]) -> str | None:
 
 def _edits_in_words(draft: Draft, written: WindowDecoder) -> str:
     """``old → new`` with the positions."""
-    said = []
+    words = []
     for edit in draft.edits:
         old, new = written.names([edit.old, edit.new])
-        said.append(f"{edit.index}: {old} → {new if edit.new != edit.old else f'{old} {old}'}")
-    return "; ".join(said)
+        words.append(f"{edit.index}: {old} → {new if edit.new != edit.old else f'{old} {old}'}")
+    return "; ".join(words)
 
 
-# --- shown
+# --- display
 
 
 def _ends(sigma: float | None, upper: float | None) -> tuple[str, str]:
@@ -377,12 +376,12 @@ def _ends(sigma: float | None, upper: float | None) -> tuple[str, str]:
 
 @pieces.register
 def _attacked(found: Attacked) -> Iterator[Piece]:
-    """Of each construction the best head, next to what was given."""
+    """The best head of each construction, next to the given input."""
     real, worst = found.rows[0], found.rows[1]
     made = empty_table(
         f"{real.model}, layer {real.layer}, map {real.map}, {real.num_tokens} tokens, "
         f"radius {found.radius:.4g}",
-        ("input", "where from", "source", "head"),
+        ("input", "origin", "source", "head"),
         ("sigma", "upper", "× text"),
     )
     radius = f"radius {found.given_radius:.4g}"
@@ -402,7 +401,7 @@ def _attacked(found: Attacked) -> Iterator[Piece]:
         )
     yield made
     yield (
-        "Of each construction the head with the largest sigma of the whole layer. The first is "
+        "Each construction is for the head with the largest sigma of the whole layer. The first is "
         "measured again from a fresh start. A lower bound on the worst case, not a proof that "
         "nothing is worse."
     )
@@ -413,7 +412,7 @@ def _attacked(found: Attacked) -> Iterator[Piece]:
 
 @pieces.register
 def _edited(found: TextAttack) -> Iterator[Piece]:
-    """What recipes did to all windows, then every edit."""
+    """A summary of each recipe over all windows, then every edit."""
     first = found.rows[0]
     made = empty_table(
         f"{first.model}, layer {first.layer}, {first.num_tokens} tokens",
@@ -434,21 +433,20 @@ def _edited(found: TextAttack) -> Iterator[Piece]:
     what = f"the decision changed ({found.by})" if found.by else "a text with edits was found"
     yield (
         f"Succeeded: {what}. Skipped: the window's own text is not read back as its tokens. "
-        "Under layer and model: how much their outputs change, relative, ‖f(X') − f(X)‖ / ‖f(X)‖; "
-        "means over what succeeded. A lower bound on what edits can do, not a proof that none does "
-        "more."
+        "Layer and model: relative change of their outputs, ‖f(X') − f(X)‖ / ‖f(X)‖; means over "
+        "successful edits. A lower bound on the effect of edits, not a proof that none does more."
     )
 
 
 def _edits(found: TextAttack) -> Table:
-    """What was done to every window, and what it changed."""
+    """The edits of every window and their effects."""
     names = ("window", "recipe", "edits"), ("layer", "model", "first order", "queries")
     decided = any(one.decision is not None for one in found.edits)
     made = empty_table("", (*names[0], *(["decision"] if decided else [])), names[1])
     for one in found.edits:
         done = one.edits if one.changed else one.status
-        said = "" if one.decision is None else f"{one.decision} → {one.decided}"
+        change = "" if one.decision is None else f"{one.decision} → {one.decided}"
         numbers = (one.change_layer, one.change_model, one.predicted)
-        cells = (str(one.sample), one.recipe, done, *([said] if decided else []))
+        cells = (str(one.sample), one.recipe, done, *([change] if decided else []))
         made.add_row(*map(Text, cells), *(number(value, 3) for value in numbers), str(one.queries))
     return made

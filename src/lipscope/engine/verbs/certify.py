@@ -1,4 +1,4 @@
-"""Certificates: of a map over a ball around its input, and of a decision that cannot change."""
+"""Certificates: of a map in a ball around its input, and of the robustness of a decision."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ class CertifiedBall(BallCertificate):
 
     @property
     def over_attack(self) -> float | None:
-        """``value / largest_ratio``: how much larger it is than what was found."""
+        """``value / largest_ratio``: the ratio of the certificate to the attack."""
         return self.value / self.largest_ratio if self.largest_ratio else None
 
     @property
     def violated(self) -> bool:
-        """Whether the attack found more than is certified, by more than its own rounding."""
+        """Whether the attack exceeds the certificate by more than its rounding error."""
         return self.largest_ratio is not None and self.largest_ratio > self.value * (1 + 1e-9)
 
 
@@ -120,35 +120,34 @@ def certify(
     embedding whose weights are read in closed form, and for residual sums, blocks and models that
     `read_map` takes apart; deterministic, up to float64 rounding. Proof:
     ``docs/theory/ball-certificate.md``. Twelve heads at 64 tokens take eight seconds, and some
-    40 with ``sharp``; larger maps take time like the cube of tokens times width, and 4 GB at most.
+    40 with ``sharp``; for larger maps, time grows like the cube of tokens times width (4 GB limit).
     ``model`` and ``data`` are as for `measure`.
 
     Args:
-        eps: Radius of the ball, positive; one per token if wanted (ball ``token``), where tokens
-            with 0 stay.
+        eps: Radius of the ball, positive; optionally one per token (ball ``token``), where 0 holds
+            a token fixed.
         length: Number of tokens of the text window; 64 if None.
         ball: ``token``: every token moves by at most ``eps``; ``frobenius``: all together.
         head: One query head alone, or None for all.
-        steps: Radii of the mean that the certificate of attention takes, 4 if None; the cost grows
-            with it.
-        sharp: Also use the row-Gram certificate at X; if None, where that is expected to take up
+        steps: Number of radii for the mean in the certificate of attention, 4 if None; the cost
+            grows with it.
+        sharp: Also use the row-Gram certificate at X; if None, only if that is expected to take up
             to 5 seconds, else the note says how long.
-        random: Random points of an attack on the certificate in its ball; if both are None, there
-            is no attack.
-        ascents: Its ascents of each kind.
-        out: Run folder for the row of sigma at X, the certificate and the worst input; several of
-            one input may stand in it.
+        random: Number of random points in an attack on the certificate in its ball; no attack if
+            both this and ``ascents`` are None.
+        ascents: Number of ascents of each kind in the attack.
+        out: Run folder for the row of sigma at X, the certificate and the worst input; it may hold
+            several certificates of an input.
         progress: True for a line on standard error, or called as ``progress(done, total, row)``,
             at the start, and when sigma at X is known.
-        **options: Those of `measure` about the input and the solver; the map is ``attention``,
+        **options: Options of `measure` about the input and the solver; the map is ``attention``,
             ``heads``, ``residual``, ``block``, ``stack`` or ``model``, and ``dtype`` float64.
-            ``head``, ``steps`` and ``sharp`` go with the first two.
+            ``head``, ``steps`` and ``sharp`` apply to the first two.
 
     Raises:
-        InputError: For every request that cannot be answered as asked, or if there is no
-            certificate.
+        InputError: If the request cannot be answered, or there is no certificate.
 
-    Tokens at the origin with ``Q = K = V = I`` average, so sigma is 1 there:
+    At the origin, attention with ``Q = K = V = I`` averages the tokens, so sigma is 1:
 
     >>> import lipscope as ls, torch
     >>> layer = ls.DotProduct(*3 * [torch.eye(2, dtype=torch.float64)])
@@ -179,7 +178,7 @@ def certify(
     wanted = how | {"eps": size} | attempts
     file = f"worst-{stable_id(wanted)[:8]}.npz" if any(attempts.values()) else None
     asked |= of_one_input(data, options, length) | {"layers": [layer]}
-    several = {"verb": "certify"}  # certificates may stand beside one row
+    several = {"verb": "certify"}  # a row may have several certificates
     with LocalRun(model, data, asked, _VERB, out=out, asked=several) as run:
 
         def find() -> dict[str, Any]:
@@ -218,7 +217,7 @@ def certify(
 
 
 def _chain_of(run: LocalRun, map: MapName) -> Chain:
-    """The parts of a larger map, held against the map itself."""
+    """The parts of a larger map, checked against the map itself."""
     at, job = run.at(run.jobs[0]), run.jobs[0]
     module = run.model.in_memory(f"A certificate of the map `{map}`").model
     with eval_mode(module):
@@ -226,7 +225,7 @@ def _chain_of(run: LocalRun, map: MapName) -> Chain:
         chain, x = read_map(module, at.item.arguments, **how)
     if x.shape != at.x.shape:
         raise InputError(
-            f"The map `{map}` should be of tokens that all move. Found padding; leave it out."
+            f"The map `{map}` should have no fixed tokens. Found padding; leave it out."
         )
     return chain
 
@@ -240,7 +239,7 @@ def _of_layer(
     sharp: bool | None,
     **how: Any,
 ) -> BallCertificate:
-    """The certificate of one attention layer, as sharp as is asked for or quick."""
+    """The certificate of an attention layer; if ``sharp`` is None, sharp only if quick."""
     seconds = sharp_seconds(own, x, map, how["head"])
     sharply = seconds <= theorems.PATIENCE if sharp is None else sharp
     found = certify_ball(own, x, sigma=sigma, map=map, sharp=sharply, **how)
@@ -273,20 +272,20 @@ def sharp_seconds(layer: Attention, x: Tensor, map: Map, head: int | None = None
 
 
 def as_bounds(found: BallCertificate, row: Measurement) -> list[Bound]:
-    """A certificate as records of the row of sigma at its centre."""
+    """A certificate as bounds of the row of sigma at its centre."""
     about: Any = {"cite": theorems.DERIVED, "kind": "upper", "scope": "ball", "eps": found.eps}
     about |= {"id": row.id, "metric": "frobenius", "note": found.note or ""}
-    said = (
+    bounds = (
         ("certificate", "‖f(X') − f(X)‖ ≤ L ‖X' − X‖", found.value),
         ("sigma_bound", "sigma anywhere in the ball", found.sigma_bound),
     )
     return [
         Bound(theorem=f"{name}_{found.ball}", statement=statement, value=value, **about)
-        for name, statement, value in said
+        for name, statement, value in bounds
     ]
 
 
-# --- how far tokens may move before a decision changes
+# --- certificates of decisions
 
 
 def certify_decision(
@@ -304,35 +303,35 @@ def certify_decision(
     progress: Progress | None = None,
     **options: Unpack[Options],
 ) -> tuple[DecisionCertificate, ...]:
-    """Certify how far tokens may move before a decision can change, of a model or of one layer.
+    """Certify how far tokens may move without changing a decision of a model or a layer.
 
-    What `OpenModel.decision` decides: the model's own class or next token, or which of some texts
-    is nearest, or a read-out. Within the radius no move of the embeddings changes it. With
-    ``map="attention"`` that of texts, or of a read-out, on one layer's pooled output.
+    The decision is that of `OpenModel.decision`: the model's own class or next token, the nearest
+    of some texts, or that of a read-out. Within the radius no move of the embeddings changes it.
+    With ``map="attention"``, texts or a read-out decide on a single layer's pooled output.
 
-    Holds for models that `read_network` takes apart, and for dot-product layers in closed form;
+    Holds for models that `read_network` supports, and for dot-product layers in closed form;
     deterministic, up to float64 rounding. Proofs: ``docs/theory/decision.md`` and, where an
-    expansion of a layer does not fit, ``docs/theory/ball-certificate.md``. Dense: seconds for some
-    256 coordinates, and 4 GB at most.
+    expansion of a layer does not fit, ``docs/theory/ball-certificate.md``. Dense: seconds for about
+    256 coordinates, with a limit of 4 GB.
 
-    An interrupt from the keyboard ends it: the last certificate has what was proved so far and is
-    ``stopped``. The same request on the same folder goes on from there.
+    A keyboard interrupt ends it: the last certificate holds the radius proved so far and is
+    ``stopped``. The same request on the same folder continues from there.
     ``model`` and ``data`` are as for `measure`; ``between``, ``read_out``, ``pool``, ``at_layer``
     and ``length`` as for `OpenModel.decision`.
 
     Args:
-        ball: ``joint``: all tokens together; ``each``: every one by less than the radius;
-            ``token``: one after the other, a certificate a token.
+        ball: ``joint``: all tokens together; ``each``: each of them by less than the radius;
+            ``token``: each token alone, with one certificate per token.
         tokens: Indices of the tokens that may move; all if None.
         out: Run folder for the row of sigma, of the map ``margin``, ``model`` or ``attention``, and
-            the radii; tokens that it holds are not certified again. Whole maps need their blocks in
-            a list, which without ``out`` is not asked for.
-        progress: As for `certify`; told after each certificate. A bar says how far one is.
-        **options: Those of `measure` about the input and the solver; ``dtype`` float64. The map is
-            ``model``, all that comes after the moves, or ``attention``, that layer by itself.
+            the radii; tokens in it are not certified again. Whole maps then need a model with its
+            blocks in a list.
+        progress: As for `certify`; called after each certificate. A bar also shows its steps.
+        **options: Options of `measure` about the input and the solver; ``dtype`` float64. The map
+            is ``model``, everything after the moves, or ``attention``, that layer alone.
 
     Raises:
-        InputError: For every request that cannot be answered as asked.
+        InputError: If the request cannot be answered.
 
     Source: derived here.
     """
@@ -348,9 +347,9 @@ def certify_decision(
         asked = {k: v for k, v in asked.items() if k not in ("tokenizer", "revision")}
         data = whole_input(model, data, special_tokens=asked.get("special_tokens", True))
     if by is None and map == "attention":
-        raise InputError("A layer decides by `between` or `read_out`. Found neither.")
+        raise InputError("A decision of a layer needs `between` or `read_out`. Found neither.")
     asked |= of_one_input(data, asked, length)
-    beside = "margin" if by is None else map  # of the row that a folder has beside the radii
+    beside = "margin" if by is None else map  # map of the row that a folder stores with the radii
     if map == "attention" or out is None:
         layer = argument(whole_number(0, 10_000), "at_layer", at_layer) if map != "model" else 0
         beside, asked["layers"] = "attention", [layer]
@@ -379,7 +378,7 @@ def certify_decision(
 
 
 class _StoppedError(Exception):
-    """An interrupt, with the keys of what was found before."""
+    """An interrupt, with the keys of the certificates found before."""
 
 
 def _certified_groups(
@@ -390,7 +389,7 @@ def _certified_groups(
     about: Mapping[str, Any],
     tell: Tell,
 ) -> list[str]:
-    """Certificates of some groups of tokens into the folder, and their keys in it."""
+    """Certify groups of tokens, store the certificates, and return their keys."""
     tell(0, len(groups), None)
     rows = run.rows(keep=False) if run.folder is not None else None
     id, keys = None if rows is None else rows[0].id, list[str]()
@@ -406,7 +405,7 @@ def _certified_groups(
             if found.stopped:
                 raise _StoppedError(keys)
             tell(done, len(groups), None)
-    finally:  # what was measured stays, whatever a later token comes to
+    finally:  # keep results even if a later token fails
         if rows is not None:
             known = [one for key in keys if (one := run.values(RADII).get(key))]
             run.keep(rows, rows[0], [_certificate(one).as_bound() for one in known])

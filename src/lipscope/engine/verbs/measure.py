@@ -1,4 +1,4 @@
-"""Verbs that answer with rows: sigma on an input, the bounds beside it, its worst directions."""
+"""Verbs that return rows: sigma at an input, bounds beside it, and its worst directions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BOUNDS = Verb("bounds", dtype="float64")
 _OF_DIRECTIONS = ("metric", "move", "read")
 _WITHOUT = [one for one in OF_QUESTION if one not in _OF_DIRECTIONS]
 _DIRECTIONS = Verb("directions", _WITHOUT, norms=True)
-_MOST = 100  # directions
+_MOST = 100  # maximum number of directions
 
 
 def measure(
@@ -58,8 +58,8 @@ def measure(
         layers: Layer indices from 0, such as ``[0, 3]`` or ``"0:5"``, or "all".
         lengths: Numbers of tokens of the text windows; 16, 64, 128, 256 if None.
         samples: Windows per length, or pictures; 10 if None.
-        out: Run folder, or one that is open; a run of the same question there is continued, also
-            by more layers, lengths or samples, and any other is refused.
+        out: Run folder, open or not; a run of the same question there is continued, also with more
+            layers, lengths or samples; any other is refused.
         progress: True for a line on standard error, or called as ``progress(done, total, row)``,
             in rows.
         **options: Shared by all verbs, each with its default:
@@ -67,7 +67,7 @@ def measure(
             * ``map="attention"``: ``heads``, ``attention``, ``normed``, ``residual``, ``block``,
               ``stack`` (the blocks up to this one) or ``model``; of a model with a head also
               ``logits``, its scores (a row for each token whose next one is scored, or one row of
-              classes), and ``margin``, the answer's score less the next one's, of the last row.
+              classes), and ``margin``, the largest score minus the second largest, of the last row.
             * ``per_head=False``: one row per query head.
             * ``metric="frobenius"``; ``token-relative``: each token's move in proportion to its
               norm; ``max-token``: largest token norm; ``infinity``: largest entry. The last two
@@ -78,29 +78,29 @@ def measure(
               are read, likewise.
             * ``side="self"``, or the layers of cross-attention instead, moved through their
               ``query`` side (the decoder's stream) or their ``key`` side (encoder states,
-              retrieved passages) while the other stays.
-            * ``windows="spread"`` over the text, or ``disjoint``; ``special_tokens=True``: put
-              the model's own special tokens around each window; ``position_offset=0``: position
-              ids start this much later, to tell length from position.
+              retrieved passages) while the other is fixed.
+            * ``windows="spread"`` over the text, or ``disjoint``; ``special_tokens=True``: add
+              the model's special tokens to each window; ``position_offset=0``: shift of the
+              position ids, to separate effects of length and position.
             * ``images``: pictures instead of a text, a folder or ``random`` pixels;
               ``resolutions``: their sides in pixels, the model's own if None.
-            * ``causal=None``: the model's own mask; True puts a causal one on every layer of an
-              encoder, False takes it off a decoder with learnt positions.
+            * ``causal=None``: the model's own mask; True adds a causal one to every layer of an
+              encoder, False removes it from a decoder with learnt positions.
             * ``inputs="real"``, or inputs built for the layer: a construction, ``adversarial``
               (the worst of all) or ``ascent`` with ``ascent_steps=40``.
-            * ``theorems="none"``: names in the catalogue that are asked about every row, or
-              ``all`` that are quick; ``sharp=True``: compute named ones that take seconds a head;
-              ``radius="row"``: of which tokens bounds on all inputs speak: up to the norm of the
-              row's own input, of the layer's largest (``inputs``), of the largest that the norm
-              before the layer lets through (``norm``), or a number.
+            * ``theorems="none"``: names in the catalogue to evaluate for every row, or ``all``
+              quick ones; ``sharp=True``: compute named ones that take seconds per head;
+              ``radius="row"``: largest token norm that bounds on all inputs cover: that of the
+              row's own input, of all inputs of the layer (``inputs``), the largest possible one
+              after the norm before the layer (``norm``), or a number.
             * ``rest=False``: also sigma with the most sensitive token held fixed;
               ``average=False``: also ``‖J‖_F`` by random probes.
-            * ``tol=1e-3``: how wide intervals may be, ``upper <= (1 + tol) sigma``;
+            * ``tol=1e-3``: relative width of intervals, ``upper <= (1 + tol) sigma``;
               ``delta=0.01``: failure probability of each; a small one may need float64.
-            * ``dtype="float32"``; ``device="auto"`` takes a GPU where there is one; ``seed=0``: of
-              the random starts; ``memory="free"``: budget such as 1GiB for blocks of weights
-              that are read from the disk, hidden states, chunks, stored probabilities and the
-              solver's basis, of which the last three take 1 GiB unless it is given; ``modules``:
+            * ``dtype="float32"``; ``device="auto"`` uses a GPU if available; ``seed=0`` of the
+              random starts; ``memory="free"``: budget such as 1GiB for blocks of weights
+              read from disk, hidden states, chunks, stored probabilities and the solver's
+              basis, of which the last three take at most 1 GiB by default; ``modules``:
               regular expression for the attention modules, searched in their paths.
             * ``tokenizer`` of a module of your own that reads text; ``revision`` of a hub id;
               ``allow_pickle=False``: accept a checkpoint that exists only as a pickle.
@@ -109,7 +109,7 @@ def measure(
         The rows, in order of length, sample, layer and head.
 
     Raises:
-        InputError: For every request that cannot be answered as asked.
+        InputError: If the request cannot be answered.
 
     Source: the local Lipschitz constant of [castin2024], Section 3; interval derived here.
 
@@ -133,13 +133,13 @@ def measure_built(
     out: AnyFolder = None,
     **options: Unpack[MeasureOptions],
 ) -> Measurement:
-    """Sigma of one layer at an input ``(n, d)`` that was built for it, from a start of its own.
+    """Sigma of a layer at an input ``(n, d)`` built for it, from an independent random start.
 
-    An input that was found by maximising sigma keeps a valid interval. Holds for every
+    The interval is valid even if the input was found by maximising sigma. Holds for every
     `Attention` layer, in the dtype of its weights.
 
-    ``kind`` says what the input is, for the row's ``input``, such as ``two_cluster``; ``of`` is the
-    model that the layer is from, at ``index``; ``sample`` counts inputs of the same length.
+    ``kind`` names the input in the row's ``input``, such as ``two_cluster``; ``of`` is the model of
+    the layer, at ``index``; ``sample`` counts inputs of the same length.
 
     >>> import torch
     >>> from lipscope.attention import DotProduct
@@ -165,30 +165,30 @@ def bounds(
     progress: Progress | None = None,
     **options: Unpack[MeasureOptions],
 ) -> Rows:
-    """Every bound of the Lipschitz constants of a model's layers, next to their sigma.
+    """All bounds on the Lipschitz constants of a model's layers, next to sigma.
 
     For every layer, length and sample: sigma with its interval, every theorem of the catalogue
-    with its value or the reason why it has none, and, if asked for, the worst input found.
+    with its value or the reason why it has none, and, if requested, the worst input found.
 
     Holds for families whose weights are read in closed form. A theorem is compared with a
-    measurement in its own metric and map only.
+    measurement only in its own metric and map.
     ``model``, ``data``, ``out`` and ``progress`` are as for `measure`.
 
     Args:
         layers: Indices from 0, or "all".
         lengths: Numbers of tokens of windows of text; 64 if None.
         samples: Windows per length; 1 if None.
-        attack: Also the worst input within the radius that `attack` finds, and its sigma; it takes
-            seconds a head.
-        **options: Those of `measure`, with these defaults: ``map`` is ``attention``, ``heads``,
-            ``normed`` or ``residual``; ``metric`` asks for theorems in this metric only, and
-            measures sigma in it (all theorems, and sigma in the Frobenius norm, without);
+        attack: Also report the worst input within the radius that `attack` finds, and its sigma;
+            takes seconds per head.
+        **options: Options of `measure`, with these changes: ``map`` is ``attention``, ``heads``,
+            ``normed`` or ``residual``; ``metric`` selects the theorems in this metric, and
+            measures sigma in it (by default all theorems, and sigma in the Frobenius norm);
             ``theorems`` are all;
-            ``sharp``: always (True) or never (False) the bounds that may take long, of which the
-            row-Gram certificate is the sharpest at an input; by default where they are expected
-            to take up to 5 seconds each, else the record says how long; ``radius="inputs"``: that
-            of the largest input, not with a norm in front, whose bounds on all inputs hold for
-            tokens of every norm from the smallest of the inputs on; ``dtype`` is float64.
+            ``sharp``: compute slow bounds, of which the row-Gram certificate is the sharpest at an
+            input, always (True) or never (False); by default those expected to take up to 5
+            seconds, while records of the others say how long; ``radius="inputs"``: that of the
+            largest input, except with a norm in front, where bounds on all inputs hold for all
+            token norms from the smallest of the inputs on; ``dtype`` is float64.
 
     >>> import lipscope as ls, torch
     >>> layer = ls.DotProduct(*3 * [torch.eye(2, dtype=torch.float64)])
@@ -207,7 +207,7 @@ def bounds(
         )
     more: dict[str, Any] = {}
     if isinstance(named := wanted.get("theorems", "all"), str) and named == "all":
-        if "sharp" not in wanted:  # else, and where theorems are named, it is as it is asked
+        if "sharp" not in wanted:  # a given value, or that with named theorems, stays as it is
             more["sharp"] = None
         metric = wanted.get("metric")
         more["theorems"] = tuple(t.name for t in catalogue() if metric in (None, t.metric))
@@ -218,7 +218,7 @@ def bounds(
         lengths, samples = 64 if lengths is None else lengths, 1 if samples is None else samples
     asked = _given(wanted) | {"layers": layers, "lengths": lengths, "samples": samples}
     with LocalRun(model, data, asked, _BOUNDS, more=more, out=out) as run:
-        if run.left():  # refuse a layer that has no bounds, and a radius that leaves its input out
+        if run.left():  # refuse a layer without bounds, and a radius that excludes its input
             at = run.at(run.jobs[0])
             radius, floor = at.allowed
             bounds_at(at.for_theorems, at.x, radius=radius, floor=floor, names=[])
@@ -241,31 +241,31 @@ def directions(
     progress: Progress | None = None,
     **options: Unpack[MeasureOptions],
 ) -> Rows:
-    """The leading singular directions of a layer at an input, and what they read as.
+    """The leading singular directions of a layer at an input, and their readings.
 
     ``J = sum_j sigma_j u_j v_j^T``: a move along ``v_1`` changes the output most, by ``sigma_1``
-    along ``u_1``; then come the best of those that are orthogonal to it. Of both vectors the
-    three tokens with the largest shares are read, as the words whose vectors have the largest
-    and the smallest cosine with theirs: tokens in this token's place (layer 0 of a text), gradients
-    of the model's own logits (decoders with a final norm), or the other tokens or patches of
-    this input. The nearest cosine, and what the ten nearest span, stand beside those of 99
-    random directions: a vector that is no nearer than all of these reads as nothing, and a
-    random one is nearer once in a hundred times.
+    along ``u_1``; each further direction is the best one orthogonal to the previous ones. In both
+    vectors the three tokens with the largest shares are read as the words whose vectors have the
+    largest and the smallest cosine with theirs: tokens in this token's place (layer 0 of a text),
+    gradients of the model's own logits (decoders with a final norm), or the other tokens or
+    patches of this input. The nearest cosine, and the part spanned by the ten nearest, are compared
+    with those of 99 random directions: a vector that is no nearer than all of them has no
+    reading, and a random one is nearer with probability 1/100.
 
     Holds for self-attention, all heads together, in the Frobenius and the token-relative metric.
-    Each direction has its own interval, and a bound of its angle with the singular vector; equal
-    singular values have no directions of their own. That a direction reads as something does not
-    say that the model uses it so.
+    Each direction has its own interval, and a bound on its angle to the singular vector; equal
+    singular values have no unique directions. A reading of a direction does not imply that the
+    model uses it in this way.
     ``model``, ``data``, ``out`` and ``progress`` are as for `measure`.
 
     Args:
-        layer: Index from 0, several, or "all".
+        layer: Index or indices from 0, or "all".
         k: Number of directions.
-        among: Texts, or the ``Path`` of a file with one on each line, for an encoder of texts: each
-            direction has their parts ``text``, whose ``share`` is the derivative, along v, of the
-            cosine of the mean over tokens of the model's output with that of the text.
+        among: Texts, or the ``Path`` of a file with one per line, for text encoders: each direction
+            gets parts ``text``, whose ``share`` is the derivative along v of the cosine between
+            the model's mean output over tokens and that of the text.
         length: Number of tokens of the text window; 64 if None.
-        **options: Those of `measure` about the input, the question and the solver.
+        **options: Options of `measure` about the input, the question and the solver.
 
     Source: derived here (``docs/theory/directions.md``).
 
@@ -279,7 +279,7 @@ def directions(
     if "metric" in options:
         argument(one_of("frobenius", "token-relative"), "metric", options["metric"])
     if options.get("move") == COPIES:
-        raise InputError("`move` should be tokens, whose directions are read. Found `copies`.")
+        raise InputError("`move` should select tokens for directions. Found `copies`.")
     asked = {**options, **of_one_window(data, options, length), "layers": layer}
     more = {"directions": k, "among": tuple(given_texts(among))}
     return LocalRun(model, data, asked, _DIRECTIONS, more=more, out=out).only_rows(progress)

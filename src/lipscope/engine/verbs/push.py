@@ -1,4 +1,4 @@
-"""A layer's input pushed along its worst direction, in the model as it is: where sigma ends."""
+"""Pushes of a layer's input along its worst direction in the model: where sigma stops holding."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ from lipscope.records import (
 )
 
 _PUSH = Verb("push", OF_QUESTION, "float64")
-_MAPS = tuple(name for name in MAPS if name != "heads")  # whose output the model never forms
+_MAPS = tuple(name for name in MAPS if name != "heads")  # the model never forms its output
 _MOST_SIZES, _MOST_DRAWS = 1000, 100
 _COLUMNS = ("size", "token norms", "sigma·size", "certified", "map +v", "−v", "random", "block")
 _COLUMNS += ("model",)
 
 
 class PushOptions(Options, DecisionOptions, total=False):
-    """Options of `push`, which says what they mean."""
+    """Options of `push`, documented there."""
 
     certificate: bool | None
 
@@ -73,8 +73,8 @@ class Pushed(Shown):
 
     Attributes:
         rows: Sigma of the map, one row for each input.
-        places: What there was before the pushes, for each row.
-        directions: Every direction of each row, and where something changes along it.
+        places: The state before the pushes, for each row.
+        directions: Every direction of each row, with the sizes at which something changes.
         steps: Every size of every direction.
     """
 
@@ -99,35 +99,35 @@ def push(
 ) -> Pushed:
     """Run a model with a layer's input moved along its worst direction, at a grid of sizes.
 
-    ``E = eps e`` with ``‖e‖_F = 1`` is added to the input of the map where the model holds it, and
-    the model runs on from there as it is. The directions: ``+v`` and ``-v``, the top right
-    singular vector; ``+top`` and ``-top``, its top token alone; random ones; of pictures, where
-    pixels move them so, ``+patches`` and ``-patches``, v without its class token. Beside what
-    happens stand ``sigma · eps``, which is what happens to first order, and a certificate
-    of the change that holds for every move of that size.
+    ``E = eps e`` with ``‖e‖_F = 1`` is added to the input of the map inside the model, which runs
+    on from there unchanged. The directions are ``+v`` and ``-v``, the top right singular vector;
+    ``+top`` and ``-top``, its top token alone; random ones; and for pictures, if pixels can realise
+    them, ``+patches`` and ``-patches``, v without its class token. The observed change is compared
+    with ``sigma · eps``, its first-order prediction, and with a certificate that holds for every
+    move of that size.
 
-    Holds for every model that `measure` takes. Certificates are for the map ``attention`` of
-    dot-product layers that are read in closed form, decisions likewise.
+    Holds for every model that `measure` supports. Certificates and decisions are for the map
+    ``attention`` of dot-product layers that are read in closed form.
     ``model``, ``data`` and ``progress`` are as for `measure`.
 
     Args:
         length: Number of tokens of the text window; 64 if None.
-        eps: Sizes ``‖E‖_F``. If None, four a decade from a thousandth of the mean norm of a token
+        eps: Sizes ``‖E‖_F``. If None, four per decade from a thousandth of a token's mean norm
             to ``‖X‖_F``: from where sigma should hold to where the move outweighs the input.
         draws: Number of random directions.
-        among: Texts, or the ``Path`` of a file with one on each line: the nearest to the output is
-            read, by the cosine of the mean over tokens. If None, the next token of a decoder.
+        among: Texts, or the ``Path`` of a file with one per line: the reading is the nearest to the
+            output, by the cosine of the mean over tokens. If None, the next token of a decoder.
         out: Run folder: rows, and the parts ``push``, ``push-directions``, ``push-places``.
-        **options: Those of `measure` about the input and the solver, ``dtype`` float64, and
+        **options: Options of `measure` about the input and the solver, ``dtype`` float64, and
 
-            * ``between``: texts, as in `lipscope certify`: the nearest one to the layer's pooled
-              output is its decision, whose certified radius stands beside the pushes;
-              ``read_out``: another decision: a file, or a `Classifier` on the layer's pooled
-              output; ``pool="mean"`` over tokens, or the ``first`` token: for decisions.
-            * ``certificate``: whether changes are certified; if None, where that takes about a
-              minute at most, else the note says so.
+            * ``between``: texts, as in `lipscope certify`: the one nearest to the layer's pooled
+              output is its decision, reported with its certified radius; ``read_out``: instead, a
+              file or a `Classifier` on the layer's pooled output; ``pool="mean"`` over tokens, or
+              the ``first`` token, for decisions.
+            * ``certificate``: whether changes are certified; if None, only if that takes up to
+              about a minute, else the note says so.
 
-    One token is mapped linearly, so that it moves by ``sigma · eps`` at every size:
+    A single token is mapped linearly, so its output moves by ``sigma · eps`` at every size:
 
     >>> import torch, lipscope as ls
     >>> one, x = torch.eye(2).double(), torch.tensor([[3.0, 1.0]]).double()
@@ -158,7 +158,7 @@ def push(
 
 
 class _Pushes:
-    """The pushes of a run, from its folder where it holds them."""
+    """The pushes of a run, from its folder if they are there."""
 
     def __init__(
         self,
@@ -179,13 +179,13 @@ class _Pushes:
         self.steps: list[PushStep] = []
 
     def add(self, job: Job, row: Measurement) -> None:
-        """The pushes of one row."""
+        """Add the pushes of a row."""
         if row.sigma is None:
             raise InputError(f"No push: {row.error or row.note or 'sigma is not known'}.")
         push = stable_id({"id": row.id, **self._wanted})
         made: list[PushProbe] = []
 
-        def place() -> PushProbe:  # not before it is needed: a finished push loads no model
+        def place() -> PushProbe:  # deferred: a finished push loads no model
             if not made:
                 pool, by = self._wanted["pool"], self._by
                 if by is not None and not isinstance(by, Classifier):
@@ -214,13 +214,13 @@ class _Pushes:
             steps, direction = place().pushed(name, about)
             for key, step in zip(keys, steps, strict=True):
                 self._run.keep_value(STEPS, key, step)
-            self._run.keep_value(DIRECTIONS, end, direction)  # last: then all of it is there
+            self._run.keep_value(DIRECTIONS, end, direction)  # last, to mark it complete
         self.steps += [PushStep(**held[key]) for key in keys]
         self.directions.append(PushDirection(**ends[end]))
 
 
 def _grid(eps: Any) -> list[float]:
-    """Sizes that rise, each once."""
+    """Unique sizes in ascending order."""
     some = items(eps)
     for one in some:
         if not is_number(one) or not one > 0:
@@ -232,7 +232,7 @@ def _grid(eps: Any) -> list[float]:
 
 
 def _decides_by(between: Sequence[str] | None, read_out: Any, options: Mapping[str, Any]) -> By:
-    """What was given to decide, checked with what goes with it."""
+    """The given read-out or class texts, checked with the other options."""
     given = between is not None or read_out is not None
     if given and options.get("map", "attention") != "attention":
         raise InputError(
@@ -242,12 +242,12 @@ def _decides_by(between: Sequence[str] | None, read_out: Any, options: Mapping[s
     return decides_by(between, read_out)
 
 
-# --- shown
+# --- display
 
 
 @pieces.register
 def _pushed(found: Pushed) -> Iterator[Piece]:
-    """Every size, what it means in words, and the chart."""
+    """A table of sizes, a summary in words, and the chart."""
     for push in pushes_in(found.rows, found.places, found.directions, found.steps):
         yield _sizes_of(push)
         yield from push.said
@@ -258,7 +258,7 @@ def _sizes_of(push: Push) -> Table:
     reading = push.place.reading
     made = empty_table(f"{push.name}: sigma {number(push.row.sigma)}", (), _COLUMNS)
     if reading:
-        made.add_column("says, +v")
+        made.add_column("reading, +v")
     other = {one.eps: one.layer for one in push.along("-v")}
     drawn = push.random
     for one in push.along("+v"):
@@ -271,8 +271,8 @@ def _sizes_of(push: Push) -> Table:
             ends,
             *(number(v, 3) for v in (one.block, one.model)),
         ]
-        said = [text for text, _ in json.loads(one.reads)[:1]]
-        made.add_row(*cells, *([Text(said[0])] if said else []))
+        best = [text for text, _ in json.loads(one.reads)[:1]]
+        made.add_row(*cells, *([Text(best[0])] if best else []))
     return made
 
 

@@ -1,4 +1,4 @@
-"""One map of a model at one input, whose input moves while the model itself runs."""
+"""A map of a model at an input that is moved inside the running model."""
 
 from __future__ import annotations
 
@@ -35,38 +35,38 @@ from lipscope.records import (
 )
 from lipscope.theorems import PATIENCE, NotApplicableError
 
-FINE = 1.01  # how close the two sizes are between which something changes
-_PATHS = ("enters", "leaves", "until")  # of the ends of a map
-_SHOWN = 5  # readings of each size
+FINE = 1.01  # ratio of the two sizes that bracket a change
+_PATHS = ("enters", "leaves", "until")  # paths in the ends of a map
+_SHOWN = 5  # number of readings per size
 _MOST_HALVES = 60
 _OF_PICTURES = (
-    "what moves are vectors of tokens; pixels are shown along directions that move patches alone, "
+    "moves are of token vectors; pixels are shown for directions that move only patches, "
     "at layer 0 and before any norm (map residual, block or model)"
 )
-_MOST_PIXELS = 512**2  # of a picture that is kept whole
-_STILL = 1e-6  # of what moves: rounding
-# The default grid: four sizes a decade, from a thousandth of a token's mean norm, where the linear
-# model holds, to ‖X‖, where what is put in outweighs what was there.
+_MOST_PIXELS = 512**2  # maximum number of pixels of a picture that is stored whole
+_STILL = 1e-6  # relative changes below this are rounding
+# The default grid: four sizes per decade, from a thousandth of a token's mean norm, where the
+# linear model holds, to ‖X‖, where the move outweighs the input.
 _LEAST, _A_DECADE = 1e-3, 4
-_LARGE = 12 * 64**2  # heads times tokens squared, up to which certificates take a minute or so
+_LARGE = 12 * 64**2  # heads times tokens squared for which certificates take about a minute
 Reads = list[tuple[str, float]]
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the model makes of one input of the map."""
+    """The model's outputs for an input of the map."""
 
     layer: Tensor  # output of the map, ``(n, d_out)``
-    block: Tensor | None = None  # what the block around it hands on, or None
+    block: Tensor | None = None  # output of the surrounding block, or None
     model: Tensor | None = None  # the model's output, or None
     scores: Tensor | None = None  # scores of the next token, ``(vocabulary,)``, or None
 
 
 class PushProbe:
-    """A map at its input, in the model as it is.
+    """A map at its input, in the unchanged model.
 
-    Read is the nearest of ``among``, or a decoder's next token; and what ``decides``, a read-out of
-    the layer's pooled output, with how it is pooled.
+    The reading is the nearest of ``among``, or a decoder's next token; ``decides`` is a read-out of
+    the layer's pooled output, with the pooling.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class PushProbe:
         top = reply.top
         if top is None or not bool(top.v.isfinite().all()) or not top.sigma > 0:
             raise InputError(
-                f"A push needs a map that moves. Found that sigma is "
+                f"A push needs a map with finite, positive sigma. Found sigma = "
                 f"{None if top is None else top.sigma} at window {job.sample}."
             )
         self.sigma = top.sigma
@@ -112,16 +112,16 @@ class PushProbe:
 
     @cached_property
     def here(self) -> Outputs:
-        """What the model makes of X."""
+        """The model's outputs at X."""
         return self.at(self.x)
 
     def at(self, x: Tensor) -> Outputs:
-        """What the model makes of another input of the map."""
+        """The model's outputs at another input of the map."""
         found = dict(zip(self._names, self._function(x), strict=True))
         scores = found.pop("scores", None)
         real = None if self.built.ends is None else self.built.ends.read
         for name in ("block", "model"):
-            # Padding is not read, where these have the map's own tokens.
+            # Padding is dropped if these have the tokens of the map.
             if name in found and real is not None and len(found[name]) > int(real.max()):
                 found[name] = found[name][real]
         if scores is not None:
@@ -129,7 +129,7 @@ class PushProbe:
         return Outputs(**found, scores=scores)
 
     def _watch(self, *, with_head: bool) -> None:
-        """What is read of each pass: the map, its block, the model, its scores."""
+        """Select the outputs of each pass: of the map, its block, the model, its scores."""
         built = self.built
         self._names = ["layer"]
         if built.ends is None:
@@ -159,33 +159,33 @@ class PushProbe:
         self._names += paths
         others = [ends.at(path) for path in paths.values()]
         below = {}
-        # Sums are counted from the first block on, random numbers drawn there.
+        # Sums are counted, and random numbers are drawn, from the first block on.
         if ends.total is None and not self._window.trace.draws:
             end = others[-1] if others else ends
             below = end.below(model, self._inputs, self.x + self._v)
         self._function = ends.beside(others, model, self._inputs, below)
-        # The model runs no further.
+        # Stops the model after the map.
         self.layer_at = ends.function(model, self._inputs, below)
 
     @cached_property
     def patches(self) -> models.Patches | None:
-        """How the model cuts a picture, if it reads one."""
+        """How the model splits a picture into patches, if it reads one."""
         if self.built.ends is None:
             return None
         return models.patches_of(self._window.trace.model, self._inputs)
 
     @property
     def patches_alone(self) -> bool:
-        """Whether v moves other tokens too, and pixels what it moves of the patches."""
+        """Whether v also moves other tokens, and pixels can realise its move of the patches."""
         patches = self.patches
         if patches is None or patches.first(len(self.x)) <= 0:
             return False
         return self.pixels(self.direction(f"+{PATCHES}")) is not None
 
     def pixels(self, e: Tensor) -> str | None:
-        """The picture before, and what moves it for each unit of size; None if no pixels do.
+        """The picture, and its move per unit of size, as JSON; None if pixels cannot realise it.
 
-        The patch of the largest share in full, the picture in bytes.
+        The patch with the largest share in full, the picture in bytes.
         """
         patches, ends = self.patches, self.built.ends
         if patches is None or ends is None:
@@ -207,10 +207,10 @@ class PushProbe:
             found |= {"moves": models.encode_picture(shown["move"] / scale, signed=True)}
         return json.dumps(found)
 
-    # --- what is read
+    # --- readings
 
     def _look_for_words(self) -> None:
-        """Scores of the next token, where the model is a decoder that has them."""
+        """Read the scores of the next token, if the model is a decoder that has them."""
         if not self._is_causal():
             return
         try:
@@ -227,7 +227,7 @@ class PushProbe:
             self.note = "the model has no tokenizer: next tokens are ids"
 
     def _is_causal(self) -> bool:
-        """Whether moving the last token leaves the outputs of those before it as they are."""
+        """Whether moving the last token leaves earlier outputs unchanged."""
         y = self.here.model if self.here.model is not None else self.here.layer
         if len(self.x) < 2 or len(y) != len(self.x):
             return False
@@ -254,7 +254,7 @@ class PushProbe:
         return list(zip(names, best.values.tolist(), strict=True))
 
     def _changed(self, seen: Outputs) -> Reads:
-        """The tokens whose outputs of the model changed most, by their share of the square."""
+        """The tokens whose model outputs changed most, with shares of the squared change."""
         there, here = (one.layer if one.model is None else one.model for one in (seen, self.here))
         squares = (there.double() - here.double()).square().sum(-1)
         total = float(squares.sum())
@@ -265,7 +265,7 @@ class PushProbe:
         return [(n, v / total) for n, v in zip(names, best.values.tolist(), strict=True)]
 
     def answer(self, seen: Outputs) -> int | None:
-        """Which reading is the best one."""
+        """The index of the best reading."""
         if seen.scores is not None:
             return int(seen.scores.argmax())
         return None if self._texts is None else int(self._cosines(seen).argmax())
@@ -277,7 +277,7 @@ class PushProbe:
         return self._names_of(torch.tensor([answer]))[0]
 
     def decision(self, seen: Outputs) -> int | None:
-        """What the read-out of the layer decides."""
+        """The decision of the layer's read-out."""
         if self.decides is None:
             return None
         by, pool = self.decides
@@ -286,7 +286,7 @@ class PushProbe:
         return int(scores.argmax())
 
     def class_of(self, decision: int | None) -> str | None:
-        """The name of what was decided."""
+        """The class name of a decision."""
         if self.decides is None or decision is None:
             return None
         return self.decides[0].names[decision]
@@ -295,19 +295,19 @@ class PushProbe:
         tokenizer = self.run.model.tokenizer
         if tokenizer is None:
             return [f"#{i}" for i in ids.tolist()]
-        said = []
+        names = []
         for i in ids.tolist():
             word = tokenizer.decode([i]) if callable(getattr(tokenizer, "decode", None)) else ""
-            # A piece of a letter has no text of its own: what the tokenizer calls it.
+            # Part of a character has no text: use the tokenizer's name.
             whole = word and "\ufffd" not in word
-            said.append(word if whole else str(tokenizer.convert_ids_to_tokens([i])[0]))
-        return said
+            names.append(word if whole else str(tokenizer.convert_ids_to_tokens([i])[0]))
+        return names
 
     def _cosines(self, seen: Outputs) -> Tensor:
         assert self._texts is not None and seen.model is not None
         return self._texts.cosines(seen.model)
 
-    # --- where it goes
+    # --- directions
 
     def direction(self, name: str) -> Tensor:
         """A direction of unit norm, such as ``+v`` (its largest entry positive) or ``random 1``."""
@@ -332,10 +332,10 @@ class PushProbe:
         """``‖f(X + eps e) - f(X)‖``."""
         return frobenius_distance(self.layer_at(self.x + eps * e), self.here.layer)
 
-    # --- what happens at each size, what is promised, where something changes
+    # --- changes and certificates by size
 
     def about(self, wanted: Mapping[str, Any]) -> PushPlace:
-        """What there is before the push."""
+        """The state before the push."""
         x = self.x.double()
         mean, size = float(x.norm(dim=-1).mean()), float(x.norm())
         sizes = wanted["eps"] or _default_sizes(mean, size)
@@ -364,7 +364,7 @@ class PushProbe:
         )
 
     def pushed(self, name: str, about: PushPlace) -> tuple[list[PushStep], PushDirection]:
-        """One direction at every size, and where something changes along it."""
+        """A direction at every size, and the sizes at which something changes."""
         e, sizes = self.direction(name), [eps for eps, _ in about.sizes]
         gain, first, decided = self.gain(e), self.answer(self.here), self.decision(self.here)
         steps, answers, decisions = list[PushStep](), list[bool](), list[bool]()
@@ -434,7 +434,7 @@ class PushProbe:
     def _certificates(
         self, sizes: Sequence[float], asked: bool | None
     ) -> tuple[list[float | None], str | None]:
-        """What no move of each size can exceed, or why there is none."""
+        """The certified change for moves of each size, or the reason why there is none."""
         none: list[float | None] = [None] * len(sizes)
         layer, x = self.built.attention, self.x
         if asked is False:
@@ -446,7 +446,7 @@ class PushProbe:
         if asked is None and layer.num_heads * len(x) ** 2 > _LARGE:
             return none, (
                 f"certificates are left out: {layer.num_heads} heads at {len(x)} tokens take "
-                "minutes; ask for them"
+                "minutes; request them"
             )
         sharp = sharp_seconds(layer, x, "attention") <= PATIENCE
         try:
@@ -455,7 +455,7 @@ class PushProbe:
             return none, str(problem).rstrip(".")
 
     def _radius(self) -> tuple[float | None, str | None]:
-        """The size of moves within which the decision stands, where that is proved."""
+        """The certified radius of the decision, or the reason why there is none."""
         layer = self.built.attention
         if self.decides is None or layer is None:
             return None, None if self.decides is None else "no radius: no weights in closed form"
@@ -478,9 +478,9 @@ def frobenius_distance(there: Tensor, here: Tensor) -> float:
 def size_from(
     sizes: Sequence[float], holds: Sequence[bool], test: Callable[[float], bool]
 ) -> float | None:
-    """The size from which a test holds, which holds at some sizes of a rising grid, or None.
+    """The size from which a test holds, given where it ``holds`` on an ascending grid, or None.
 
-    Bisected between the first of these and the one before, to 1 % above one where it does not hold.
+    Bisects between the first such size and the one before, to 1 % above a size where it fails.
     """
     k = next((i for i, one in enumerate(holds) if one), None)
     if k is None:
@@ -495,7 +495,7 @@ def size_from(
 
 
 def _default_sizes(mean: float, size: float) -> list[float]:
-    """Four a decade, from a thousandth of the mean norm of a token to that of all tokens."""
+    """Four sizes per decade, from a thousandth of a token's mean norm to that of all tokens."""
     if not size > 0:
         raise InputError("`eps` should say how far to push. Found an input that is zero.")
     count = math.floor(_A_DECADE * math.log10(size / (_LEAST * mean)) - 1e-9) + 1

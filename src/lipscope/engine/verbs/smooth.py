@@ -1,4 +1,4 @@
-"""A pretrained model with layers rescaled to a largest sigma on a text, and what that costs."""
+"""Smoothing of a pretrained model: layers rescaled to a maximum sigma on a text, and the cost."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from lipscope.errors import InputError, memory_for, shown
 from lipscope.models import LoadedModel, checked_data, fingerprint, inputs_of, quiet
 from lipscope.pages import Rows, empty_table, number
 
-_RATE = 1e-4  # of the fine-tuning
-_LARGEST = 1e30  # sigma that anybody means
-_EVERY = 10  # of its steps the cap is enforced
-MOVE = 0.01  # of the norm of the embeddings: how far an attack moves them
-_ASCENTS = 10  # its gradients
+_RATE = 1e-4  # learning rate of the fine-tuning
+_LARGEST = 1e30  # upper limit of the target
+_EVERY = 10  # training steps between enforcements of the cap
+MOVE = 0.01  # size of an attack's move, relative to the norm of the embeddings
+_ASCENTS = 10  # number of its gradient steps
 Progress = Callable[[str], None]
 
 
@@ -37,16 +37,16 @@ class Smoothed(Shown):
     """The result of smoothing a model.
 
     Attributes:
-        before: Rows of the layers on the text, as the model was.
-        after: The same rows as it is saved.
+        before: Rows of the layers of the original model on the text.
+        after: The same rows for the saved model.
         quality: ``perplexity`` of a decoder with a language head, else ``agreement``: the mean
             cosine between pooled outputs before and after.
-        quality_before: On the same windows of the text; 1 for the agreement.
-        quality_after: Likewise.
-        change_before: How much a move of the embeddings by 1 % of their norm changes the last
-            hidden states, ``‖ΔH‖ / ‖H‖``: the largest that gradient ascent found, a lower value;
-            mean over the windows.
-        change_after: Likewise.
+        quality_before: Quality before, on the same windows of the text; 1 for the agreement.
+        quality_after: Quality after.
+        change_before: Relative change of the last hidden states, ``‖ΔH‖ / ‖H‖``, under a move of
+            the embeddings by 1 % of their norm: the largest found by gradient ascent, a lower
+            bound; mean over windows.
+        change_after: The same after smoothing.
         path: Folder of the saved model.
     """
 
@@ -75,35 +75,35 @@ def smooth(
     allow_pickle: bool = False,
     progress: Progress | None = None,
 ) -> Smoothed:
-    """Rescale a model's attention layers to a largest sigma on a text, and save it.
+    """Rescale a model's attention layers to a maximum sigma on a text, and save it.
 
-    The output projection of each layer is multiplied by what brings its sigma, map ``attention``,
-    to the target at all windows of the text (``sigma-cap`` of `lipscope.restrain`); layers below
-    it stay as they are. With ``steps`` the chosen layers are then trained to give the original
-    model's last hidden states again, under the same cap.
+    The output projection of each layer is scaled so that its sigma, map ``attention``, is at most
+    the target at all windows of the text (``sigma-cap`` of `lipscope.restrain`); layers below it
+    are unchanged. With ``steps`` the chosen layers are then trained to reproduce the original
+    model's last hidden states, under the same cap.
 
-    Holds for layers whose weights are read in closed form, and at the windows it was given: no
-    bound on other texts. Sigma of the layers, not of the model, whose residual stream is left
-    alone.
+    Holds for layers whose weights are read in closed form, and at the given windows: no bound
+    on other texts. It limits sigma of the layers, not of the model, whose residual stream is
+    unchanged.
 
     Args:
-        model: A name for `load_model`, or a loaded model, which is left as it is.
+        model: A name for `load_model`, or a loaded model, which is left unchanged.
         data: Text, or the ``Path`` of a text file; the default text if None.
-        target: Largest sigma, positive.
-        out: Folder for the model, in the format of Hugging Face; with the language head, where
-            the model is a decoder that has one.
+        target: Maximum sigma, positive.
+        out: Folder for the model in Hugging Face format; with the language head, if the model is
+            a decoder that has one.
         layers: Indices from 0, or "all".
-        length: Tokens of a window.
-        samples: Windows.
-        steps: Steps of training.
-        force: Write into a folder that holds something.
-        seed: Of random starts, and of the weights of a random model.
+        length: Number of tokens per window.
+        samples: Number of windows.
+        steps: Number of training steps.
+        force: Write into a folder that is not empty.
+        seed: Seed of random starts, and of the weights of a random model.
         allow_pickle: As for `measure`.
-        progress: Told what is being done.
+        progress: Called with a description of the current step.
 
     Raises:
-        InputError: If the target cannot be reached, the folder is taken, or the model cannot be
-            measured on text.
+        InputError: If the target cannot be reached, the folder is not empty, or the model cannot
+            be measured on text.
     """
     if progress is not None and not callable(progress):
         raise InputError(f"`progress` should be a function. Found `{type(progress).__name__}`.")
@@ -137,7 +137,7 @@ def smooth(
     revised = replace(loaded, revision=f"sha256:{fingerprint(loaded.model)}")
     try:
         after = measure(revised, text, layers=layers, **asked)
-    except InputError as problem:  # what is left of the layer is lost in rounding
+    except InputError as problem:  # the rescaled layer is lost in rounding
         raise InputError(
             "`target` should be one at which the model can be measured. "
             f"Found `{shown(target)}`: {problem}"
@@ -164,14 +164,14 @@ def _new_folder(folder: Path, force: bool) -> Path:
         ) from None
     if taken and not (force and folder.is_dir()):
         raise InputError(
-            f"`{folder}` should be a new folder. Found that something is there; choose "
-            "another `out`, or give `force=True`."
+            f"`{folder}` should be a new folder. Found a file or a nonempty folder; "
+            "choose another `out`, or give `force=True`."
         )
     return folder
 
 
 def _loaded(model: Any, seed: int, allow_pickle: bool) -> LoadedModel:
-    """The model with weights of its own, in float32 at least."""
+    """The model with its own copy of the weights, at least in float32."""
     name = str(model) if isinstance(model, Path) else model
     loaded = loaded_model(name, seed=seed, allow_pickle=allow_pickle).in_memory("`smooth`")
     if not hasattr(loaded.model, "save_pretrained") or isinstance(loaded.model, Attention):
@@ -185,11 +185,11 @@ def _loaded(model: Any, seed: int, allow_pickle: bool) -> LoadedModel:
 
 
 def _language_model(loaded: LoadedModel, allow_pickle: bool) -> Any:
-    """The decoder with its language head, the model itself inside, or None."""
+    """The decoder with its language head around the given model, or None."""
     from transformers import AutoModelForCausalLM
 
     names = getattr(loaded.config, "architectures", None)
-    if names is None:  # of a GGUF file, which does not say; random weights predict nothing
+    if names is None:  # missing in a GGUF file; random weights predict nothing
         with_head = not loaded.weights.startswith("random")
     else:
         with_head = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
@@ -197,7 +197,7 @@ def _language_model(loaded: LoadedModel, allow_pickle: bool) -> Any:
         return None
     with quiet():
         if getattr(loaded.config, "tie_word_embeddings", False):
-            with torch.device("meta"):  # all its weights are those of the embedding
+            with torch.device("meta"):  # the head has no weights besides the embedding
                 found: Any = AutoModelForCausalLM.from_config(loaded.config)
         elif os.path.isdir(loaded.name):
             kinds = {"use_safetensors": None if allow_pickle else True, "weights_only": True}
@@ -210,7 +210,7 @@ def _language_model(loaded: LoadedModel, allow_pickle: bool) -> Any:
 
 
 def _window_ids(loaded: LoadedModel, text: Any, length: int, samples: int) -> Tensor:
-    """The windows, one under another."""
+    """Token ids of the windows, one per row."""
     found = inputs_of(
         loaded, text, lengths=[length], samples=samples, windows="spread", special_tokens=True
     )
@@ -232,7 +232,7 @@ def _outputs(model: nn.Module, ids: Tensor) -> list[Tensor]:
 
 
 def _perplexity(head: Any, ids: Tensor) -> float:
-    """``exp`` of the mean loss of the next token over all windows."""
+    """``exp`` of the mean next-token loss over all windows."""
     with torch.no_grad():
         logits = [head(input_ids=one[None]).logits[0, :-1] for one in ids]
     if len(ids[0]) < 2:
@@ -242,7 +242,7 @@ def _perplexity(head: Any, ids: Tensor) -> float:
 
 @memory_for("The attack on the embeddings")
 def _change_under_attack(model: Any, ids: Tensor, outputs: Sequence[Tensor], seed: int) -> float:
-    """``‖ΔH‖ / ‖H‖`` of the worst move found of the embeddings, mean over windows."""
+    """``‖ΔH‖ / ‖H‖`` for the worst move of the embeddings found, mean over windows."""
     table, found = model.get_input_embeddings(), []
     for one, here in zip(ids, outputs, strict=True):
         with torch.no_grad():
@@ -294,7 +294,7 @@ def _tune(
 
 def _save(loaded: LoadedModel, head: Any, folder: Path) -> None:
     whole: Any = loaded.model if head is None else head
-    # What came from a quantised file has plain weights now, and is saved as such.
+    # A model from a quantised file has plain weights now, and is saved as such.
     part: Any
     for part in (whole, loaded.model):
         if getattr(part, "hf_quantizer", None) is not None:
@@ -310,12 +310,12 @@ def _save(loaded: LoadedModel, head: Any, folder: Path) -> None:
         raise InputError(f"`{folder}` cannot be written ({problem.strerror}).") from problem
 
 
-# --- shown
+# --- display
 
 
 @pieces.register
 def _smoothed(found: Smoothed) -> Iterator[Piece]:
-    """Sigma of every layer, and what it cost."""
+    """Sigma of every layer, and the cost."""
     made = empty_table("", (), ("layer", "sigma before", "after", "at most"))
     for layer in dict.fromkeys(row.layer for row in found.after):
         before, after = (
@@ -331,6 +331,6 @@ def _smoothed(found: Smoothed) -> Iterator[Piece]:
     name = "Agreement of embeddings" if found.quality == "agreement" else "Perplexity"
     yield f"{name}: {found.quality_before:.4g} before, {found.quality_after:.4g} after."
     yield (
-        f"Largest change found of the last hidden states, embeddings moved by {MOVE:.0%}: "
+        f"Largest change found of the last hidden states when embeddings move by {MOVE:.0%}: "
         f"{found.change_before:.3%} before, {found.change_after:.3%} after."
     )

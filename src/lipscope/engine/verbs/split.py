@@ -1,4 +1,4 @@
-"""Mass splitting on real layers: tokens of an input that are better taken apart than moved."""
+"""Mass splitting in real layers: tokens of an input for which splitting beats moving."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from lipscope.pages import Rows, empty_table, number
 from lipscope.records import GAINS, Measurement, TokenGain, stable_id
 
 _SPLIT = Verb("split", OF_QUESTION)
-_TOKENS = 8  # of a layer in its table
-_TOL = 0.05  # of the gains of single tokens
+_TOKENS = 8  # number of tokens per layer in the table
+_TOL = 0.05  # tolerance of the gains of single tokens
 
 
 @dataclass(frozen=True, repr=False)
 class Splitting(Shown):
-    """The effect of splitting tokens in the layers of a model, beside moving them."""
+    """The effect of splitting tokens in the layers of a model, next to that of moving them."""
 
     moved: Rows  # sigma of every layer, and of every head
-    split: Rows  # in the same order, the largest gain of splitting one token; ``top_token`` is it
+    split: Rows  # in the same order, the largest gain of splitting a token, the ``top_token``
     tokens: tuple[TokenGain, ...]  # every token of every layer
 
     @property
@@ -64,10 +64,10 @@ def split(
     progress: Progress | None = None,
     **options: Unpack[Options],
 ) -> Splitting:
-    """Gains of taking tokens apart, ``max_i ‖T_i‖``, beside sigma, of layers, heads and tokens.
+    """Gains of splitting tokens, ``max_i ‖T_i‖``, next to sigma, for layers, heads and tokens.
 
-    ``T_i`` is the derivative of token i's output along its own query, keys and values held fixed:
-    what two halves of the token do that move against each other. Where it exceeds sigma, the
+    ``T_i`` is the derivative of token i's output through its own query, with keys and values fixed:
+    the effect of two halves of the token that move against each other. If it exceeds sigma, the
     local Lipschitz constant of the layer on measures is larger than on its tokens.
 
     Holds for self-attention whose weights are read in closed form. With a mask or positions, copies
@@ -79,7 +79,7 @@ def split(
         length: Number of tokens of the text window; 64 if None.
         out: Run folder: rows with ``move = copies`` and without, tokens as values of the part
             ``tokens``.
-        **options: Those of `measure` about the input and the solver; the map is ``attention`` or
+        **options: Options of `measure` about the input and the solver; the map is ``attention`` or
             ``heads``.
 
     Source: derived here (``docs/theory/splitting.md``).
@@ -116,13 +116,13 @@ def split(
 
 
 def _with_heads(parts: Sequence[Rows]) -> Rows:
-    """Rows of whole layers and of their heads; those of one head are those of its layer."""
+    """Rows of whole layers and of their heads, without repeated rows."""
     rows = {row.id: row for part in parts for row in part}
     return Rows([*rows.values()], tokens=[token for part in parts for token in part.tokens])
 
 
 def _token_gains(run: LocalRun, rows: Rows) -> list[TokenGain]:
-    """The gains of every token, from the folder where it holds them."""
+    """The gains of every token, from the folder if they are there."""
     held, found = run.values(GAINS), []
     for job, row in zip(run.jobs, rows, strict=True):
         keys = [stable_id({"id": row.id, "token": i}) for i in range(row.num_tokens)]
@@ -144,7 +144,7 @@ def _gains(run: LocalRun, job: Job, row: Measurement) -> list[TokenGain]:
         lambda some: restrict(linear, move=index[list(some)]),
         [restrict(linear, move=i) for i in index],
     )
-    # Every token's matrix is an operator of its own: they share their products.
+    # Every token's matrix is a separate operator; they share products.
     shape = own.in_shape[1:], own.out_shape[1:]
     apart = Operator(own.matvec, own.rmatvec, *shape, own.dtype, own.device)
     assert whole is not None
@@ -162,12 +162,12 @@ def _solve_tokens(op: Operator, row: Measurement, kind: str) -> list[TopSingular
     return top_singular_batch(op, starts, tol=_TOL, delta=row.delta)
 
 
-# --- shown
+# --- display
 
 
 @pieces.register
 def _split(found: Splitting) -> Iterator[Piece]:
-    """Layers and heads, then the tokens that gain most by being split."""
+    """Layers and heads, then the tokens that gain most from splitting."""
     first = found.moved[0]
     title = f"{first.model}, map {first.map}, {first.num_tokens} tokens"
     made = empty_table(
