@@ -367,6 +367,12 @@ class Half(AmongBlocks):
         return self.head(x.mean(1))
 
 
+def test_an_input_may_require_a_gradient() -> None:
+    model, x = AmongBlocks(lambda h: h).double(), gaussian(1, 3, 8)
+    of = [float(ls.lipschitz_bound(model, one)) for one in (x, x.clone().requires_grad_())]
+    assert of[0] == of[1]
+
+
 def test_sums_may_be_multiplied() -> None:
     model, x = Half(lambda h: h).double().eval(), gaussian(1, 3, 8)
     bound = ls.lipschitz_bound(model, x)

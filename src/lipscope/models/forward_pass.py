@@ -101,8 +101,9 @@ def _from_part(record: Trace, part: nn.Module, stream: Stream) -> StreamFunction
 
 def _sources(inputs: Inputs) -> Iterator[Tensor]:
     """What is embedded of the inputs: no masks, no positions, no settings."""
-    kept, by_name = ("mask", "bias", "position"), isinstance(inputs, Mapping)
-    for name, value in inputs.items() if by_name else zip(("0",), inputs, strict=False):
+    kept = ("mask", "bias", "position")
+    named = inputs.items() if isinstance(inputs, Mapping) else zip(("",), inputs, strict=False)
+    for name, value in named:
         if isinstance(value, Tensor) and value.ndim > 1 and not any(w in name for w in kept):
             yield value
 

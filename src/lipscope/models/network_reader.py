@@ -37,7 +37,7 @@ from lipscope.models.tracing.calls import Trace
 from lipscope.models.tracing.map_endpoints import LayerMap
 from lipscope.models.tracing.maps import build_map
 from lipscope.models.tracing.prepare import implementation_for, prepared, swapped
-from lipscope.models.tracing.recorder import Inputs, kept_between_passes, to_device
+from lipscope.models.tracing.recorder import Inputs, each_tensor, kept_between_passes, to_device
 from lipscope.models.tracing.sites import (
     AttentionCall,
     attention_sites,
@@ -275,7 +275,8 @@ def _traced(model: nn.Module, inputs: Inputs, modules: str | None) -> Iterator[T
         device=_CPU,
         implementation=implementation_for(model, closed=True),
     ) as (own, _):
-        given, sites = to_device(inputs, _CPU, torch.float64), _sites(own, modules)
+        given = each_tensor(to_device(inputs, _CPU, torch.float64), Tensor.detach)
+        sites = _sites(own, modules)
         with kept_between_passes(own) as changed:
             record = trace(own, given, sites, norms=True, blocks=True, dtype=torch.float64)
         if changed:

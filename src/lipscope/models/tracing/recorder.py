@@ -444,9 +444,10 @@ def _kept(model: nn.Module) -> Iterator[tuple[str, Any, int]]:
     for path, module in model.named_modules():
         own = {k: v for k, v in vars(module).items() if k not in _OF_TORCH}
         for name, value in (own | module._parameters | module._buffers).items():
-            count = len(value) if isinstance(value, list | dict | set) else 0
-            written = isinstance(value, Tensor) and not value.is_inference()
-            yield f"{path}.{name}".lstrip("."), value, value._version if written else count
+            version = len(value) if isinstance(value, list | dict | set) else 0
+            if isinstance(value, Tensor) and not value.is_inference():
+                version = value._version
+            yield f"{path}.{name}".lstrip("."), value, version
 
 
 def _equal(a: Any, b: Any) -> bool:

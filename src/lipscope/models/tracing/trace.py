@@ -244,7 +244,7 @@ def resolve_calls(record: Trace, asked: str | None = None) -> None:
         if not call.in_parts and not _belongs(record, call):
             record.others.append(call.name)
             continue
-        known = call.in_parts or is_attention(call.module) or call.name == requested
+        known = call.in_parts or is_attention(call.module) or call.name == asked
         if not known and call.num_tokens > 1 and not _mixes(call, call.hidden):
             raise InputError(
                 f"`modules` should match attention. Found `{call.name}`, a "
