@@ -125,7 +125,7 @@ def _train_until_divergence(
     for name in (BASELINES[-1], *TESTED):
         worst = min if name == "entropy" else max
         signals[name] = [worst(getattr(r, name) for r in some) for some in readings.values()]
-    alerts = [one.step for one in alarm.told]
+    alerts = [one.step for one in alarm.alerts]
     return {"onset": onset, "alerts": alerts, "steps": [*readings], "signals": signals}
 
 
