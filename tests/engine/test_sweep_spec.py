@@ -98,7 +98,7 @@ WRONG = {
     "radii of nothing": ("radii: [3]", 4, "`radii` go with built inputs"),
     "tokens beyond": ("move: 3:300", 4, "`move = 3:300` should name tokens"),
     "built, of a block": (
-        "inputs: [real, ascent]\nmaps: [block]", 4, "`inputs` other than real.*`ascent` with `block`"
+        "inputs: [real, ascent]\nmaps: [block]", 4, "`inputs` other.*`ascent` with `block`"
     ),
     "theorems of a block": ("theorems: all\nmaps: [block]", 4, "Theorems cover the maps"),
     "no yaml": ("maps: [", 5, "should be YAML"),
