@@ -426,7 +426,7 @@ def test_the_command_says_it(command) -> None:
         ({"side": "key"}, "`directions` has no option `side`"),
         ({"theorems": "all"}, "`directions` has no option `theorems`"),
         ({"metric": "infinity"}, "`metric` should be one of frobenius, token-relative"),
-        ({"move": "copies"}, "`move` should be tokens"),
+        ({"move": "copies"}, "`move` should select tokens"),
         ({"among": ["one"]}, "`among` should name at least two"),
         ({"k": 0}, "`k` should be a whole number of at least 1"),
         ({"layer": 9}, "`layers` should be between 0 and 1"),

@@ -350,7 +350,7 @@ def test_what_cannot_be_pushed_is_said_in_one_line(options, message) -> None:
 
 def test_a_map_that_does_not_move() -> None:
     layer = ls.DotProduct(ONE, ONE, 0 * ONE)
-    with pytest.raises(ls.InputError, match="a map that moves"):
+    with pytest.raises(ls.InputError, match="finite, positive sigma"):
         ls.push(layer, torch.ones(2, 1).double())
     with pytest.raises(ls.InputError, match="`eps` should say how far to push"):
         ls.push(ls.DotProduct(ONE, ONE, ONE), torch.zeros(2, 1).double())

@@ -123,7 +123,7 @@ def test_bytes_that_are_none_or_too_few(text):
 def test_a_range_that_counts_down_comes_with_the_one_that_was_meant(text):
     meant = ":".join(reversed(text.split(":")))
     for parse in (lambda: parse_tokens(text, 5, "move"), lambda: parse_integers(text, "move")):
-        with pytest.raises(InputError, match=f"upwards, such as {meant}. Found `{text}`"):
+        with pytest.raises(InputError, match=f"ascending, such as {meant}. Found `{text}`"):
             parse()
 
 

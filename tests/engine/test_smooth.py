@@ -102,7 +102,7 @@ def test_the_command_shows_sigma_and_agreement(command, tmp_path):
     done = command(*words, "--target", "1e-4", "--out", "smooth")
     assert done.status == 0
     assert "Agreement of embeddings: 1 before, " in done.out
-    assert "embeddings moved by 1%: " in done.out
+    assert "embeddings move by 1%: " in done.out
     assert (tmp_path / "smooth" / "model.safetensors").exists()
     taken = command(*words, "--target", "1e-4", "--out", "smooth")
     assert taken.status == 2 and "another `--out`, or give `--force`" in taken.err

@@ -95,10 +95,10 @@ WRONG = {
     "yes": ("rest: yes", 4, "`rest` should be true or false. Found `yes`"),
     "a missing text": ("texts: [no.txt]", 4, "`texts` should be readable.*`no.txt`"),
     "a radius": ("radii: [-1]", 4, "`radii` should be positive numbers, or text"),
-    "radii of nothing": ("radii: [3]", 4, "`radii` go with inputs that are built"),
+    "radii of nothing": ("radii: [3]", 4, "`radii` go with built inputs"),
     "tokens beyond": ("move: 3:300", 4, "`move = 3:300` should name tokens"),
     "built, of a block": (
-        "inputs: [real, ascent]\nmaps: [block]", 4, "`inputs` that are built.*`ascent` with `block`"
+        "inputs: [real, ascent]\nmaps: [block]", 4, "`inputs` other.*`ascent` with `block`"
     ),
     "theorems of a block": ("theorems: all\nmaps: [block]", 4, "Theorems cover the maps"),
     "no yaml": ("maps: [", 5, "should be YAML"),

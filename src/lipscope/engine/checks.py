@@ -112,9 +112,7 @@ def _part(low: int, high: int, num_tokens: int, text: str, option: str) -> tuple
 
 def _check_upwards(start: int, stop: int, text: str, option: str) -> None:
     if stop < start:
-        raise InputError(
-            f"`{option}` should count upwards, such as {stop}:{start}. Found `{text}`."
-        )
+        raise InputError(f"`{option}` should be ascending, such as {stop}:{start}. Found `{text}`.")
 
 
 FREE = "free"  # all free memory, or a share of it such as ``free/2``

@@ -184,8 +184,7 @@ class ModelDecision(Shown):
         scores = self.network(self.x)
         if len(scores) < 2 or not bool(scores.isfinite().all()):
             raise InputError(
-                "A decision should be between two finite scores at least. Found "
-                f"`{scores[:2].tolist()}`."
+                f"A decision needs at least two scores, all finite. Found `{scores[:2].tolist()}`."
             )
         self.answer, self.runner_up = scores.topk(2).indices.tolist()
         self.answer_name = self.network.name(self.answer)

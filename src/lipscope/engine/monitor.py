@@ -216,7 +216,7 @@ class Monitor:
         if trained is not None and own.isdisjoint(map(id, trained.parameters())):
             raise InputError(
                 "The Trainer should train the model that the monitor was given. Found another "
-                f"`{type(trained).__name__}`; give `ls.Monitor` the one that the Trainer has."
+                f"`{type(trained).__name__}`; give `ls.Monitor` the Trainer's model."
             )
         self._last = step
 

@@ -388,12 +388,12 @@ def _check_inputs(source: Entries, spec: Spec) -> None:
     if built and (other or spec.per_head):
         found = "`per_head`" if spec.per_head else f"`{other[0]}`"
         source.fail(
-            f"`inputs` that are built go with the maps {' and '.join(WITH_INPUTS)} and all heads "
+            f"`inputs` other than real go with the maps {' and '.join(WITH_INPUTS)} and all heads "
             f"together. Found `{built[0]}` with {found}.",
             "inputs",
         )
     if OF_TEXT not in spec.radii and not built:
-        source.fail("`radii` go with inputs that are built. Found only `real`.", "radii")
+        source.fail("`radii` go with built inputs. Found only `real`.", "radii")
 
 
 def _check_theorems(source: Entries, spec: Spec) -> None:
@@ -500,9 +500,7 @@ def _text_contents(source: Entries) -> dict[str, str]:
             source.refuse("names of files", entry, "texts", i)
         name = _DEFAULT if entry == _DEFAULT else Path(entry).stem
         if name in texts:
-            source.fail(
-                f"`texts` should have names of their own. Found `{name}` twice.", "texts", i
-            )
+            source.fail(f"`texts` should have distinct names. Found `{name}` twice.", "texts", i)
         try:
             texts[name] = (
                 default_text()

@@ -70,7 +70,7 @@ def cluster_results(
         except (CancelledError, OSError, TimeoutError) as problem:
             raise InputError(
                 f"The cluster at `{address}` went away ({type(problem).__name__}). Finished rows "
-                "are kept; the same command goes on from there."
+                "are kept; the same command continues from there."
             ) from problem
         except ImportError as problem:
             raise InputError(

@@ -118,7 +118,7 @@ def certify(
 
     Holds for dot-product attention with any mask, biases, grouped heads and rotary
     embedding whose weights are read in closed form, and for residual sums, blocks and models that
-    `read_map` takes apart; deterministic, up to float64 rounding. Proof:
+    `read_map` supports; deterministic, up to float64 rounding. Proof:
     ``docs/theory/ball-certificate.md``. Twelve heads at 64 tokens take eight seconds, and some
     40 with ``sharp``; for larger maps, time grows like the cube of tokens times width (4 GB limit).
     ``model`` and ``data`` are as for `measure`.

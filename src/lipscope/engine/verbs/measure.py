@@ -71,7 +71,7 @@ def measure(
             * ``per_head=False``: one row per query head.
             * ``metric="frobenius"``; ``token-relative``: each token's move in proportion to its
               norm; ``max-token``: largest token norm; ``infinity``: largest entry. The last two
-              are bracketed without a probability.
+              have deterministic intervals.
             * ``move="all"``: tokens that may move: ``all``, ``first``, ``last``, ``not-first``,
               ``a:b`` (both included), ``a%:b%`` of the window, or ``copies`` of every token
               against each other (mass splitting, see `split`); ``read="all"``: output tokens that
@@ -183,12 +183,12 @@ def bounds(
         **options: Options of `measure`, with these changes: ``map`` is ``attention``, ``heads``,
             ``normed`` or ``residual``; ``metric`` selects the theorems in this metric, and
             measures sigma in it (by default all theorems, and sigma in the Frobenius norm);
-            ``theorems`` are all;
-            ``sharp``: compute slow bounds, of which the row-Gram certificate is the sharpest at an
-            input, always (True) or never (False); by default those expected to take up to 5
-            seconds, while records of the others say how long; ``radius="inputs"``: that of the
-            largest input, except with a norm in front, where bounds on all inputs hold for all
-            token norms from the smallest of the inputs on; ``dtype`` is float64.
+            ``theorems`` are all; ``sharp``: compute slow bounds, of which the row-Gram certificate
+            is the sharpest at an input, always (True) or never (False); by default those expected
+            to take up to 5 seconds, while records of the others say how long;
+            ``radius="inputs"``: that of the largest input, except with a norm in front, where
+            bounds on all inputs hold for all token norms from the smallest of the inputs on;
+            ``dtype`` is float64.
 
     >>> import lipscope as ls, torch
     >>> layer = ls.DotProduct(*3 * [torch.eye(2, dtype=torch.float64)])

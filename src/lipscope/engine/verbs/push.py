@@ -181,7 +181,7 @@ class _Pushes:
     def add(self, job: Job, row: Measurement) -> None:
         """Add the pushes of a row."""
         if row.sigma is None:
-            raise InputError(f"No push: {row.error or row.note or 'sigma is not known'}.")
+            raise InputError(f"No push: {row.error or row.note or 'sigma is unknown'}.")
         push = stable_id({"id": row.id, **self._wanted})
         made: list[PushProbe] = []
 
