@@ -198,7 +198,7 @@ def test_no_cell_is_a_formula_and_no_name_an_order_to_the_terminal(tmp_path, cal
     _, out, _ = called(tmp_path / "run", "--to", "json")
     assert [one["model"] for one in json.loads(out)] == names
     _, out, _ = called("--help")
-    assert "parquet and json hold it unchanged" in " ".join(out.decode().split())
+    assert "parquet and json store it unchanged" in " ".join(out.decode().split())
     _, out, _ = called(tmp_path / "run")
     assert "random:llama:" in out.decode() and "␛[31mred" in out.decode()
     assert "\x1b" not in out.decode()

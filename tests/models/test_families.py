@@ -335,7 +335,7 @@ class Probe(nn.Module):
     [
         ("cross", "keys from elsewhere"),
         ("two", "keys from elsewhere"),
-        ("one", "values of another tensor"),
+        ("one", "values from another one"),
     ],
 )
 def test_attention_whose_keys_or_values_come_from_elsewhere_is_refused(how, match):

@@ -54,8 +54,9 @@ def rows(
 ) -> None:
     """Print or export the rows of a run folder.
 
-    The table and latex have only the columns that vary; csv, parquet and json have all.
-    In csv, text that looks like a formula (=, +, -, @) is prefixed with '.
+    The table and latex have only the columns that vary; the other formats have all.
+    In csv, text that looks like a formula (=, +, -, @) is prefixed with '; parquet and json
+    store it unchanged.
     """
     where, part, to, out = (options[name] for name in ("where", "part", "to", "out"))
     if to not in (None, "csv", "parquet", "json", "latex"):
