@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import duckdb
@@ -150,6 +151,18 @@ def test_a_part_is_the_table_of_the_folder(folder, called, part, count):
     found = polars.read_parquet(io.BytesIO(out))
     assert len(found) == count
     assert found.equals(polars.read_parquet(folder / f"{part}.parquet"))
+
+
+def test_bounds_are_rounded_outwards(called, tmp_path):
+    with RunFolder(tmp_path / "run", SPEC) as run:
+        one = row()
+        kinds = ("upper", "lower", "radius")
+        held = [replace(bound_of(one, 1.65555), kind=kind, theorem=kind) for kind in kinds]
+        append(run, one, (), held)
+    out = called(tmp_path / "run", "--part", "bounds")[1].decode()
+    found = {kind: line for line in out.splitlines() for kind in kinds if f"  {kind}  " in line}
+    up = {kind: "1.656" in line for kind, line in found.items() if "1.65" in line}
+    assert up == {"upper": True, "lower": False, "radius": False}
 
 
 def test_what_is_no_run_folder(called, tmp_path):

@@ -420,8 +420,8 @@ def _of_decision(found: Sequence[engine.DecisionCertificate]) -> Iterator[str]:
         return
     below = pages.number(one.radius, 4, rounded_down)
     yield f"{one.ball:<14}certified radius {below}: the decision stands while {one.moves} by less"
-    attack = "no attack changed it"
-    if one.attack is not None:
+    attack = "no attack changed it" if one.margin else "the two are tied"
+    if one.attack:
         attack = f"an attack changes it at {pages.number(one.attack)}"
     yield f"{'':14}{attack}; to first order it ends at {pages.number(one.first_order)}"
     if one.words_within is not None:

@@ -17,7 +17,7 @@ from rich.text import Text
 from lipscope import pages, records
 from lipscope.cli.options import with_options
 from lipscope.cli.terminal import say, say_table
-from lipscope.display import ENDS, printable
+from lipscope.display import ENDS, Rounding, printable, rounded_down, rounded_up
 from lipscope.engine import nearest
 from lipscope.errors import InputError
 
@@ -166,15 +166,21 @@ def latex(frame: polars.DataFrame) -> str:
     lines = [f"\\begin{{tabular}}{{{sides}}}", "\\toprule"]
     lines += [" & ".join(map(_escaped, frame.columns)) + r" \\", "\\midrule"]
     lines += [
-        " & ".join(map(_escaped, map(_cell_words, row, frame.columns))) + r" \\"
-        for row in frame.iter_rows()
+        " & ".join(map(_escaped, _cells(row))) + r" \\" for row in frame.iter_rows(named=True)
     ]
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
 
 
-def _cell_words(value: object, column: str) -> str:
+def _cells(row: dict[str, Any]) -> list[str]:
+    """The cells of a row in words; a bound is rounded outwards."""
+    of_bound = {"value": rounded_up if row.get("kind") == "upper" else rounded_down}
+    ends = ENDS | of_bound if "kind" in row else ENDS
+    return [_cell_words(value, ends.get(name)) for name, value in row.items()]
+
+
+def _cell_words(value: object, rounding: Rounding | None) -> str:
     if isinstance(value, float):
-        return pages.number(value, 4, ENDS.get(column))
+        return pages.number(value, 4, rounding)
     return "–" if value is None else str(value)
 
 
@@ -208,9 +214,8 @@ def _print(frame: polars.DataFrame) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name, kind in frame.schema.items():
         table.add_column(Text(name), justify="right" if kind.is_numeric() else "left", no_wrap=True)
-    for row in frame.iter_rows():
-        cells = map(_cell_words, row, frame.columns)
-        table.add_row(*(Text(printable(cell)) for cell in cells))
+    for row in frame.iter_rows(named=True):
+        table.add_row(*(Text(printable(cell)) for cell in _cells(row)))
     say_table(table, Console(width=10**6).measure(table).maximum)
     say([f"{len(frame):,} rows"])
 
