@@ -205,7 +205,7 @@ def test_control_c_says_how_to_go_on(lipscope, monkeypatch):
     monkeypatch.setattr("lipscope.engine.measure", interrupted)
     result = lipscope(BERT, "--text", "text.txt", *SHORT)
     assert result.status == 130
-    assert "goes on" in result.err
+    assert "rerun the same command to resume" in result.err
     assert result.out == ""
 
 

@@ -295,7 +295,7 @@ HALF = torch.tensor([0.5, 0.5])
         (lambda: sinkhorn_divergence(GOOD, GOOD, epsilon=0.0), "`epsilon` should be positive."),
         (
             lambda: sinkhorn_divergence(measure(0, 4, 2), measure(1, 5, 2), epsilon=1e-300),
-            "should end with the right marginals. Found rounding errors put",
+            "should end with the right marginals. Found rounding errors of",
         ),
         (
             lambda: sinkhorn_divergence(

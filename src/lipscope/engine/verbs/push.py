@@ -258,7 +258,7 @@ def _sizes_of(push: Push) -> Table:
     reading = push.place.reading
     made = empty_table(f"{push.name}: sigma {number(push.row.sigma)}", (), _COLUMNS)
     if reading:
-        made.add_column("reading, +v")
+        made.add_column("says, +v")
     other = {one.eps: one.layer for one in push.along("-v")}
     drawn = push.random
     for one in push.along("+v"):
