@@ -295,7 +295,7 @@ def test_a_run_folder_goes_on_and_is_read(command, monkeypatch) -> None:
     arguments += ("--draws", "1", "--eps", "0.01,0.1,1", "--no-certificate", "--out", "run")
     first = command(*arguments, "--figures")
     assert first.status == 0, first.err
-    assert "Along ±v the map's output changes" in first.out and "reading, +v" in first.out
+    assert "Along ±v the map's output changes" in first.out and "says, +v" in first.out
     assert {p.name for p in Path("run").glob("push.*")} == {"push.svg", "push.png"}
     run = ls.read_run("run")
     assert len(run.values("push")) == 15 and len(run.values("push-directions")) == 5
