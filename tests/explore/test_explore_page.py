@@ -295,12 +295,18 @@ def test_what_is_too_large_to_certify_is_refused_in_one_line(opened: Opened) -> 
     assert opened.page.locator("#certify-controls >> text=Certify").is_visible()
 
 
-def test_stop_ends_a_certificate(opened: Opened, server: Server) -> None:
+def certifying(opened: Opened) -> Page:
+    """The page with a certificate in progress."""
     page = opened.page
     opened.type("It was late.")
     page.click("#panels >> text=Certify")
     page.click("#certify-controls >> text=Certify")
     page.wait_for_selector("#certified dd")
+    return page
+
+
+def test_stop_ends_a_certificate(opened: Opened, server: Server) -> None:
+    page = certifying(opened)
     assert server._slow[0]._running is not None
     page.click("#certify-controls >> text=Stop")
     assert page.inner_text("#certify-progress") == "Stopped."
@@ -308,11 +314,7 @@ def test_stop_ends_a_certificate(opened: Opened, server: Server) -> None:
 
 
 def test_a_certificate_goes_when_another_question_is_asked(opened: Opened, server: Server) -> None:
-    page = opened.page
-    opened.type("It was late.")
-    page.click("#panels >> text=Certify")
-    page.click("#certify-controls >> text=Certify")
-    page.wait_for_selector("#certified dd")
+    page = certifying(opened)
     page.get_by_label("What may move").select_option("each token alone")
     until(lambda: server._slow[0]._running is None)
     assert page.locator("#certified dd").count() == 0

@@ -439,7 +439,7 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
     "one score": (lambda: (drawn(lambda: Plain("one score")), (FEATURES,)), "needs two scores"),
     "detached": (
         lambda: (drawn(lambda: Plain("detached")), (FEATURES,)),
-        "of what is read off the stream",
+        "reads values of the stream",
     ),
     "no activation": (
         lambda: (drawn(lambda: Plain("two maps")), (FEATURES,)),

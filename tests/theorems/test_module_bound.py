@@ -92,7 +92,7 @@ def test_what_says_nothing_near_an_input_is_not_taken_for_nothing(what: str) -> 
     model = Silent(*WITHOUT_A_WORD[what]).double().eval()
     said = (
         r"scores of the module itself|Found otherwise after|Found `Exp` \(as autograd calls it\)"
-        "|of what is read off the stream"
+        "|reads values of the stream"
     )
     with pytest.raises(ls.InputError, match=said):
         ls.lipschitz_bound(model, 0.1 * gaussian(1, 5, 4), radius=60.0)
@@ -212,7 +212,7 @@ class AmongBlocks(nn.Module):
         return self.head(self.blocks[1](self.between(self.blocks[0](x))).mean(1))
 
 
-READ = r"what is read off the stream|a function of its own|requires a gradient|`CppFunction`"
+READ = r"reads values of the stream|a function of its own|requires a gradient|`CppFunction`"
 
 
 @pytest.mark.parametrize("what", READ_OFF)

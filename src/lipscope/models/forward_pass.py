@@ -42,7 +42,7 @@ from lipscope.models.tracing.sites import (
 
 _CONSTANTS = 1e-7  # relative: constants of activations are written with some eight digits
 _SAME = 1e-9  # two tensors, relative to the largest entry: float64, after some hundred layers
-# What autograd may have seen between stream and scores, besides attention and norms.
+# Functions that autograd may record between stream and scores, besides attention and norms.
 _LINEAR = (
     "AccumulateGrad|Add|Addmm|Addmv|Alias|AsStrided|Baddbmm|Bmm|Cat|Clone|Copy|CopyBackwards"
     "|CopySlices|Div|Dot|Expand|Index|IndexSelect|Gather|Linear|Mean|Mm|Mul|Mv|Neg|Permute"
@@ -57,7 +57,7 @@ _OF_NORMS = regex.compile(
     f"(?:{_LINEAR}|Pow|Sqrt|Rsqrt|Reciprocal|Std|StdMean|Var|VarMean|LinalgVectorNorm|Norm"
     "|NativeLayerNorm|NativeGroupNorm|FusedRmsNorm)$"
 )
-# Which of what they take are the factors, where they multiply.
+# Indices of the factors among the arguments of functions that multiply.
 _FACTORS: dict[str, tuple[int, int]] = {}
 _FACTORS |= dict.fromkeys(("Mul", "Div", "Mm", "Bmm", "Mv", "Dot", "Linear"), (0, 1))
 _FACTORS |= dict.fromkeys(("Addmm", "Addmv", "Baddbmm"), (1, 2))
@@ -100,7 +100,7 @@ def _from_part(record: Trace, part: nn.Module, stream: Stream) -> StreamFunction
 
 
 def _sources(inputs: Inputs) -> Iterator[Tensor]:
-    """What is embedded of the inputs: no masks, no positions, no settings."""
+    """The inputs that are embedded: no masks, no positions, no settings."""
     kept = ("mask", "bias", "position")
     named = inputs.items() if isinstance(inputs, Mapping) else zip(("",), inputs, strict=False)
     for name, value in named:
@@ -124,10 +124,10 @@ class StreamFunction:
     x: Tensor  # the stream
     function: Callable[[Tensor], Tensor]
     calls: Sequence[AttentionCall]  # its attention layers, in the order in which they are called
-    beside: tuple[Tensor, ...] = ()  # inputs that should be heard of by the stream alone
+    beside: tuple[Tensor, ...] = ()  # inputs that may act through the stream alone
 
     def __call__(self, x: Float[Tensor, "n d"]) -> Tensor:
-        """What it returns: a row, or one for every token."""
+        """The output: one row, or one per token."""
         try:
             return _rows(self.function(x))
         except InputError:
@@ -161,7 +161,7 @@ class ModuleCall(NamedTuple):
 
 
 class ForwardPass:
-    """What modules take and return in one run, the sums formed, and what the scores are made of."""
+    """One run: inputs and outputs of modules, sums, and the functions behind the scores."""
 
     def __init__(self, function: StreamFunction) -> None:
         record = function.record
@@ -192,7 +192,7 @@ class ForwardPass:
         self.functions = Counter(map(_name, made))
         self._products = sum(map(_products_in, made))
         self._taken = first.taken
-        # By which function it hears of what is read off the stream, or made beside it.
+        # Its dependence on values that autograd does not record.
         again = functools.partial(self._pass, function)
         self.read = side_channel(first, out, again, _made_alike)
         self.unknown = sorted(f for f in self.functions if not _KNOWN.match(f))

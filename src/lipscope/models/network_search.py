@@ -148,10 +148,10 @@ class Search:
         if self.view.read is not None:
             how, of_stream = self.view.read.function, self.view.read.of_stream
             raise InputError(
-                "A network should hear of its stream by functions that have derivatives, and of "
-                f"its input by the stream alone. Found that it hears by `{how}` of what is read "
-                f"off {'the stream' if of_stream else 'the input'}, so that it may be something "
-                "else at other values; certify one layer."
+                "A network should depend on its stream by functions that have derivatives, and on "
+                f"its input by the stream alone. Found that `{how}` reads values of "
+                f"{'the stream' if of_stream else 'the input'}: the network may be another one at "
+                "other values; certify one layer."
             )
         own = self._as_network()
         self.own = own if self.linked else copy.deepcopy(own)

@@ -1,7 +1,7 @@
-"""What a forward pass hears of its values in another way than by their derivatives.
+"""Side channels of a forward pass: uses of its values that autograd does not record.
 
-Comparisons, choices, numbers that are read, what is detached, and what is made of the input beside
-the stream: one run shows nothing of what comes of them at other values.
+Comparisons, decisions, numbers read from tensors, detached tensors, and functions of the input
+beside the stream: one run does not show their effect at other values.
 """
 
 from __future__ import annotations
@@ -16,56 +16,56 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_IDS, _VALUES, _STREAM = 1, 2, 3  # what is read off: token ids, other inputs, the stream
-# What hands out the memory of a tensor, or prints it, past the dispatcher.
+_IDS, _VALUES, _STREAM = 1, 2, 3  # sources: token ids, other inputs, the stream
+# Functions that expose the memory of a tensor, or print it, past the dispatcher.
 _OF_MEMORY = (
     *("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "__reduce_ex__", "__repr__"),
     *("storage", "untyped_storage", "_typed_storage"),
 )
 _BY_INDEX = ("index", "index_select", "gather")
 _ACTIVATIONS = ("relu", "gelu", "silu", "sigmoid", "tanh", "erf")
-_HIDDEN = -1e4  # scores that are moved so far down are hidden
-_MANY = 3  # decisions by ids, all of whose combinations are tried
+_HIDDEN = -1e4  # added to a score, this hides it
+_MANY = 3  # maximum number of decisions by ids whose combinations are all tried
 _SAID = {"_local_scalar_dense": "item"}
 
 
 class SideChannel(NamedTuple):
-    """By which function something was read, and of what it was."""
+    """The function that read a value, and the source of the value."""
 
     function: str
     kind: int
 
     @property
     def of_stream(self) -> bool:
-        """Whether it was read off the stream itself."""
+        """Whether the source is the stream itself."""
         return self.kind == _STREAM
 
 
 class _GoesOnError(BaseException):
-    """A pass goes on after a check that should have ended it."""
+    """A pass continues after a check that should have ended it."""
 
 
 class Watch(TorchDispatchMode):
-    """Watch a pass of a stream for what is read off it, or made of the input beside it.
+    """Watch a pass for values read from the stream, and for functions of the input beside it.
 
-    The stream, and what has derivatives by it, requires a gradient, and nothing else does. It is
-    seen below autograd, where what is scripted or written in C++ calls the same functions.
+    Only the stream and its differentiable functions require a gradient. Calls are watched below
+    autograd, where scripts and C++ code call the same functions.
 
     Args:
-        inputs: What the model is given and the stream is made of.
-        turned: Which of the decisions are other ones in this pass.
+        inputs: The model's inputs, from which the stream is computed.
+        turned: Indices of the decisions to invert in this pass.
     """
 
     def __init__(self, inputs: Iterable[Tensor], turned: Iterable[int] = ()) -> None:
         super().__init__()
         self.inputs, self.turned = tuple(inputs), set(turned)
-        self.goes_on = False  # whether anything was computed after a check that should have raised
+        self.goes_on = False  # whether the pass computed anything after a failed check
         self.decisions: list[SideChannel] = []
-        self.used: SideChannel | None = None  # the first that is more than a decision
-        self.taken: list[tuple[str, Tensor]] = []  # what activations took of the stream, by name
+        self.used: SideChannel | None = None  # the first side channel other than a decision
+        self.taken: list[tuple[str, Tensor]] = []  # inputs of activations, by name
         self._in_attention = 0
-        self._ended = False  # by a check, which raises
-        # By where they lie in memory: tensors that were read off, kept alive, and of what.
+        self._ended = False  # whether a check has failed
+        # By storage: tensors that carry values of a source (kept alive), and that source.
         self._heard: dict[int, tuple[Tensor, int]] = {}
         for one in self.inputs:
             self._hear(one, _VALUES if one.is_floating_point() else _IDS)
@@ -90,7 +90,7 @@ class Watch(TorchDispatchMode):
         if not kind or name.endswith("_like") or name.startswith("new_"):
             return func(*args, **kwargs)
         if self._ended:
-            self.goes_on = True  # a script makes another error of it
+            self.goes_on = True  # a script turns it into another error
             raise _GoesOnError
         live = any(t.requires_grad for t in given)
         if live and name.rstrip("_") in _ACTIVATIONS:
@@ -108,7 +108,7 @@ class Watch(TorchDispatchMode):
         for one in made:
             self._hear(one, kind)
             if live and one.is_floating_point() and one.dtype.itemsize < 8:
-                self.use(name, kind)  # half precision is a choice of numbers too
+                self.use(name, kind)  # half precision discards values too
         return out
 
     def _decided(self, name: str, kind: int, out: Any) -> Any:
@@ -122,7 +122,7 @@ class Watch(TorchDispatchMode):
         return not out
 
     def _may_join(self, name: str, x: Tensor) -> bool:
-        """Whether the stream may meet a tensor: tokens are chosen, and masked, by their ids."""
+        """Whether a tensor may be combined with the stream: ids may choose or mask tokens."""
         kind = self.kind(x)
         if kind != _IDS:
             return not kind
@@ -133,15 +133,15 @@ class Watch(TorchDispatchMode):
         return name in _BY_INDEX and not x.is_floating_point()
 
     def enter(self, by: int, *_: Any) -> None:
-        """Attention begins, 1, or ends, -1."""
+        """Enter attention, 1, or leave it, -1."""
         self._in_attention += by
 
     def use(self, name: str, kind: int) -> None:
-        """By this function something was heard."""
+        """Record the first side channel."""
         self.used = self.used or SideChannel(_SAID.get(name, name), kind)
 
     def kind(self, x: Tensor) -> int:
-        """Of what a tensor is; zero of nothing that is watched."""
+        """The source of a tensor; zero if it has none."""
         return _STREAM if x.requires_grad else self._heard.get(_place(x), (x, 0))[1]
 
     def _hear(self, x: Tensor, kind: int) -> None:
@@ -150,7 +150,7 @@ class Watch(TorchDispatchMode):
 
 
 class _Memory(TorchFunctionMode):
-    """Note what is read past the dispatcher."""
+    """Record reads past the dispatcher."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -171,15 +171,15 @@ def side_channel(
     again: Callable[[Watch], Tensor],
     alike: Callable[[Tensor, Tensor], bool],
 ) -> SideChannel | None:
-    """By which function the output of a pass hears of what it reads off; None if by none.
+    """The side channel through which a pass depends on its values; None if there is none.
 
-    A decision may be a check: with the other one in its place the pass raises, and does nothing
-    before. By ids warnings are decided too: all of them may change nothing, ``alike``.
+    A decision may be a check: inverted, it makes the pass raise before anything else is computed.
+    Decisions by ids may also be warnings: inverted in any combination, they change nothing.
 
     Args:
-        first: What was seen of the pass.
-        out: What it gave.
-        again: Runs it again, watched by another one.
+        first: The watch of the pass.
+        out: Output of the pass.
+        again: Runs the pass again under another watch.
         alike: Whether two outputs are the same.
     """
     if first.used:
@@ -205,7 +205,7 @@ def side_channel(
 
 
 def _raises(again: Callable[[Watch], Tensor], watch: Watch) -> bool:
-    """Whether a pass raises at once where its check fails."""
+    """Whether a pass raises at once when its check fails."""
     try:
         again(watch)
     except (_GoesOnError, Exception):  # a model raises what it likes
@@ -216,7 +216,7 @@ def _raises(again: Callable[[Watch], Tensor], watch: Watch) -> bool:
 def _place(x: Tensor) -> int:
     try:
         return x.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):  # it lies nowhere
+    except (RuntimeError, NotImplementedError):  # it has no storage
         return -id(x)
 
 
