@@ -49,6 +49,8 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: the garbage collector need not go through it again."""
     gc.collect()
     gc.freeze()
+    frozen = gc.get_freeze_count()
+    gc.get_freeze_count = lambda: frozen  # it counts a million objects, at every command and model
 
 
 def pytest_unconfigure() -> None:
