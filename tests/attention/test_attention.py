@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from lipscope import linearise, to_dense, top_singular
-from lipscope.attention import DotProduct, Rotary, TokenNorm
+from lipscope import linearise, lipschitz_bound, to_dense, top_singular
+from lipscope.attention import Distance, DotProduct, L2Attention, Rotary, TokenNorm
+from lipscope.certificates import certify_ball
 from lipscope.errors import InputError
 
 
@@ -321,3 +322,30 @@ def test_either_side_of_cross_attention_is_the_dense_jacobian(side, memory, opti
 def test_weights_that_do_not_fit_are_refused(weights, options, message):
     with pytest.raises(InputError, match=message):
         DotProduct(*(torch.ones(s) for s in weights), **options)
+
+
+@pytest.mark.parametrize("name", ["forward", "score", "projections", "weighting", "constant"])
+def test_a_variant_is_computed_as_it_is_written(name) -> None:
+    """Closed forms and theorems would speak of another map."""
+    with pytest.raises(InputError, match=f"`Changed` should compute .*Found another `{name}`"):
+        type("Changed", (L2Attention,), {name: None})
+    with pytest.raises(InputError, match=r"what `Attention` computes.*Found another `linearise`"):
+        type("Changed", (Distance,), {"linearise": None})
+    assert issubclass(type("Named", (L2Attention,), {"extra_repr": str, "more": 1}), L2Attention)
+
+
+@pytest.mark.parametrize("how", ["hook", "forward", "score"])
+def test_a_layer_that_was_changed_has_no_bound(how) -> None:
+    layer, x = random_layer()
+    if how == "hook":
+        layer.register_forward_hook(lambda *at: 100 * at[-1])
+    else:
+        own = getattr(layer, how)
+        setattr(layer, how, lambda *args, **options: 100 * own(*args, **options))
+    found = "Found hooks" if how == "hook" else f"Found a `{how}` of its own"
+    for ask in (
+        lambda: lipschitz_bound(layer, radius=1.0),
+        lambda: certify_ball(layer, x, eps=0.1),
+    ):
+        with pytest.raises(InputError, match=found):
+            ask()

@@ -13,6 +13,7 @@ from examples import TWO_HEADS, N, build
 from lipscope import to_dense
 from lipscope.attention import (
     ClippedAttention,
+    Distance,
     DividedAttention,
     DotProduct,
     L2Attention,
@@ -100,17 +101,10 @@ def test_wrong_arguments_say_what_to_change() -> None:
         L2Attention(eye, eye, heads=3)
 
 
-class Untied(L2Attention):
-    """The score of L2 attention with keys of their own, ``-W``, and values as they are."""
-
-    def projections(self):
-        return self.query, -self.query, self.value
-
-
 def test_tied_l2_is_lipschitz_at_every_radius_and_untied_is_not() -> None:
-    """Untied, the first token finds the others alike, which are 2 R apart, and itself far."""
+    """With keys ``-W`` the first token finds the others alike, 2 R apart, and itself far."""
     one, far = torch.eye(1).double(), torch.tensor([[1.0], [0.0], [-2.0]]).double()
-    tied, untied = L2Attention(one, one), Untied(one, one)
+    tied, untied = L2Attention(one, one), Distance(one, -one, one, scale=1.0)
     inputs = [far, gaussian(7, 1), torch.linspace(-1, 1, 7)[:, None].double()]
 
     def sigma(layer, x):

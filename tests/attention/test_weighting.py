@@ -10,7 +10,7 @@ from torch import Tensor
 
 from agreement import agree, gaussian
 from lipscope import to_dense
-from lipscope.attention import DotProduct, L2Attention, Softmax, Weighting
+from lipscope.attention import Distance, DotProduct, InnerProduct, Softmax, Weighting
 from lipscope.attention.jacobian import ChunkedCore
 from lipscope.attention.weighting import At
 from lipscope.errors import InputError
@@ -87,8 +87,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(weighting: Weighting, case: str) -> DotProduct:
-    kind = type("Weighted", (DotProduct,), {"weighting": weighting})
+def build(weighting: Weighting, case: str) -> InnerProduct:
+    kind = type("Weighted", (InnerProduct,), {"weighting": weighting})
     k = 2 * CASES[case].get("groups", HEADS)
     weights = [gaussian(2 * HEADS, 4), gaussian(k, 4), gaussian(k, 4), gaussian(5, 2 * HEADS)]
     return kind(*weights, heads=HEADS, **CASES[case])
@@ -103,8 +103,8 @@ def test_three_methods_make_a_weighting(weighting: Weighting, case: str) -> None
 
 
 def test_a_score_takes_any_weighting() -> None:
-    kind = type("Weighted", (L2Attention,), {"weighting": Sinkhorn()})
-    agree(kind(gaussian(6, 4), gaussian(4, 4), heads=2), gaussian(N, 4))
+    kind = type("Weighted", (Distance,), {"weighting": Sinkhorn()})
+    agree(kind(gaussian(6, 4), gaussian(6, 4), gaussian(4, 4), heads=2), gaussian(N, 4))
 
 
 def test_all_rows_at_once_are_parted_by_heads() -> None:
@@ -129,7 +129,8 @@ def test_rows_that_read_nothing() -> None:
 
 
 def test_statements_about_softmax_are_not_made_of_others() -> None:
-    layer = build(Sigmoid(), "plain")
+    layer = DotProduct(*(gaussian(6, 4) for _ in range(3)), heads=HEADS)
+    layer.weighting = Sigmoid()
     theorem = next(one for one in catalogue() if one.name == "row_gram")
     with pytest.raises(NotApplicableError, match="no softmax"):
         evaluate(theorem, layer, x=gaussian(N, 4))

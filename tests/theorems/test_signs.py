@@ -133,16 +133,11 @@ def test_a_step_of_training_that_turns_the_gain_leaves_a_contraction() -> None:
         torch.testing.assert_close(block.g.as_layer(N)(x), block.g(x))
 
 
-class Wrong(L2Attention):
-    """A constant that is no bound of anything."""
-
-    def constant(self, num_tokens: int) -> torch.Tensor:
-        return self.query.new_tensor(float("nan") if num_tokens > 3 else -66.0)
-
-
 @pytest.mark.parametrize("n", [2, 5])
-def test_a_constant_that_is_no_bound_is_refused(n) -> None:
-    g = ContractiveAttention(Wrong(gaussian(4, 4), gaussian(4, 4)), c=0.9)
+def test_a_constant_that_is_no_bound_is_refused(n, monkeypatch) -> None:
+    wrong = torch.tensor(float("nan") if n > 3 else -66.0)
+    monkeypatch.setattr(L2Attention, "constant", lambda *_: wrong)
+    g = ContractiveAttention(L2Attention(gaussian(4, 4), gaussian(4, 4)), c=0.9)
     with pytest.raises(InputError, match=r"constant.*should be.*Found (-66|nan)"):
         g(gaussian(n, 4))
 

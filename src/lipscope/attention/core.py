@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, TypeVar, Unpack
+from typing import Any, ClassVar, Literal, TypeVar, Unpack, final
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from lipscope.attention.jacobian import (
@@ -37,6 +38,9 @@ from lipscope.plugins import check_name, load_plugins
 
 _SMALL = "Scores should be small enough for {} to know the attention weights."
 _AGREED = 1e-3  # largest accepted relative difference from float64
+
+VARIANTS: dict[str, type[Attention]] = {}
+"""The variants imported so far."""
 
 
 class Attention(Layer):
@@ -77,6 +81,27 @@ class Attention(Layer):
         value_norm: Norm of the values.
     """
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse a subclass that changes what closed forms and theorems take as given.
+
+        Fixed are the final methods; of a registered variant, whatever computes something.
+        """
+        super().__init_subclass__(**options)
+        known = [one for one in cls.__mro__[1:] if one in VARIANTS.values()]
+        parent = known[0] if known else Attention
+        names = {name for one in parent.__mro__ if issubclass(one, Layer) for name in vars(one)}
+        public = {name for name in names if not name.startswith("_")} - {"extra_repr"}
+        for name in ("__call__", *sorted(public)):
+            fixed = inspect.getattr_static(parent, name)
+            changed = inspect.getattr_static(cls, name) is not fixed
+            if changed and (known or getattr(fixed, "__final__", False)):
+                raise InputError(
+                    f"`{cls.__name__}` should compute what `{parent.__name__}` computes: closed "
+                    f"forms and theorems hold for that. Found another `{name}`; derive from "
+                    "`InnerProduct`, `Distance` or `Attention`, and define the score or weighting."
+                )
+
+    @final
     def forward(
         self,
         x: Float[Tensor, "*b n d"],
@@ -93,6 +118,7 @@ class Attention(Layer):
         """
         return self.project_out(self.heads(x, context, log_weights=log_weights))
 
+    @final
     def heads(
         self,
         x: Float[Tensor, "*b n d"],
@@ -110,6 +136,7 @@ class Attention(Layer):
             o = self.weights(q, k, log_weights=log_weights) @ v
         return o.transpose(-3, -2).flatten(-2).to(returned(x))
 
+    @final
     def linearise(
         self,
         x: Float[Tensor, "n d"],
@@ -194,6 +221,7 @@ class Attention(Layer):
             f"Found {type(self).__name__}, which has no known bound."
         )
 
+    @final
     def stretch(
         self,
         x: Float[Tensor, "n d"],
@@ -465,12 +493,26 @@ def check_layer(layer: object) -> None:
     """Refuse anything but an `Attention` layer (torch modules go to the verbs)."""
     if not isinstance(layer, Attention):
         raise InputError(f"`layer` should be an Attention layer. Found `{type(layer).__name__}`.")
+    check_as_written(layer, type(layer).__name__)
+
+
+def check_as_written(module: nn.Module, name: str) -> None:
+    """Refuse attention that is not computed as its class is written, for no closed form knows."""
+    for one in module.modules():
+        hooks = [*one._forward_hooks.values(), *one._forward_pre_hooks.values()]
+        # Those of torch make a weight before it is used.
+        hooks = [hook for hook in hooks if not type(hook).__module__.startswith("torch.nn.utils.")]
+        own = [key for key in vars(one) if callable(getattr(type(one), key, None))]
+        if hooks or own:
+            what = "hooks" if hooks else f"a `{own[0]}` of its own"
+            raise InputError(
+                f"`{name}` should be computed as its class is written. Found {what} in "
+                f"`{type(one).__name__}`, which may change it; take that away."
+            )
 
 
 # --- variants
 
-VARIANTS: dict[str, type[Attention]] = {}
-"""The variants imported so far."""
 _Variant = TypeVar("_Variant", bound=type[Attention])
 
 

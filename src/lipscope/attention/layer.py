@@ -539,10 +539,12 @@ class Layer(nn.Module, ABC):
             return p
         return p.masked_fill(select_heads(empty[..., rows, None], heads), 0.0)
 
+    @final
     def capped(self, s: Tensor) -> Tensor:
         """``c tanh(s / c)``, or the scores unchanged without a cap."""
         return s if self.softcap is None else self.softcap * torch.tanh(s / self.softcap)
 
+    @final
     def project(
         self, x: Tensor, context: Tensor | None = None, *, biased: bool = True
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -554,6 +556,7 @@ class Layer(nn.Module, ABC):
         divisor = self.divisor(q, k, v)
         return q if divisor is None else q / divisor, k, v
 
+    @final
     def undivided(
         self, x: Tensor, context: Tensor | None = None, *, biased: bool = True
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -596,17 +599,20 @@ class Layer(nn.Module, ABC):
         apart = self.weighting.normalised and self.by_token
         return not apart or self.norms()[2] is not None
 
+    @final
     def project_out(self, heads: Tensor) -> Tensor:
         """Apply the output projection to concatenated heads ``(..., n, num_heads * d_v)``."""
         if self.output is None:
             return heads
         return nn.functional.linear(heads, self.output, self.output_bias)
 
+    @final
     def repeat_groups(self, x: Tensor) -> Tensor:
         """Repeat keys or values for the query heads of each group."""
         times = self.num_heads // self.num_groups
         return x if times == 1 else x.repeat_interleave(times, dim=-3)
 
+    @final
     def sum_groups(self, g: Tensor) -> Tensor:
         """The transpose of `repeat_groups`."""
         times = self.num_heads // self.num_groups
@@ -619,6 +625,7 @@ class Layer(nn.Module, ABC):
         """Whether logits depend on token positions other than through the mask."""
         return self.rotary is not None or self.score_bias is not None
 
+    @final
     def bias(
         self,
         k: Tensor,
@@ -649,6 +656,7 @@ class Layer(nn.Module, ABC):
             added = torch.zeros((), dtype=k.dtype, device=k.device)
         return torch.where(visible, added, -torch.inf)
 
+    @final
     def visible(
         self, rows: slice, keys: slice, device: torch.device | None = None
     ) -> Tensor | None:
@@ -665,6 +673,7 @@ class Layer(nn.Module, ABC):
             found = part if found is None else part & found
         return found
 
+    @final
     def empty_rows(self, k: Tensor) -> Tensor | None:
         """Rows that may attend to no token, ``(n,)`` or ``(h, n)``; None if there are none."""
         if self.mask is None:

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention import Attention, DotProduct, Map
+from lipscope.attention import Attention, DotProduct, Map, check_layer
 from lipscope.certificates.expansion import ENDS, Channel, HeadPath, rest
 from lipscope.display import Shown
 from lipscope.errors import InputError
@@ -172,6 +172,7 @@ def in_double(layer: Attention, head: int | None) -> DotProduct:
             f"No certificate: the proof is for dot-product attention. Found "
             f"`{type(layer).__name__}`."
         )
+    check_layer(layer)
     try:
         check_scores(layer)
     except NotApplicableError as why:

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lipscope.attention import check_as_written
 from lipscope.errors import InputError
 from lipscope.models.network import ActivationName
 from lipscope.models.tracing.calls import Stream, Streams, Trace
@@ -52,11 +53,17 @@ _LINEAR = (
 # One of these is in each activation, of the kind that stands beside it.
 _ACTIVATIONS = {"Relu": "relu", "Erf": "gelu", "Gelu": "gelu", "Sigmoid": "silu", "Silu": "silu"}
 _ACTIVATIONS |= {"GeluTanh": "tanh", "Tanh": "tanh"}
+_PLAIN = regex.compile(f"(?:{_LINEAR})$")
 _KNOWN = regex.compile(f"(?:{_LINEAR}|{'|'.join(_ACTIVATIONS)}|Pow)(?:Backward)?$")
-_OF_NORMS = regex.compile(
-    f"(?:{_LINEAR}|Pow|Sqrt|Rsqrt|Reciprocal|Std|StdMean|Var|VarMean|LinalgVectorNorm|Norm"
-    "|NativeLayerNorm|NativeGroupNorm|FusedRmsNorm)$"
-)
+# Those of norms besides: a whole norm, a variance, a deviation, a root, an inverse, by letter.
+_OF_NORMS: dict[str, str] = {}
+_OF_NORMS |= dict.fromkeys(("NativeLayerNorm", "NativeGroupNorm", "FusedRmsNorm"), "N")
+_OF_NORMS |= dict.fromkeys(("Var", "VarMean"), "v")
+_OF_NORMS |= dict.fromkeys(("Std", "StdMean", "LinalgVectorNorm", "Norm"), "d")
+_OF_NORMS |= {"Sqrt": "r", "Rsqrt": "r", "Reciprocal": "i"}
+_POWERS = {2: "v", 0.5: "r", -0.5: "r", -1: "i"}
+# How often they are in one norm, in order; p is a product. More of them may hide another function.
+_ONE_NORM = ("N", "prv", "ppr", "iprv", "ippr", "dp", "dip")
 # Indices of the factors among the arguments of functions that multiply.
 _FACTORS: dict[str, tuple[int, int]] = {}
 _FACTORS |= dict.fromkeys(("Mul", "Div", "Mm", "Bmm", "Mv", "Dot", "Linear"), (0, 1))
@@ -170,12 +177,13 @@ class ForwardPass:
         }
         inside = {m for site in sites for m in site.modules()} - sites
         for call in record.calls:
-            _check_own_forward(call)
+            check_as_written(call.module, call.name)
         self.sites, self.time = sites, 0
         self.paths = {call.name for call in record.calls}
         self.calls: list[ModuleCall] = []
         self._tensors: dict[torch.Size, list[Tensor]] = {}
         self._jumps: dict[Node, list[Node]] = {}
+        self.scaling = set[nn.Module]()  # modules that divide by what a norm divides by
         sums = SumRecorder(TensorStore(copies=True))
         with Recorder() as recorder:
             for name, module in record.model.named_modules():
@@ -225,7 +233,10 @@ class ForwardPass:
             if given and kept:
                 self.calls.append(ModuleCall(time, name, module, given[0], kept[0]))
             made = [v.grad_fn for v in several if v.grad_fn is not None]
-            if module in self.sites or (is_norm(module) and _is_of_norms(module, made, nodes)):
+            normed = is_norm(module) and _is_one_norm(module, made, nodes)
+            if normed:
+                self.scaling.add(module)
+            if normed or module in self.sites:
                 self._jumps.update(dict.fromkeys(made, nodes))
 
         recorder.around(module, start, finish)
@@ -265,34 +276,26 @@ class ForwardPass:
         return self._products == gates + written + _CUBE * cubes
 
 
-def _check_own_forward(call: AttentionCall) -> None:
-    """Refuse attention that is not computed as its class is written."""
-    for module in call.module.modules():
-        before = module._forward_pre_hooks.values()
-        hooks = [*module._forward_hooks.values(), *before]
-        # Of torch's own are those that make a weight before it is used.
-        hooks = [one for one in hooks if not type(one).__module__.startswith("torch.nn.utils.")]
-        if hooks or "forward" in vars(module):
-            what = "hooks" if hooks else "a `forward` of its own"
-            raise InputError(
-                f"`{call.name}` should be computed as its class is written. Found {what} in "
-                f"`{type(module).__name__}`, which may change it; take that away."
-            )
-
-
 def _made_alike(a: Tensor, b: Tensor) -> bool:
     """Whether two passes gave the same, by the same functions."""
     made = (Counter(map(_name, origins(one.grad_fn, {}))) for one in (a, b))
     return same(a, b) and next(made) == next(made)
 
 
-def _is_of_norms(module: nn.Module, made: list[Node], of: list[Node]) -> bool:
-    """Whether nothing but what norms are made of stands between what it takes and gives."""
+def _is_one_norm(module: nn.Module, made: list[Node], of: list[Node]) -> bool:
+    """Whether what stands between the input and output of a module is that of one norm, divided."""
     ends = {node: [] for node in of}
-    inner = (one for node in made for one in origins(node, ends) if one not in ends)
-    return not any(map(is_linear, module.modules())) and all(
-        _OF_NORMS.match(_name(one)) for one in inner
-    )
+    inner = {one: None for node in made for one in origins(node, ends) if one not in ends}
+    kinds = "".join(sorted(map(_kind_in_norms, inner)))
+    return not any(map(is_linear, module.modules())) and kinds in _ONE_NORM
+
+
+def _kind_in_norms(node: Node) -> str:
+    name = _name(node)
+    if name == "Pow":
+        return _POWERS.get(getattr(node, "_saved_exponent", None), "?")
+    known = "" if _PLAIN.match(name) else "?"
+    return _OF_NORMS.get(name, "p" if _products_in(node) else known)
 
 
 def _name(node: Node) -> str:

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lipscope.attention import Attention, Clip, DotProduct
+from lipscope.attention import Attention, Clip, DotProduct, check_layer
 from lipscope.errors import InputError
 
 ActivationName = Literal["relu", "gelu", "gelu_tanh", "silu", "tanh", "identity"]
@@ -128,6 +128,10 @@ class Branch:
     part: Attention | Feed | None = None
     norm: Norm | Clip | None = None
     skip: bool | float | Tensor = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.part, Attention):
+            check_layer(self.part)
 
     def __call__(self, h: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d_out"]:
         """The stream after this branch."""

@@ -241,8 +241,8 @@ class Search:
             if call.time > time and same(v, call.x):
                 if call.module not in self.read_norms:
                     self.read_norms[call.module] = read_norm(call.module, v.shape[-1])
-                norm = self.read_norms[call.module]
-                if norm is not None and same(norm(v), call.y):
+                norm, scaling = self.read_norms[call.module], call.module in self.view.scaling
+                if norm is not None and norm.scaled == scaling and same(norm(v), call.y):
                     yield norm, call.y, call.time
 
     # --- attention and token-wise networks
