@@ -313,6 +313,15 @@ def test_bad_read_outs_are_one_line(command, name, content, expected):
         assert words in result.err
 
 
+@pytest.mark.parametrize("verb", [["certify", "--decision"], ["push", *LAYER], ["attack-text"]])
+def test_a_read_out_of_another_width_is_refused_by_its_name(command, verb):
+    np.save("narrow.npy", np.ones((2, 5)))
+    options = [BERT, "--text", "text.txt", "--length", "6", "--read-out", "narrow.npy"]
+    result = command(verb[0], *options, *verb[1:])
+    said = "`--read-out` should have shape (classes, 12). Found (2, 5)."
+    assert result.status == 2 and result.err.strip().endswith(said)
+
+
 def test_theorems(command):
     result = command("theorems")
     assert result.status == 0 and "castin_thm_3_3" in result.out

@@ -391,7 +391,11 @@ def decision_at(
         on_top: Any = {}
         if read is not None:
             on_top = {"head": read.weight, "bias": read.bias, "names": read.names}
-        network, x = read_network(module, item.arguments, at_layer=at_layer, pool=pool, **on_top)
+        how: Any = {"at_layer": at_layer, "pool": pool}
+        try:
+            network, x = read_network(module, item.arguments, **how, **on_top)
+        except InputError as problem:  # the reader's own name for it is `head`
+            raise InputError(str(problem).replace("`head`", "`read_out`")) from problem
     if not network.names and (names := _words_of(model, module, len(network.bias))):
         network = replace(network, names=names)
 
@@ -435,13 +439,9 @@ def decision_of_layer(
     own = in_double(layer, None)
     x = tokens_in_double(x, own.query.shape[1])
     _check_pool(pool)
-    width, bias = own(x).shape[1], given.bias
-    if given.weight.shape[1] != width or (bias is not None and len(bias) != len(given.weight)):
-        raise InputError(
-            f"`read_out` should have shape (classes, {width}), its bias (classes,). Found "
-            f"{tuple(given.weight.shape)}."
-        )
-    network = layer_network(own, len(x), given.weight, bias, pool=pool or "mean", names=given.names)
+    given.check_width(own(x).shape[1])
+    head = given.weight, given.bias
+    network = layer_network(own, len(x), *head, pool=pool or "mean", names=given.names)
     tokens = tuple(words or map(str, range(len(x))))
     about |= {"model": model, "by": given.by, "map": "attention"}
     return ModelDecision(network=network, x=x, words=tokens, **about)
