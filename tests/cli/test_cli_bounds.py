@@ -313,11 +313,12 @@ def test_bad_read_outs_are_one_line(command, name, content, expected):
         assert words in result.err
 
 
-@pytest.mark.parametrize("verb", [["certify", "--decision"], ["push", *LAYER], ["attack-text"]])
+@pytest.mark.parametrize("verb", ["certify --decision", "push --layer 0", "attack --budget 1"])
 def test_a_read_out_of_another_width_is_refused_by_its_name(command, verb):
+    name, *asked = verb.split()
     np.save("narrow.npy", np.ones((2, 5)))
     options = [BERT, "--text", "text.txt", "--length", "6", "--read-out", "narrow.npy"]
-    result = command(verb[0], *options, *verb[1:])
+    result = command(name, *options, *asked)
     said = "`--read-out` should have shape (classes, 12). Found (2, 5)."
     assert result.status == 2 and result.err.strip().endswith(said)
 

@@ -22,6 +22,7 @@ from lipscope.certificates import (
     check_memory,
     in_double,
 )
+from lipscope.charts import visible
 from lipscope.display import Piece, Shown, pieces, rounded_down
 from lipscope.engine.answer import finite
 from lipscope.engine.checks import argument, is_whole, items, one_of, whole_number
@@ -305,10 +306,7 @@ class ModelDecision(Shown):
     def display_lines(self) -> Iterator[tuple[str, str]]:
         """Lines of the display."""
         yield "model", self.model
-        yield (
-            "tokens",
-            f"{len(self.words)}: {' '.join(self.words[:8])}" + " …" * (len(self.words) > 8),
-        )
+        yield "tokens", counted(self.words)
         if self.place:
             yield "sample", self.place
         yield "answer", self.answer_name
@@ -586,6 +584,11 @@ def word_distances(
 # --- display
 
 
+def counted(tokens: Sequence[str], most: int = 8) -> str:
+    """The number of tokens, and the first of them."""
+    return f"{len(tokens)}: {' '.join(map(visible, tokens[:most]))}" + " …" * (len(tokens) > most)
+
+
 @pieces.register
 def _radii(found: TokenRadii) -> Iterator[Piece]:
     """A row per token: its radius, and the smallest change of decision found."""
@@ -596,7 +599,7 @@ def _radii(found: TokenRadii) -> Iterator[Piece]:
         ("certified radius", "attack", "first order", "other words within"),
     )
     for one in found.each:
-        cells = (str(one.tokens[0]), one.words[0], one.rival_name)
+        cells = (str(one.tokens[0]), visible(one.words[0]), visible(one.rival_name))
         values = (number(one.radius, 4, rounded_down), number(one.attack), number(one.first_order))
         within = "–" if one.words_within is None else str(one.words_within)
         made.add_row(*map(Text, cells), *values, within)

@@ -216,7 +216,7 @@ class _View:
     def _worded(self) -> Records:
         """Points with the text of their top token."""
         of, tops = self.content.points, self.content.tops
-        words = {id: charts.readable(token.text).strip() for id, token in tops.items()}
+        words = {id: charts.visible(token.text) for id, token in tops.items()}
         pairs = zip(of.points, of.items, strict=True)
         return [point | {"top token": words.get(item.row.id)} for point, item in pairs]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
-from lipscope.charts import MAPS, WAYS, readable, spread
+from lipscope.charts import MAPS, WAYS, spread, visible
 from lipscope.display import ENDS, rounded_down, rounded_up
 from lipscope.pages.points import (
     REAL,
@@ -239,7 +239,7 @@ def _gain_records(one: TokenGain) -> Iterator[dict[str, Any]]:
         gain, upper = _gain(one, way)
         yield {
             "index": one.index,
-            "text": readable(one.text).strip(" "),
+            "text": visible(one.text),
             "way": way,
             "gain": short(gain, rounded_down),
             "upper": short(upper, rounded_up),
@@ -280,8 +280,8 @@ def _decision_record(s: int, some: Sequence[Mapping[str, Any]]) -> dict[str, Any
         "tokens": [
             {
                 "index": one["tokens"][0],
-                "text": readable(one["words"][0]).strip(" "),
-                "rival": one["rival_name"],
+                "text": visible(one["words"][0]),
+                "rival": visible(one["rival_name"]),
                 **_ball_record(one),
             }
             for one in alone
