@@ -135,9 +135,10 @@ def test_a_note_names_the_option_as_it_is_typed(command):
 
 
 def test_certify_is_above_its_attack(command):
-    options = ["--text", "text.txt", "--length", "6", "--eps", "0.05", "--ascents", "1"]
+    options = ["--text", "text.txt", "--length", "6", "--eps", "0.0512378", "--ascents", "1"]
     result = command("certify", BERT, *options)
     assert result.status == 0, result.err
+    assert "by at most 0.05123 (" in result.out  # of no larger ball than the one certified
     assert "The certificate holds" in result.out
     options += ["--no-sharp", "--steps", "1", "--random", "3"]
     for more in (["--ball", "frobenius"], ["--head", "1"], ["--map", "heads"]):

@@ -195,7 +195,9 @@ def _times_above(
     """Ratio of the product to sigma of a map, on the same windows."""
     middle = sum(product[0] - map_[0] for product, map_ in pairs) / len(pairs)
     _, *ends = enclosed_mean([(low - upper, high - sigma) for (low, high), (sigma, upper) in pairs])
-    ratio, low, high = (f"{float(f'{exponential(v):.3g}'):,g}" for v in (middle, *ends))
+    ways = (lambda v, digits: float(f"{v:.{digits}g}"), rounded_down, rounded_up)
+    values = zip(ways, map(exponential, (middle, *ends)), strict=True)
+    ratio, low, high = (f"{rounded(value, 3):,g}" for rounded, value in values)
     of = f"geometric mean of {len(pairs)} windows, 95 %:" if len(pairs) > 1 else "one window:"
     return f"At {n} tokens it is {ratio} times sigma of {name} ({of} {low} to {high})."
 
