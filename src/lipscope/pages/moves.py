@@ -396,7 +396,7 @@ class Push:
             "mean": self.place.mean_norm,
             "reads": json.loads(self.place.reads),
             "decision": self.place.decision,
-            "said": self.said,
+            "said": self.sentences,
             "curves": self.curves,
             "sizes": self.sizes,
             "directions": [
