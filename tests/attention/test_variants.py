@@ -103,6 +103,14 @@ def test_forward_mode_and_vmap_need_no_gradients(kind) -> None:
 
 
 @each_variant
+@pytest.mark.parametrize("grad", [True, False])
+def test_tokens_of_another_dtype_are_refused_with_both(kind, grad) -> None:
+    x, said = gaussian(N, 4), r"in float64\. Found \(\d, 4\) in float32"
+    with torch.set_grad_enabled(grad), pytest.raises(InputError, match=said):
+        build(kind)(x.float())
+
+
+@each_variant
 def test_heads_alone_add_up(kind) -> None:
     layer, x = build(kind), gaussian(N, 4)
     if EXAMPLES[kind].masked:

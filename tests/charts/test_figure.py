@@ -225,6 +225,12 @@ def test_nothing_is_lost_from_tokens_that_only_look_like_bytes():
     assert readable("Ġ") == " "
 
 
+def test_blank_tokens_are_shown_by_signs() -> None:
+    assert lines_of(["Ġa", "ĠĠ", "čĊ", "ĉ"]) == ["a ␣␣␍↵", "⇥"]
+    chart = shaded_text(tokens_of(row(), ["a", " "])).to_dict()
+    assert [one["token"] for one in chart["datasets"].popitem()[1]] == ["a", "␣"]
+
+
 def test_wide_characters_take_two_cells():
     placed = lay_out(tokens_of(row(), ["世界", "a"]))
     assert [p.width for p in placed] == [4, 1]

@@ -135,9 +135,10 @@ def test_a_note_names_the_option_as_it_is_typed(command):
 
 
 def test_certify_is_above_its_attack(command):
-    options = ["--text", "text.txt", "--length", "6", "--eps", "0.05", "--ascents", "1"]
+    options = ["--text", "text.txt", "--length", "6", "--eps", "0.0512378", "--ascents", "1"]
     result = command("certify", BERT, *options)
     assert result.status == 0, result.err
+    assert "by at most 0.05123 (" in result.out  # of no larger ball than the one certified
     assert "The certificate holds" in result.out
     options += ["--no-sharp", "--steps", "1", "--random", "3"]
     for more in (["--ball", "frobenius"], ["--head", "1"], ["--map", "heads"]):
@@ -311,6 +312,16 @@ def test_bad_read_outs_are_one_line(command, name, content, expected):
     assert len(result.err.strip("\n").split("\n")) == 1, result.err
     for words in expected:
         assert words in result.err
+
+
+@pytest.mark.parametrize("verb", ["certify --decision", "push --layer 0", "attack --budget 1"])
+def test_a_read_out_of_another_width_is_refused_by_its_name(command, verb):
+    name, *asked = verb.split()
+    np.save("narrow.npy", np.ones((2, 5)))
+    options = [BERT, "--text", "text.txt", "--length", "6", "--read-out", "narrow.npy"]
+    result = command(name, *options, *asked)
+    said = "`--read-out` should have shape (classes, 12). Found (2, 5)."
+    assert result.status == 2 and result.err.strip().endswith(said)
 
 
 def test_theorems(command):

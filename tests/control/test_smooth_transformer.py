@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -27,7 +28,7 @@ IDS = torch.tensor([[0, 4, 1, 4, 2], [3, 3, 0, 1, 2]])
 def smooth(variant: str = "dot-product", seed: int = 0, **options: Any) -> SmoothTransformer:
     torch.manual_seed(seed)
     sizes = {"outputs": 3, "length": 6, "vocabulary": 5} | KINDS[variant] | options
-    return SmoothTransformer(8, 2, 2, variant=variant, **sizes)
+    return SmoothTransformer(8, sizes.pop("heads", 2), 2, variant=variant, **sizes)
 
 
 def largest_norms(model: SmoothTransformer, cap: float) -> list[float]:
@@ -281,6 +282,9 @@ def test_a_cap_of_another_precision_is_a_number(tmp_path, unchecked):
         ({"vocabulary": 7}, r"`embedding\.weight` of shape \(7, 8\) instead of \(5, 8\); make"),
         ({"capped": "after-step"}, r"no `.*original` and \d+ more that do not fit; make"),
         ({"variant": "l2"}, r"no `.*key\.original`"),
+        ({"heads": 4}, r"`heads = 4` instead of 2; make"),
+        ({"cap": 1.5}, r"`cap = 1\.5` instead of 1\.0; make"),
+        ({"cap": 1.5, "causal": True}, r"`cap = 1\.5` instead of 1\.0 and 1 more that do not fit"),
     ],
 )
 def test_weights_of_other_sizes_are_refused_and_none_is_taken_over(other, words):
@@ -299,6 +303,19 @@ def test_what_is_no_state_is_refused_and_the_own_is_taken(unchecked):
     assert torch.equal(model(IDS), other(IDS))
     kept = {n: w for n, w in other.state_dict().items() if n != "positions"}
     assert model.load_state_dict(kept, strict=False).missing_keys == ["positions"]
+
+
+def test_heads_are_kept_with_a_safe_checkpoint_and_inside_of_a_module(tmp_path):
+    torch.save(nn.Sequential(smooth(heads=4)).state_dict(), tmp_path / "state.pt")
+    state, model = torch.load(tmp_path / "state.pt", weights_only=True), nn.Sequential(smooth())
+    for strict in (True, False):
+        with pytest.raises(InputError, match="`heads = 4` instead of 2"):
+            model.load_state_dict(state, strict=strict)
+    nn.Sequential(smooth(heads=4)).load_state_dict(state)
+    model.load_state_dict(dict(state))  # a plain dictionary has weights alone
+    (again,) = copy.deepcopy(model)
+    with pytest.raises(InputError, match="`cap = None` instead of 1\\.0"):
+        again.load_state_dict(smooth(cap=None).state_dict(), strict=False)
 
 
 def test_too_many_tokens_are_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,8 @@ def test_an_interrupt_keeps_what_was_proved_and_the_next_run_goes_on(
     assert some[-1].stopped and "interrupted" in (some[-1].note or "")
     assert 0 < some[-1].radius <= whole[0].radius and len(some) == 1
     assert any("looking for an attack" in text for text in bar.said)
+    proved = [float(value) for text in bar.said for value in re.findall("certified (.+?),", text)]
+    assert proved and max(proved) <= some[-1].radius
     (bound,) = ls.read_run(tmp_path).bound_values()
     assert bound.value == some[0].radius and "interrupted" in bound.note
     again = ls.certify_decision(model, batch, ball=ball, out=tmp_path)

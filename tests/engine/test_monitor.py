@@ -142,7 +142,7 @@ def test_an_alert_names_layer_and_signal(caplog):
     usual = [one.sigma or 0.0 for one in monitor.readings if one.layer == 1]
     with torch.no_grad():
         net.transformer.h[1].attn.c_proj.weight.mul_(5.0)
-    train(net, monitor, 3, rate=1e-4)  # told once, though it stays that large
+    train(net, monitor, 3, rate=1e-4)  # alerted once, though it stays that large
     (one,) = [one for one in monitor.alerts if one.signal == "sigma"]
     assert (one.step, one.layer, one.also) == (13, 1, ())
     assert (one.low, one.high) == (min(usual), max(usual))
@@ -155,7 +155,7 @@ def test_an_alert_names_layer_and_signal(caplog):
     assert f"16 readings, steps 0 to 15; {len(monitor.alerts)} alert" in caplog.messages[-1]
 
 
-def test_a_loss_far_above_the_others_is_told():
+def test_a_loss_far_above_the_others_raises_an_alert():
     net = model()
     monitor = ls.Monitor(net, PROBE, every=1)
     for i in range(20):
@@ -276,7 +276,7 @@ def test_a_run_has_five_alerts_at_most_and_the_summary_counts_the_others():
     assert told == len(alarm.alerts) == 5
     words = "5 alerts (`loss` 5), the first at step 100: `loss`; 2 more suppressed (`loss` 2)"
     assert alarm.summary() == words
-    # Before there are ten losses, one that is far beyond all of them is told.
+    # Before there are ten losses, one that is far beyond all of them raises an alert.
     early = Alarm()
     assert not early.loss(1, 5.37)
     (one,) = early.loss(2, 119.5)
@@ -399,7 +399,7 @@ def test_a_trainer_logs_its_own_losses_where_the_monitor_logs_too(tmp_path):
 
 @NOISE
 @pytest.mark.parametrize("every", [1, 10])
-def test_a_trainer_run_at_a_rate_that_diverges_keeps_its_readings_and_is_told(tmp_path, every):
+def test_a_trainer_run_at_a_rate_that_diverges_keeps_its_readings_and_alerts(tmp_path, every):
     net = model()
     steps = {"max_steps": 20, "logging_steps": 500, "learning_rate": 3.0}
     run = trainer(net, tmp_path, **steps, lr_scheduler_type="constant")

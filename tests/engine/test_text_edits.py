@@ -267,7 +267,7 @@ def test_a_read_out_decides_as_its_matrix_does(tmp_path) -> None:
                 y = loaded.model(torch.tensor([list(text.encode())])).last_hidden_state[0].mean(0)
             assert str(int((weight @ y.double()).argmax())) == decided
     np.save(tmp_path / "w.npy", np.ones((3, 11)))
-    with pytest.raises(ls.InputError, match="`read_out` should have the model's width, 12"):
+    with pytest.raises(ls.InputError, match=r"`read_out` should have shape \(classes, 12\)"):
         ls.attack_text(loaded, TEXT, read_out=tmp_path / "w.npy", **SMALL)
 
 

@@ -160,7 +160,7 @@ def test_blocks_above_are_not_read(
     assert "embed_tokens.weight" not in names
     assert {index for one in rows for index in one} == set(IDS.flatten().tolist())
     (said,) = [one.message for one in caplog.records]
-    assert "on disk; layer 1 needs 2 of 3 blocks, one after the other" in said
+    assert "on disk; layer 1 needs 2 of 3 blocks, read one after the other" in said
 
 
 @pytest.mark.usefixtures("small")
@@ -213,7 +213,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.usefixtures("small")
 def test_a_module_in_half_precision_is_not_copied_as_a_whole(
-    held: list[int], monkeypatch: pytest.MonkeyPatch
+    held: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = model_of("llama")
     with monkeypatch.context() as patch:
@@ -223,6 +223,8 @@ def test_a_module_in_half_precision_is_not_copied_as_a_whole(
     before = {name: (p.data_ptr(), p.dtype) for name, p in model.named_parameters()}
     rows = asked(model, "llama", memory="1MiB")
     assert [row.sigma for row in rows] == pytest.approx(expected, rel=1e-6)
+    (said,) = [one.message for one in caplog.records]
+    assert "in memory; all layers need 3 of 3 blocks, cast one after the other" in said
     block = sum(p.numel() for p in model.layers[0].parameters())
     table = model.embed_tokens.weight.numel()
     assert {name: (p.data_ptr(), p.dtype) for name, p in model.named_parameters()} == before

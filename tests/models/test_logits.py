@@ -161,7 +161,7 @@ def test_padding_is_not_read_and_the_margin_is_of_the_last_word() -> None:
 @pytest.mark.parametrize("model", [tiny("bert").model, nn.Sequential(Own().encoder)])
 def test_a_model_without_a_head_is_refused_in_one_line(map: Any, model: nn.Module) -> None:
     data = IDS if hasattr(model, "config") else torch.randn(1, 6, 8)
-    with pytest.raises(InputError, match=r"need a model that ends in scores.*use the map `model`"):
+    with pytest.raises(InputError, match=r"a model that ends in scores.*or use the map `model`\.$"):
         ls.measure(model, data, map=map)
 
 

@@ -265,7 +265,7 @@ def test_the_product_of_blocks_stands_against_the_map_of_the_model(tmp_path: Pat
     assert [p["sigma"] for p in one["products"] if p["map"] == "stack"] == [1.5, 2.5, 3.5]
     assert [w["sigma"] for w in one["whole"]] == [5.0]
     assert {line["map"] for line in one["lines"]} == {"attention", "block"}
-    assert "it is 4.8 times sigma of the model's map" in one["said"]
+    assert "it is 4.8 times sigma of the model's map (one window: 4.7 to 5.1)" in one["said"]
     assert "it is 6.86 times sigma of these blocks together" in one["said"]
     assert "goes on after" not in one["said"]
 

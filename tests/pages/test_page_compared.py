@@ -88,6 +88,15 @@ def test_a_page_has_the_sections_that_its_folders_fill(anew: Opened) -> None:
     ]
     alone = anew.page.locator("#decided-tokens tbody tr").all_inner_texts()
     assert [text.split("\t")[3] for text in alone] == ["0.4812", "0.2000"]  # rounded down
+    title = anew.page.locator("#decided-title")
+    assert title.inner_text() == "Text shaded by certified radius"
+    for radii in (
+        "D.decided[0].tokens.forEach((t) => { t.radius = 0; })",
+        "D.decided[0].tokens = []",
+    ):
+        anew.page.evaluate(f"() => {{ {radii}; return drawAll(); }}")
+        assert title.inner_text() == "No token is certified alone"
+        assert not anew.page.locator("#decided-text").is_visible()
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (420, "light")])

@@ -168,7 +168,8 @@ def test_token_text_is_no_markup():
     r = row()
     assert "'0'" not in Rows([r], tokens_of(r, ["0"])).text()  # of what has neither text nor id
     assert "'[/bold]' (0)" in Rows([r], tokens_of(r, ["[/bold]"])).text()
-    assert r"'\x1b[31m' (0)" in Rows([r], tokens_of(r, ["\x1b[31m"])).text()
+    assert "'␛[31m' (0)" in Rows([r], tokens_of(r, ["\x1b[31m"])).text()
+    assert "'↵' (0)" in Rows([r], tokens_of(r, ["\n"])).text()  # nor a blank cell
 
 
 def test_summary_speaks_of_the_largest_sigma():

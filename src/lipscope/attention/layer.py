@@ -575,12 +575,13 @@ class Layer(nn.Module, ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values after the linear projections, heads concatenated."""
         others: Tensor = x if context is None else context
-        width = self.query.shape[1]
+        (_, width), dtype = (weight := self.query).shape, weight.dtype
         for one in (x, others):
-            if one.ndim < 2 or not one.shape[-2] or one.shape[-1] != width:
+            fits = one.ndim >= 2 and one.shape[-2] and one.shape[-1] == width
+            if not fits or not (one.dtype == dtype or _casts(one.device.type)):
                 raise InputError(
-                    f"A layer's input should have shape (..., n, {width}), at least one token. "
-                    f"Found {tuple(one.shape)}."
+                    f"A layer's input should have shape (..., n, {width}), at least one token, "
+                    f"in {str(dtype)[6:]}. Found {tuple(one.shape)} in {str(one.dtype)[6:]}."
                 )
         if (enter := self.entrance()) is not None:
             x, others = enter(x), enter(others)

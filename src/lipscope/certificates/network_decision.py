@@ -22,7 +22,7 @@ from lipscope.attention import DotProduct
 from lipscope.certificates.forms import OutOfReachError, jacobian
 from lipscope.certificates.margin import NetworkBall
 from lipscope.certificates.read_out import attention_alone, read_out_radius
-from lipscope.display import Shown
+from lipscope.display import Shown, rounded_down
 from lipscope.errors import InputError, check_finite_numbers, shown
 from lipscope.linalg import few_threads
 from lipscope.models import Network, Norm
@@ -375,7 +375,7 @@ def _search(asked: _Question, found: _Found) -> None:
         return
     if by_moments > found.radius:
         found.radius, found.bound = by_moments, "moments"
-    asked.tell(f"certified {found.radius:.4g}, looking for an attack")
+    asked.tell(f"certified {rounded_down(found.radius):.4g}, looking for an attack")
     limit = last = found.rival
     found.flips_at(asked.smallest_flip(limit, found.radius))
     if _bytes_needed(asked.net, tuple(asked.x.shape), asked.count) > _MOST:
@@ -390,7 +390,7 @@ def _search(asked: _Question, found: _Found) -> None:
     for k in range(_TRIES):
         if not size > found.radius or (found.radius > 0 and high / found.radius < _CLOSE):
             break
-        asked.tell(f"certified {found.radius:.4g}, trying {size:.4g}")
+        asked.tell(f"certified {rounded_down(found.radius):.4g}, trying {size:.4g}")
         least, rival = _least(asked, found, size, moves)
         lost[size] = max(1 - size / end - least / float(asked.margins[rival]), 1e-6)
         if least > 0:

@@ -42,11 +42,11 @@ from .marks import (
     kind_of as kind_of,
     layer_labels as layer_labels,
     palette as palette,
-    readable as readable,
     spaced as spaced,
     spread as spread,
     tick_values as tick_values,
     training_end as training_end,
+    visible as visible,
 )
 from .tokens import (
     WAYS as WAYS,

@@ -44,6 +44,25 @@ def readable(text: str) -> str:
     return text.replace("▁", " ")
 
 
+def visible(text: str) -> str:
+    """A token's readable text, trimmed and never blank: signs stand for spaces and line ends.
+
+    >>> [visible(t) for t in ("##ing", "Ġthe", "Ġ", "čĊĠĠ")]
+    ['ing', 'the', '␣', '␍↵␣␣']
+    """
+    return _in_a_line(readable(text))
+
+
+def _in_a_line(text: str, columns: int = 80) -> str:
+    """Readable text, cut after ``columns`` characters."""
+    text = printable(text)
+    text = (text.strip(" ") if text.strip() else text.replace(" ", "␣")).translate(_SIGNS) or "␣"
+    return text if len(text) <= columns else text[: columns - 1] + "…"
+
+
+_SIGNS = str.maketrans({"\n": "↵", "\r": "␍", "\t": "⇥"})
+
+
 def _byte_letters() -> dict[str, int]:
     """The letters that represent bytes in byte-level tokenizers (GPT-2's table)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -61,7 +80,7 @@ def lay_out(
     placed: list[Placed] = []
     line = column = 0
     for word in _joined_words(tokens):
-        texts = [_visible(text, columns) for _, text in word]
+        texts = [_in_a_line(text, columns) for _, text in word]
         if column and column + 1 + sum(map(cell_len, texts)) > columns:
             line, column = line + 1, 0
         column += 1 if column else 0
@@ -73,7 +92,7 @@ def lay_out(
                 return placed
             placed.append(Placed(token, text, line, column, width))
             column += width
-            if text.endswith("↵"):
+            if "↵" in text:
                 line, column = line + 1, 0
     return placed
 
@@ -83,7 +102,7 @@ def spaced(tokens: Sequence[TokenShare]) -> list[str]:
     texts = []
     for word in _joined_words(tokens):
         for k, (_, text) in enumerate(word):
-            texts.append(" " * (bool(texts) and not k) + _visible(text, 80))
+            texts.append(" " * (bool(texts) and not k) + _in_a_line(text))
     return texts
 
 
@@ -136,12 +155,6 @@ def kind_of(text: str) -> str:
     if not any(letter.isalnum() for letter in shown):
         return "punctuation"
     return "number" if all(c.isnumeric() for c in shown.strip()) else "word"
-
-
-def _visible(text: str, columns: int) -> str:
-    """One nonempty line of at most ``columns`` characters, with visible line ends."""
-    text = printable(text).strip(" ").replace("\r", "").replace("\n", "↵").replace("\t", "→") or "␣"
-    return text if len(text) <= columns else text[: columns - 1] + "…"
 
 
 # --- colours, ticks and records --------------------------------------------------------------
@@ -242,7 +255,7 @@ def cell_of(placed: Placed, top: float) -> dict[str, Any]:
         "text": placed.text,
         "ink": "#ffffff" if share > 0.3 * top else INK,
         "share": share,
-        "token": readable(token.text).strip(),
+        "token": visible(token.text),
         "index": token.index,
         "share in": _shown(token.share_in, ".2%"),
         "share out": _shown(token.share_out, ".2%"),

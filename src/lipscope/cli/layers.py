@@ -452,7 +452,7 @@ def _of_ball(found: engine.CertifiedBall) -> Iterator[str]:
     layer = "" if found.layer is None else f", layer {found.layer}"
     yield f"{found.model}{layer}{head}, map {found.map}, {found.num_tokens} tokens"
     yield (
-        f"ball          {_MOVES[found.ball]} by at most {found.eps:.4g} "
+        f"ball          {_MOVES[found.ball]} by at most {rounded_down(found.eps):.4g} "
         f"({found.relative_eps:.2g} of the largest token norm)"
     )
     value, sigma = (f"{rounded_up(one):.4g}" for one in (found.value, found.sigma_bound))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,7 +25,8 @@ _SLOPE = 1.1289  # upper bound of the slope of GELU
 _PATHS = 3  # paths from a token to an output: queries, keys and values
 _SQUARINGS = 5  # of the Gram matrix
 _WEIGHTS = ("query", "key", "value", "output")
-_METADATA = "smooth_transformer"  # the key of the sizes in a file
+_METADATA = "smooth_transformer"  # the key of the sizes in a file, and in metadata of a state
+_UNSEEN = ("heads", "cap", "variant", "causal", "pool", "activation")  # in no shape of a weight
 
 
 class NormCap(nn.Module):
@@ -222,6 +223,8 @@ class SmoothTransformer(nn.Module):
             nn.init.orthogonal_(getattr(holder, name), gain=(cap or 1.0) * factor)
             if cap is not None and capped == "parametrised":
                 parametrize.register_parametrization(holder, name, NormCap(cap * factor))
+        self.register_state_dict_post_hook(SmoothTransformer._describe_state)
+        self.register_load_state_dict_pre_hook(SmoothTransformer._check_state)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Scores, per token or for the pooled token.
@@ -381,21 +384,27 @@ class SmoothTransformer(nn.Module):
             found = f"`{type(state_dict).__name__}`; give what `state_dict()` of a model gave"
             raise InputError(f"`state_dict` should be weights by their names. Found {found}.")
         weights = self.state_dict()
-        other = [
-            f"`{name}` of shape {tuple(state_dict[name].shape)} instead of {tuple(one.shape)}"
-            for name, one in weights.items()
-            if name in state_dict and state_dict[name].shape != one.shape
-        ]
         if strict:
-            other += [f"no `{name}`" for name in weights if name not in state_dict]
+            other = [f"no `{name}`" for name in weights if name not in state_dict]
             other += [f"`{name}`, which is not here" for name in state_dict if name not in weights]
-        if other:
-            more = f" and {len(other) - 1} more that do not fit" if other[1:] else ""
-            raise InputError(
-                f"`state_dict` should be that of a model of the same `sizes`. Found {other[0]}"
-                f"{more}; make this one as `SmoothTransformer(**sizes)` of the other."
-            )
+            _refuse(other)
         return super().load_state_dict(state_dict, strict, assign)
+
+    def _describe_state(self, _: Any, prefix: str, about: dict[str, Any]) -> None:
+        """Keep the sizes that no shape shows; as text, which is always safe to load."""
+        about[_METADATA] = {name: str(self.sizes[name]) for name in _UNSEEN}
+
+    def _check_state(self, state: Mapping[str, Any], prefix: str, about: Any, *_: Any) -> None:
+        """Require the weights of a model of the same sizes, alone or inside of a module."""
+        found = about.get(_METADATA, {})  # none in older files, or in a copied dictionary
+        own = {name: str(self.sizes[name]) for name in found}
+        other = [f"`{n} = {found[n]}` instead of {own[n]}" for n in found if found[n] != own[n]]
+        other += [
+            f"`{name}` of shape {tuple(state[name].shape)} instead of {tuple(one.shape)}"
+            for name, one in self.state_dict(prefix=prefix).items()
+            if name in state and state[name].shape != one.shape
+        ]
+        _refuse(other)
 
     @classmethod
     def load(cls, path: str | Path) -> SmoothTransformer:
@@ -417,6 +426,16 @@ class SmoothTransformer(nn.Module):
                 f"`path` should be a file that `SmoothTransformer.save` wrote. Found `{path}`."
             ) from None
         return model.eval()
+
+
+def _refuse(other: Sequence[str]) -> None:
+    """Refuse weights of another model, by the first of what is other in it."""
+    if other:
+        more = f" and {len(other) - 1} more that do not fit" if other[1:] else ""
+        raise InputError(
+            f"`state_dict` should be that of a model of the same `sizes`. Found {other[0]}"
+            f"{more}; make this one as `SmoothTransformer(**sizes)` of the other."
+        )
 
 
 def _waves(length: int, width: int) -> Float[Tensor, "n d"]:

@@ -45,6 +45,19 @@ class Classifier(Shown):
             if one is not None:
                 check_finite_numbers("read_out", one)
 
+    def check_width(self, width: int) -> None:
+        """Require a weight for outputs of this width."""
+        if self.weight.shape[1:] != (width,):
+            raise InputError(
+                f"`read_out` should have shape (classes, {width}). "
+                f"Found {tuple(self.weight.shape)}."
+            )
+
+    def scores(self, y: Float[Tensor, "*b d_out"]) -> Float[Tensor, "*b c"]:
+        """``W y + b`` of pooled outputs, in their precision."""
+        self.check_width(y.shape[-1])
+        return y @ self.weight.to(y).T + (0.0 if self.bias is None else self.bias.to(y))
+
     @property
     def digests(self) -> list[str]:
         """Digests of the weight and the bias."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lipscope.attacks import WorstInput, ascend, worst
 from lipscope.attention import Attention
+from lipscope.display import rounded_up
 from lipscope.engine.plan import Job
 from lipscope.engine.spec import ADVERSARIAL, ASCENT, WITH_THEOREMS, Spec
 from lipscope.errors import InputError
@@ -110,11 +111,12 @@ def reach_of_bounds(layer: InClosedForm, x: Tensor, floor: float | None) -> str:
     floor = float(norm.size(x).min()) if floor is None else floor
     ratio = norm.steepest(0.0) / norm.steepest(floor)
     most = "at most " * isinstance(layer, Residual)  # the identity does not grow
-    reach = f"On the whole space they are {most}{ratio:.3g} times as large (ε = {norm.eps:.2g})"
+    times = f"{most}{rounded_up(ratio, 3):.3g} times"
+    reach = f"On the whole space they are {times} as large (ε = {norm.eps:.2g})"
     if not math.isfinite(ratio):
         reach = "On the whole space there is none (ε = 0)"
     less = ", its mean taken away," if norm.centred else ""
-    return f"Bounds on all inputs: no token{less} has a norm below {floor:.4g}. {reach}"
+    return f"Bounds on all inputs: no token{less} has a norm below {rounded_up(floor):.4g}. {reach}"
 
 
 def theorems_about(

@@ -22,6 +22,7 @@ from lipscope.certificates import (
     check_memory,
     in_double,
 )
+from lipscope.charts import visible
 from lipscope.display import Piece, Shown, pieces, rounded_down
 from lipscope.engine.answer import finite
 from lipscope.engine.checks import argument, is_whole, items, one_of, whole_number
@@ -305,10 +306,7 @@ class ModelDecision(Shown):
     def display_lines(self) -> Iterator[tuple[str, str]]:
         """Lines of the display."""
         yield "model", self.model
-        yield (
-            "tokens",
-            f"{len(self.words)}: {' '.join(self.words[:8])}" + " …" * (len(self.words) > 8),
-        )
+        yield "tokens", counted(self.words)
         if self.place:
             yield "sample", self.place
         yield "answer", self.answer_name
@@ -391,7 +389,11 @@ def decision_at(
         on_top: Any = {}
         if read is not None:
             on_top = {"head": read.weight, "bias": read.bias, "names": read.names}
-        network, x = read_network(module, item.arguments, at_layer=at_layer, pool=pool, **on_top)
+        how: Any = {"at_layer": at_layer, "pool": pool}
+        try:
+            network, x = read_network(module, item.arguments, **how, **on_top)
+        except InputError as problem:  # the reader's own name for it is `head`
+            raise InputError(str(problem).replace("`head`", "`read_out`")) from problem
     if not network.names and (names := _words_of(model, module, len(network.bias))):
         network = replace(network, names=names)
 
@@ -435,13 +437,9 @@ def decision_of_layer(
     own = in_double(layer, None)
     x = tokens_in_double(x, own.query.shape[1])
     _check_pool(pool)
-    width, bias = own(x).shape[1], given.bias
-    if given.weight.shape[1] != width or (bias is not None and len(bias) != len(given.weight)):
-        raise InputError(
-            f"`read_out` should have shape (classes, {width}), its bias (classes,). Found "
-            f"{tuple(given.weight.shape)}."
-        )
-    network = layer_network(own, len(x), given.weight, bias, pool=pool or "mean", names=given.names)
+    given.check_width(own(x).shape[1])
+    head = given.weight, given.bias
+    network = layer_network(own, len(x), *head, pool=pool or "mean", names=given.names)
     tokens = tuple(words or map(str, range(len(x))))
     about |= {"model": model, "by": given.by, "map": "attention"}
     return ModelDecision(network=network, x=x, words=tokens, **about)
@@ -586,6 +584,11 @@ def word_distances(
 # --- display
 
 
+def counted(tokens: Sequence[str], most: int = 8) -> str:
+    """The number of tokens, and the first of them."""
+    return f"{len(tokens)}: {' '.join(map(visible, tokens[:most]))}" + " …" * (len(tokens) > most)
+
+
 @pieces.register
 def _radii(found: TokenRadii) -> Iterator[Piece]:
     """A row per token: its radius, and the smallest change of decision found."""
@@ -596,7 +599,7 @@ def _radii(found: TokenRadii) -> Iterator[Piece]:
         ("certified radius", "attack", "first order", "other words within"),
     )
     for one in found.each:
-        cells = (str(one.tokens[0]), one.words[0], one.rival_name)
+        cells = (str(one.tokens[0]), visible(one.words[0]), visible(one.rival_name))
         values = (number(one.radius, 4, rounded_down), number(one.attack), number(one.first_order))
         within = "–" if one.words_within is None else str(one.words_within)
         made.add_row(*map(Text, cells), *values, within)

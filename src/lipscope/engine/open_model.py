@@ -13,10 +13,17 @@ from torch import Tensor, nn
 
 from lipscope.attention import Attention
 from lipscope.certificates import BallCertificate
+from lipscope.charts import visible
 from lipscope.display import Shown
 from lipscope.engine.checks import argument, is_whole, whole_number
 from lipscope.engine.classifier import Classifier, Pool, decides_by, read_out_of
-from lipscope.engine.model_decision import ModelDecision, decision_at, decision_at_layer, one_sample
+from lipscope.engine.model_decision import (
+    ModelDecision,
+    counted,
+    decision_at,
+    decision_at_layer,
+    one_sample,
+)
 from lipscope.engine.ready_model import AnyModel, ReadyModel, loaded_model
 from lipscope.engine.runs import OF_INPUT, AnyData, maps_at, of_one_window
 from lipscope.engine.session import MapAtInput
@@ -33,8 +40,6 @@ from lipscope.pages import Rows, interval
 from lipscope.plugins import load_plugins
 from lipscope.records import Measurement
 from lipscope.theorems import Normed
-
-_WORDS = 8  # number of tokens in a display
 
 
 class OpenModel(Shown, ReadyModel):
@@ -496,8 +501,7 @@ class LayerAtInput(Shown):
         yield "map", self._map.job.map
         if self._map.item.place:
             yield "sample", self._map.item.place
-        words = " ".join(tokens[:_WORDS]) + " …" * (len(tokens) > _WORDS)
-        yield "tokens", f"{len(tokens)}: {words}"
+        yield "tokens", counted(tokens)
         if row.sigma is None:
             yield "sigma", f"none: {row.error or row.note or row.status}"
             return
@@ -507,7 +511,7 @@ class LayerAtInput(Shown):
         if row.relative is not None:
             yield "relative", f"{row.relative:.3g}"
         if row.top_token is not None and row.top_share is not None:
-            top = tokens[row.top_token]
+            top = visible(tokens[row.top_token])
             yield "top token", f"{top!r} ({row.top_token}), {100 * row.top_share:.0f} %"
 
 

@@ -204,7 +204,7 @@ class ReadyModel:
         return found if isinstance(found, ResidentWeights) else None
 
     def by_block(self, dtype: torch.dtype) -> bool:
-        """Whether its weights are loaded block by block."""
+        """Whether its weights are read, or cast in memory, block by block."""
         if self.loaded.stored is not None:
             return True
         as_it_is = all(p.dtype == dtype for p in self.model.parameters())
@@ -438,11 +438,13 @@ class ModelAtInput:
             resident.part = resident.part_of(sites[max(layers)])
         if not resident.blocks_read:
             loaded, needed = self.model.loaded, sum(map(resident.bytes_of, run))
-            disk = f", {loaded.stored.bytes / 1e9:.3g} GB on disk" if loaded.stored else ""
+            held, how = " in memory", "cast"
+            if loaded.stored is not None:
+                held, how = f", {loaded.stored.bytes / 1e9:.3g} GB on disk", "read"
             which = f"layer {', '.join(map(str, layers))} needs" if layers else "all layers need"
             remark(
-                f"`{loaded.name}`: {loaded.num_parameters / 1e9:.2g} G parameters{disk}; {which} "
-                f"{len(run)} of {len(resident.blocks)} blocks, one after the other, "
+                f"`{loaded.name}`: {loaded.num_parameters / 1e9:.2g} G parameters{held}; {which} "
+                f"{len(run)} of {len(resident.blocks)} blocks, {how} one after the other, "
                 f"{needed / 1e9:.2g} GB in {self.setting.dtype}."
             )
         bar: Any = tqdm(total=len(run), desc="blocks", leave=False, disable=None)

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 from torch.overrides import TorchFunctionMode
 
-from lipscope.charts import as_svg, spaced
+from lipscope.charts import as_svg, spaced, visible
 from lipscope.display import rounded_down
 from lipscope.engine import DecisionCertificate, OpenModel, directions, push
 from lipscope.errors import InputError
@@ -301,6 +301,7 @@ _DECIDED = ("answer_name", "runner_up_name", "by", "margin", "words")
 
 def _plain(one: DecisionCertificate) -> Event:
     values = {name: getattr(one, name) for name in _CERTIFIED}
+    values["words"] = [visible(word) for word in one.words]
     values["radius"] = rounded_down(one.radius)  # the displayed value remains a lower bound
     return plain_values(values)
 

@@ -118,8 +118,8 @@ class Search:
         self.view = view = ForwardPass(function)
         if head is not None and head[0].shape[1] != view.output.shape[1]:
             raise InputError(
-                f"`head` should have a row of {view.output.shape[1]} numbers for every class. "
-                f"Found shape {tuple(head[0].shape)}."
+                f"`head` should have shape (classes, {view.output.shape[1]}). "
+                f"Found {tuple(head[0].shape)}."
             )
         self.norms = [c for c in view.calls if is_norm(c.module) and c.module not in view.sites]
         self.linears = [c for c in view.calls if is_linear(c.module)]

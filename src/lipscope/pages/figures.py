@@ -79,7 +79,7 @@ _UNITS = {
 }
 _HEIGHT = 340  # of a chart of bounds, in pixels
 _NAMED, _LINE = 8, 13  # lines whose names have room at their ends; pixels between two names
-_SAID = ("layer", "head", "n", "sample", "sigma", "upper", "relative", "top token", "share")
+_HOVER = ("layer", "head", "n", "sample", "sigma", "upper", "relative", "top token", "share")
 
 
 def growth_figure(content: Content, *, width: int = 380, height: int | None = None) -> charts.Chart:
@@ -95,7 +95,7 @@ def growth_figure(content: Content, *, width: int = 380, height: int | None = No
     drawn = [row for row in rows if usable(row.sigma)]
     height = height or (340 if len(content.layers) <= 12 else 460)
     frame = charts.Frame(
-        axes(drawn), content.layers, head="every", hover=_SAID, width=width, height=height
+        axes(drawn), content.layers, head="every", hover=_HOVER, width=width, height=height
     )
     lines = [_View(content, s, None).growth(frame) for s in range(len(settings))]
     grows, samples = (len({getattr(r, k) for r in drawn}) for k in ("num_tokens", "sample"))
@@ -216,7 +216,7 @@ class _View:
     def _worded(self) -> Records:
         """Points with the text of their top token."""
         of, tops = self.content.points, self.content.tops
-        words = {id: charts.readable(token.text).strip() for id, token in tops.items()}
+        words = {id: charts.visible(token.text) for id, token in tops.items()}
         pairs = zip(of.points, of.items, strict=True)
         return [point | {"top token": words.get(item.row.id)} for point, item in pairs]
 

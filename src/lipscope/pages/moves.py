@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from lipscope.charts import CERTIFIED, PROMISE, readable
+from lipscope.charts import CERTIFIED, PROMISE, visible
 from lipscope.display import Rounding, Sheet, printable, rounded_down, rounded_up
 from lipscope.pages.points import folder_names
 from lipscope.pages.table import interval, number, percent
@@ -47,7 +47,6 @@ READING = (
     "largest of 99 random directions; what is no nearer reads as nothing, and a random direction "
     "is nearer once in a hundred times."
 )
-_BLANKS = str.maketrans({" ": "␣", "\n": "↵", "\r": "␍", "\t": "⇥"})
 _WORDS = 4  # of each sign in a table
 _HEADS = 3
 
@@ -122,15 +121,11 @@ def _direction_table(parts: Sequence[Direction]) -> Table:
 def _unmarked(word: str) -> str:
     """A word without the marks of its tokenizer, its place after it where it has one.
 
-    Blanks alone are shown by signs.
-
-    >>> _unmarked("Ġthe (3)"), _unmarked("##ing"), _unmarked("(any other)"), _unmarked("čĊĠĠ")
-    ('the (3)', 'ing', '(any other)', '␍↵␣␣')
+    >>> _unmarked("Ġthe (3)"), _unmarked("  (12)"), _unmarked("(any other)")
+    ('the (3)', '␣ (12)', '(any other)')
     """
     place = "".join(re.findall(r" \(\d+\)\Z", word))
-    name = word.removesuffix(place)
-    text = readable(name)
-    return (text.strip() or text.translate(_BLANKS)) + place
+    return visible(word.removesuffix(place)) + place
 
 
 def _along_against(one: Direction) -> tuple[str, str]:
@@ -401,7 +396,7 @@ class Push:
             "mean": self.place.mean_norm,
             "reads": json.loads(self.place.reads),
             "decision": self.place.decision,
-            "said": self.said,
+            "said": self.sentences,
             "curves": self.curves,
             "sizes": self.sizes,
             "directions": [

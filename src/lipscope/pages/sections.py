@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
-from lipscope.charts import MAPS, WAYS, readable, spread
+from lipscope.charts import MAPS, WAYS, spread, visible
 from lipscope.display import ENDS, rounded_down, rounded_up
 from lipscope.pages.points import (
     REAL,
@@ -195,7 +195,9 @@ def _times_above(
     """Ratio of the product to sigma of a map, on the same windows."""
     middle = sum(product[0] - map_[0] for product, map_ in pairs) / len(pairs)
     _, *ends = enclosed_mean([(low - upper, high - sigma) for (low, high), (sigma, upper) in pairs])
-    ratio, low, high = (f"{float(f'{exponential(v):.3g}'):,g}" for v in (middle, *ends))
+    ways = (lambda v, digits: float(f"{v:.{digits}g}"), rounded_down, rounded_up)
+    values = zip(ways, map(exponential, (middle, *ends)), strict=True)
+    ratio, low, high = (f"{rounded(value, 3):,g}" for rounded, value in values)
     of = f"geometric mean of {len(pairs)} windows, 95 %:" if len(pairs) > 1 else "one window:"
     return f"At {n} tokens it is {ratio} times sigma of {name} ({of} {low} to {high})."
 
@@ -239,7 +241,7 @@ def _gain_records(one: TokenGain) -> Iterator[dict[str, Any]]:
         gain, upper = _gain(one, way)
         yield {
             "index": one.index,
-            "text": readable(one.text).strip(" "),
+            "text": visible(one.text),
             "way": way,
             "gain": short(gain, rounded_down),
             "upper": short(upper, rounded_up),
@@ -280,8 +282,8 @@ def _decision_record(s: int, some: Sequence[Mapping[str, Any]]) -> dict[str, Any
         "tokens": [
             {
                 "index": one["tokens"][0],
-                "text": readable(one["words"][0]).strip(" "),
-                "rival": one["rival_name"],
+                "text": visible(one["words"][0]),
+                "rival": visible(one["rival_name"]),
                 **_ball_record(one),
             }
             for one in alone

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lipscope import records
-from lipscope.charts import readable
+from lipscope.charts import visible
 from lipscope.display import rounded_up
 from lipscope.pages.table import Line, interval, number, percent, without
 
@@ -137,8 +137,7 @@ def _top_token_named(row: records.Measurement, token: str | None) -> str:
     """The top token by its position, and its text where known."""
     ends = {0: "the first token", row.num_tokens - 1: "the last token"}
     place = ends.get(row.top_token or 0, f"token {row.top_token}")
-    text = readable(token).strip(" ") if token is not None else ""
-    return f"{place}, {text!r}" if text else place
+    return place if token is None else f"{place}, {visible(token)!r}"
 
 
 def _comparison(row: records.Measurement, lines: Sequence[Line]) -> str:

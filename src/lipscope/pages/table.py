@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lipscope.charts import readable
+from lipscope.charts import visible
 from lipscope.display import Rounding, Sheet, printable, rounded_down, rounded_up
 from lipscope.records import (
     ADVERSARIAL,
@@ -150,7 +150,7 @@ def _top_token_cell(line: Line, narrow: int) -> str:
         return "–"
     if line.token is None:
         return f"({line.row.top_token})"
-    text = readable(line.token).strip(" ") or " "
+    text = visible(line.token)
     limit = 7 if narrow > 1 else 11
     return f"{text if len(text) <= limit else text[: limit - 1] + '…'!r} ({line.row.top_token})"
 

@@ -134,8 +134,8 @@ class RunFolder:
     def __exit__(self, kind: object = None, *error: object) -> None:
         try:
             rows, *_, values = self._tables
-            parts = (one.get("part") for one in values.told())
-            if kind is not None and not any(rows.told()) and all(one == SURVEY for one in parts):
+            parts = (one.get("part") for one in values.entries())
+            if kind is not None and not any(rows.entries()) and all(one == SURVEY for one in parts):
                 self._release()  # nothing to keep
                 self._take_away()
             else:
@@ -242,7 +242,7 @@ class RunFolder:
             if all(known):
                 held_of, mark = counts.items(), marked[0][1]
                 back += rows.restore(mark, lambda r: {n: o.get(r["id"], 0) for n, o in held_of})
-            entries = [*rows.told()]
+            entries = [*rows.entries()]
         except OSError as problem:
             raise InputError(
                 f"`{self.path}` should hold files that can be read and written. Found: {problem}; "

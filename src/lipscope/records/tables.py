@@ -362,7 +362,7 @@ class Stored:
             return None
         return frame if dict(frame.schema) == rows.schema_of(self.kind) else None
 
-    def told(self) -> Iterator[dict[str, Any]]:
+    def entries(self) -> Iterator[dict[str, Any]]:
         """The entries of all lines, including those replaced by later lines."""
         for data in _chunks_of_lines(self.lines):
             yield from (values for _, values in objects(data))

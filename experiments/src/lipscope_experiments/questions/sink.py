@@ -10,7 +10,7 @@ from statistics import fmean
 import torch
 
 from lipscope import Measurement
-from lipscope.charts import Panel, Series, readable
+from lipscope.charts import Panel, Series, visible
 from lipscope.control import attention_received
 from lipscope.models import reinitialised, special_tokens_of
 from lipscope.records import mean_interval, rank_correlation
@@ -164,7 +164,7 @@ def token_kind(index: int, text: str, specials: frozenset[str]) -> str:
         return FIRST
     if text in specials:
         return SPECIAL
-    return OTHER if any(letter.isalnum() for letter in readable(text)) else MARK
+    return OTHER if any(letter.isalnum() for letter in visible(text)) else MARK
 
 
 def _by_layer(windows: Sequence[Record], name: str) -> dict[int, float]:

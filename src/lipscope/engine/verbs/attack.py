@@ -323,14 +323,9 @@ class _Windows:
             )
         if self._classes is None:
             self._classes = by if isinstance(by, Classifier) else self._nearest(by, embedded)
-        weight = self._classes.weight.to(own)
-        if weight.shape[1] != own.shape[-1]:
-            raise InputError(
-                f"`read_out` should have the model's width, {own.shape[-1]}. Found "
-                f"{weight.shape[1]}."
-            )
-        bias = 0.0 if self._classes.bias is None else self._classes.bias.to(own)
-        return lambda y: y.mean(1) @ weight.T + bias
+        classes = self._classes
+        classes.check_width(own.shape[-1])
+        return lambda y: classes.scores(y.mean(1))
 
     def _nearest(self, texts: Sequence[str], embedded: Embedded) -> Classifier:
         """A classifier of texts by the angle between their mean outputs and that of a window."""

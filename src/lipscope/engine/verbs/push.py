@@ -250,7 +250,7 @@ def _pushed(found: Pushed) -> Iterator[Piece]:
     """A table of sizes, a summary in words, and the chart."""
     for push in pushes_in(found.rows, found.places, found.directions, found.steps):
         yield _sizes_of(push)
-        yield from push.said
+        yield from push.sentences
         yield Drawing(lambda push=push: _chart(push), push.name)
 
 

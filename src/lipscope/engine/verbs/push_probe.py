@@ -282,8 +282,7 @@ class PushProbe:
             return None
         by, pool = self.decides
         y = seen.layer.mean(0) if pool == "mean" else seen.layer[0]
-        scores = by.weight.to(y) @ y + (0.0 if by.bias is None else by.bias.to(y))
-        return int(scores.argmax())
+        return int(by.scores(y).argmax())
 
     def class_of(self, decision: int | None) -> str | None:
         """The class name of a decision."""

@@ -10,6 +10,7 @@ from typing import Literal, Unpack
 import torch
 from rich.text import Text
 
+from lipscope.charts import visible
 from lipscope.display import Piece, Shown, pieces
 from lipscope.engine.checks import COPIES, argument, one_of
 from lipscope.engine.plan import Job
@@ -175,8 +176,9 @@ def _split(found: Splitting) -> Iterator[Piece]:
     )
     names = {(one.id, one.index): one.text for one in found.split.tokens}
     for i, (whole, apart) in enumerate(zip(found.moved, found.split, strict=True)):
-        token = names.get((apart.id, apart.top_token or 0), "")
-        cells = (str(whole.layer), "all" if whole.head is None else str(whole.head), token)
+        token = names.get((apart.id, apart.top_token or 0))
+        cells = (str(whole.layer), "all" if whole.head is None else str(whole.head))
+        cells += ("" if token is None else visible(token),)
         values = (whole.sigma, apart.sigma, found.ratio(i))
         made.add_row(*map(Text, cells), *map(number, values))
     yield made
@@ -187,7 +189,7 @@ def _split(found: Splitting) -> Iterator[Piece]:
         mine = sorted((one for one in found.tokens if one.layer == layer), key=lambda t: -t.split)
         for one in mine[:_TOKENS]:
             tokens.add_row(
-                *map(Text, (str(layer), str(one.index), one.text)),
+                *map(Text, (str(layer), str(one.index), visible(one.text))),
                 *map(number, (one.moved, one.split, one.split / one.moved)),
             )
     yield tokens

@@ -453,8 +453,7 @@ def model_map(record: Trace, *, scores: bool = False) -> LayerMap:
             raise InputError(
                 "The maps `logits` and `margin` need a model that ends in scores. Found "
                 f"`{type(record.model).__name__}`, which ends in a hidden state; pass it with its "
-                "head, as `AutoModelForSequenceClassification` loads it, use the map `model`, "
-                "or, for a decision, give its alternatives (`between`, `read_out`)."
+                "head, as `AutoModelForSequenceClassification` loads it, or use the map `model`."
             )
         last, output = _last_hidden(record, name, start)
     axis = record.calls[0].token_axis

@@ -17,8 +17,11 @@ DRAWERS.push(() => {
   if (!c) return;
   fill("decided-controls", chooseRecord("Decision", D.decided, c, certifiedName, "decided"));
   $("decided-about").textContent = `${certifiedName(c)} by ${number(c.margin)}, decided by ${c.by}`;
-  fill("decided-text", ...radiusSpans(c.tokens));
-  for (const name of ["text", "tokens"]) $(`decided-${name}`).hidden = !c.tokens.length;
+  const sure = c.tokens.some((t) => t.radius !== 0);
+  $("decided-title").textContent = sure ? "Text shaded by certified radius" : "No token is certified alone";
+  fill("decided-text", ...sure ? radiusSpans(c.tokens) : []);
+  $("decided-text").hidden = !sure;
+  $("decided-tokens").hidden = !c.tokens.length;
   $("decided-balls").hidden = !c.balls.length;
   list("decided-tokens", c.tokens, [["token", (t) => t.index, "number"], ["text", (t) => t.text], ["rival", (t) => t.rival],
     ["certified radius", certifiedRadius, "number"], ["attack", (t) => number(t.attack), "number"],
@@ -27,6 +30,6 @@ DRAWERS.push(() => {
     ["tokens", (b) => b.count, "number"], ["certified radius", certifiedRadius, "number"],
     ["attack", (b) => number(b.attack), "number"], ["other words within", (b) => b.words ?? "–", "number"]]);
   $("decided-note").textContent = ["Attack: the smallest move found that changes the decision. Other words within: those whose embeddings lie within the certified radius. ",
-    c.tokens.length ? "Darkest: the token that may move least. " : "",
+    sure ? "Darkest: the token that may move least. " : "",
     c.stopped ? "Interrupted: a larger radius may be provable." : ""].join("");
 });
