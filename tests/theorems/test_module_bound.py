@@ -584,6 +584,21 @@ def test_what_as_network_gives_is_looked_at() -> None:
     )
 
 
+def test_a_subclass_tells_itself_what_it_computes() -> None:
+    class Louder(ls.SmoothTransformer):
+        def scores(self, tokens: Tensor) -> Tensor:
+            return 100 * super().scores(tokens)
+
+    sizes: dict[str, Any] = {"outputs": 3, "length": 4, "vocabulary": 5}
+    louder = Louder(8, 2, 1, **sizes)
+    patched: Any = ls.SmoothTransformer(8, 2, 1, **sizes)
+    patched.forward = lambda ids: 100 * ls.SmoothTransformer.forward(patched, ids)
+    for model, name in ((louder, "scores"), (patched, "forward")):
+        for ask in (ls.lipschitz_bound, lambda one: one.bound):
+            with pytest.raises(ls.InputError, match=rf"`as_network` should tell.*`{name}` of its"):
+                ask(model)
+
+
 def test_an_activation_is_of_its_kind() -> None:
     """GELU of large numbers is as good as ReLU, which the head has."""
     model = Scorer(0.0).double()

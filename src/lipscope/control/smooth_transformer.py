@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from lipscope.attention import Attention, Clip, MultiheadAttention, arguments, spectral_norm
 from lipscope.control.restraint import cap_singular_values
 from lipscope.errors import InputError, check_count, check_positive, shown
-from lipscope.models import ActivationName, Branch, Chain, Feed, Network, scaled
+from lipscope.models import ActivationName, Branch, Chain, Feed, Network, own_parts, scaled
 from lipscope.records import refuse_record
 from lipscope.theorems import lipschitz_bound
 
@@ -317,7 +317,7 @@ class SmoothTransformer(nn.Module):
     @property
     def bound(self) -> Float[Tensor, ""]:
         """Largest move of a row of scores if no token, or input vector, moves by more than 1."""
-        bound = lipschitz_bound(self.as_network(), norm="max-token").value
+        bound = lipschitz_bound(own_parts(self), norm="max-token").value
         enters = isinstance(self.embedding, nn.Linear)
         return bound * spectral_norm(self.embedding.weight.double()) if enters else bound
 

@@ -1,6 +1,7 @@
 """Models: loading, inputs, tracing, and the maps of layers, checked against the model."""
 
 from lipscope.models.families.affine import projected as projected
+from lipscope.models.forward_pass import own_parts as own_parts
 from lipscope.models.images import (
     Patches as Patches,
     encode_picture as encode_picture,
@@ -53,11 +54,7 @@ from lipscope.models.network_reader import (
     read_network as read_network,
     read_parts as read_parts,
 )
-from lipscope.models.network_search import (
-    Pooled as Pooled,
-    own_parts as own_parts,
-    read_norm as read_norm,
-)
+from lipscope.models.network_search import Pooled as Pooled, read_norm as read_norm
 from lipscope.models.pretrained import quiet as quiet
 from lipscope.models.readings import (
     Embedded as Embedded,

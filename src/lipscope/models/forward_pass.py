@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.attention import check_as_written
-from lipscope.errors import InputError
-from lipscope.models.network import ActivationName
+from lipscope.errors import InputError, shown
+from lipscope.models.network import ActivationName, Chain, Network
 from lipscope.models.tracing.calls import Stream, Streams, Trace
 from lipscope.models.tracing.map_endpoints import rerun
 from lipscope.models.tracing.maps import WHOLE, build_map, norm_before
@@ -40,6 +41,7 @@ from lipscope.models.tracing.sites import (
     is_linear,
     is_norm,
 )
+from lipscope.models.tracing.trace import OF_MODELS
 
 _CONSTANTS = 1e-7  # relative: constants of activations are written with some eight digits
 _SAME = 1e-9  # two tensors, relative to the largest entry: float64, after some hundred layers
@@ -327,3 +329,39 @@ def same(a: Tensor, b: Tensor, rounding: float = _SAME) -> bool:
     a, b = a.detach(), b.detach()
     size = rounding * float(b.abs().max()) if b.numel() else 0.0
     return bool((a[:1] - b[:1]).abs().max() <= size) and bool((a - b).abs().max() <= size)
+
+
+# --- what a module says itself
+
+
+def own_parts(model: nn.Module) -> Network | Chain | None:
+    """What a module says itself that it is made of; None if it has no method ``as_network``."""
+    model = getattr(model, "_orig_mod", model)  # what `torch.compile` wraps
+    give: Any = getattr(model, "as_network", None)
+    if not callable(give):
+        return None
+    if changed := _changed_since(type(model), "as_network") or {"forward"} & vars(model).keys():
+        raise InputError(
+            f"`as_network` should tell what `{type(model).__name__}` computes. Found a "
+            f"`{min(changed)}` of its own beside it; define `as_network` there too."
+        )
+    try:
+        found = give()
+    except OF_MODELS as problem:
+        if isinstance(problem, InputError):
+            raise
+        found = f"{type(problem).__name__}: {problem}"
+    if not isinstance(found, Network | Chain):
+        raise InputError(
+            f"`as_network` of `{type(model).__name__}` should give a `Network` or `Chain` "
+            f"(`lipscope.models`). Found `{shown(found)}`."
+        )
+    return found
+
+
+def _changed_since(kind: type[nn.Module], name: str) -> set[str]:
+    """What classes redefine of the class from which they have a method."""
+    owner = next((one for one in kind.__mro__ if name in vars(one)), kind)
+    below = itertools.takewhile(lambda one: one is not owner, kind.__mro__)
+    own = {key for key in vars(owner) if not key.startswith("__")} | {"forward"}
+    return own & {key for one in below for key in vars(one)}

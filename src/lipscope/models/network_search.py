@@ -6,27 +6,27 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.attention import Attention, DotProduct
-from lipscope.errors import InputError, shown
+from lipscope.errors import InputError
 from lipscope.linalg import start_named
 from lipscope.models.families.affine import Affine, affine
 from lipscope.models.forward_pass import (
     ForwardPass,
     ModuleCall,
     StreamFunction,
+    own_parts,
     same,
 )
 from lipscope.models.network import (
     ACTIVATIONS,
     ActivationName,
     Branch,
-    Chain,
     Feed,
     Network,
     Norm,
@@ -42,7 +42,6 @@ from lipscope.models.tracing.sites import (
     is_plain,
     why_run,
 )
-from lipscope.models.tracing.trace import OF_MODELS
 
 Pooled = Literal["mean", "first", "last"] | int
 Scores = Callable[[Tensor], Tensor]
@@ -513,25 +512,6 @@ class PartsSearch(Search):
     def _pooled(self, state: _State, share: Tensor, weight: Tensor, bias: Tensor) -> Found:
         network = Network(state.branches, share, weight, bias, state.tail)
         return Found(network, state.starts, self.function.x, lambda x: self.function(x)[0])
-
-
-def own_parts(model: nn.Module) -> Network | Chain | None:
-    """What a module says itself that it is made of; None if it has no method ``as_network``."""
-    give: Any = getattr(model, "as_network", None)
-    if not callable(give):
-        return None
-    try:
-        found = give()
-    except OF_MODELS as problem:
-        if isinstance(problem, InputError):
-            raise
-        found = f"{type(problem).__name__}: {problem}"
-    if not isinstance(found, Network | Chain):
-        raise InputError(
-            f"`as_network` of `{type(model).__name__}` should give a `Network` or `Chain` "
-            f"(`lipscope.models`). Found `{shown(found)}`."
-        )
-    return found
 
 
 def layer_of(call: AttentionCall) -> DotProduct:
