@@ -169,24 +169,9 @@ class SmoothTransformer(nn.Module):
         activation: Literal["gelu", "relu"] = "gelu",
         **options: Any,
     ) -> None:
+        sizes = locals() | options
         super().__init__()
-        self.sizes: dict[str, Any] = {
-            "width": width,
-            "heads": heads,
-            "depth": depth,
-            "outputs": outputs,
-            "length": length,
-            "vocabulary": vocabulary,
-            "features": features,
-            "variant": variant,
-            "causal": causal,
-            "pool": pool,
-            "cap": cap,
-            "capped": capped,
-            "hidden": hidden,
-            "activation": activation,
-            **options,
-        }
+        self.sizes = {n: v for n, v in sizes.items() if n not in ("self", "options", "__class__")}
         _check(self.sizes)
         hidden = hidden or 4 * width
         if cap is not None:  # NumPy or torch scalars would use their own precision

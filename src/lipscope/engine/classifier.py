@@ -45,17 +45,11 @@ class Classifier(Shown):
             if one is not None:
                 check_finite_numbers("read_out", one)
 
-    def check_width(self, width: int) -> None:
-        """Require a weight for outputs of this width."""
-        if self.weight.shape[1:] != (width,):
-            raise InputError(
-                f"`read_out` should have shape (classes, {width}). "
-                f"Found {tuple(self.weight.shape)}."
-            )
-
     def scores(self, y: Float[Tensor, "*b d_out"]) -> Float[Tensor, "*b c"]:
-        """``W y + b`` of pooled outputs, in their precision."""
-        self.check_width(y.shape[-1])
+        """``W y + b`` of pooled outputs, in their precision; another width is refused."""
+        width, shape = y.shape[-1], tuple(self.weight.shape)
+        if shape[1] != width:
+            raise InputError(f"`read_out` should have shape (classes, {width}). Found {shape}.")
         return y @ self.weight.to(y).T + (0.0 if self.bias is None else self.bias.to(y))
 
     @property
@@ -170,9 +164,8 @@ def classifier_of_file(path: str | Path) -> Classifier:
             f"The `bias` of `read_out` should have shape ({len(weight)},). "
             f"Found {tuple(bias.shape)}."
         )
-    names = tuple(str(i) for i in range(len(weight)))
-    weight = weight.double()
-    return Classifier(weight, None if bias is None else bias.double(), names)
+    names = tuple(map(str, range(len(weight))))
+    return Classifier(weight.double(), None if bias is None else bias.double(), names)
 
 
 def _safetensors(path: Path) -> tuple[Tensor, Tensor | None]:

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lipscope import models
+from lipscope.charts import visible
 from lipscope.engine.answer import LeadingMove
 from lipscope.errors import InputError, shown
 from lipscope.linalg import Leading, difference, start_named
@@ -208,6 +209,11 @@ def names_of(loaded: models.LoadedModel, item: models.Sample, count: int) -> lis
         return [str(i) for i in range(count)]
     patches = [f"patch {k // columns},{k % columns}" for k in range(rows * columns)]
     return [f"[{i}]" for i in range(before)] + patches
+
+
+def counted(tokens: Sequence[str], most: int = 8) -> str:
+    """The number of tokens, and the first of them."""
+    return f"{len(tokens)}: {' '.join(map(visible, tokens[:most]))}" + " …" * (len(tokens) > most)
 
 
 # --- texts that a direction turns the model's output towards

@@ -27,7 +27,7 @@ from lipscope.display import Piece, Shown, pieces, rounded_down
 from lipscope.engine.answer import finite
 from lipscope.engine.checks import argument, is_whole, items, one_of, whole_number
 from lipscope.engine.classifier import By, Classifier, classifier_of_texts, nearest_by_angle
-from lipscope.engine.direction_words import Texts, body_of, mean_outputs, names_of
+from lipscope.engine.direction_words import Texts, body_of, counted, mean_outputs, names_of
 from lipscope.engine.ready_model import ReadyModel
 from lipscope.engine.runs import AnyData, LocalRun, is_text, of_one_window
 from lipscope.engine.session import MapAtInput
@@ -437,7 +437,7 @@ def decision_of_layer(
     own = in_double(layer, None)
     x = tokens_in_double(x, own.query.shape[1])
     _check_pool(pool)
-    given.check_width(own(x).shape[1])
+    given.scores(own(x))  # refuses another width by the name that was given
     head = given.weight, given.bias
     network = layer_network(own, len(x), *head, pool=pool or "mean", names=given.names)
     tokens = tuple(words or map(str, range(len(x))))
@@ -582,11 +582,6 @@ def word_distances(
 
 
 # --- display
-
-
-def counted(tokens: Sequence[str], most: int = 8) -> str:
-    """The number of tokens, and the first of them."""
-    return f"{len(tokens)}: {' '.join(map(visible, tokens[:most]))}" + " …" * (len(tokens) > most)
 
 
 @pieces.register

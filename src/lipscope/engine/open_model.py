@@ -17,13 +17,8 @@ from lipscope.charts import visible
 from lipscope.display import Shown
 from lipscope.engine.checks import argument, is_whole, whole_number
 from lipscope.engine.classifier import Classifier, Pool, decides_by, read_out_of
-from lipscope.engine.model_decision import (
-    ModelDecision,
-    counted,
-    decision_at,
-    decision_at_layer,
-    one_sample,
-)
+from lipscope.engine.direction_words import counted
+from lipscope.engine.model_decision import ModelDecision, decision_at, decision_at_layer, one_sample
 from lipscope.engine.ready_model import AnyModel, ReadyModel, loaded_model
 from lipscope.engine.runs import OF_INPUT, AnyData, maps_at, of_one_window
 from lipscope.engine.session import MapAtInput

@@ -437,15 +437,16 @@ class ModelAtInput:
         if layers and max(layers) < len(sites) and self._briefly:
             resident.part = resident.part_of(sites[max(layers)])
         if not resident.blocks_read:
-            loaded, needed = self.model.loaded, sum(map(resident.bytes_of, run))
-            held, how = " in memory", "cast"
-            if loaded.stored is not None:
-                held, how = f", {loaded.stored.bytes / 1e9:.3g} GB on disk", "read"
+            loaded, needed = self.model.loaded, sum(map(resident.bytes_of, run)) / 1e9
+            disk = (
+                f", {loaded.stored.bytes / 1e9:.3g} GB on disk;" if loaded.stored else " in memory;"
+            )
             which = f"layer {', '.join(map(str, layers))} needs" if layers else "all layers need"
+            how = f"{'read' if loaded.stored else 'cast'} one after the other"
             remark(
-                f"`{loaded.name}`: {loaded.num_parameters / 1e9:.2g} G parameters{held}; {which} "
-                f"{len(run)} of {len(resident.blocks)} blocks, {how} one after the other, "
-                f"{needed / 1e9:.2g} GB in {self.setting.dtype}."
+                f"`{loaded.name}`: {loaded.num_parameters / 1e9:.2g} G parameters{disk} {which} "
+                f"{len(run)} of {len(resident.blocks)} blocks, {how}, "
+                f"{needed:.2g} GB in {self.setting.dtype}."
             )
         bar: Any = tqdm(total=len(run), desc="blocks", leave=False, disable=None)
         with bar, resident.told(lambda _: bar.update()):

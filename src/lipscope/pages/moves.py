@@ -299,7 +299,7 @@ class Push:
     # --- in words
 
     @property
-    def said(self) -> list[str]:
+    def sentences(self) -> list[str]:
         """The results of the push, one sentence each."""
         lines = [*self._promise(), *self._largest(), *self._flips(), *self._decision()]
         return lines + ([f"Note: {self.place.note}."] if self.place.note else [])

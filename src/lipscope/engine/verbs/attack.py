@@ -324,7 +324,7 @@ class _Windows:
         if self._classes is None:
             self._classes = by if isinstance(by, Classifier) else self._nearest(by, embedded)
         classes = self._classes
-        classes.check_width(own.shape[-1])
+        classes.scores(own[0, 0])  # refuses another width before the search
         return lambda y: classes.scores(y.mean(1))
 
     def _nearest(self, texts: Sequence[str], embedded: Embedded) -> Classifier:

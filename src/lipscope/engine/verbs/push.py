@@ -11,6 +11,7 @@ from typing import Any, Unpack
 from rich.table import Table
 from rich.text import Text
 
+from lipscope.charts import as_svg, visible
 from lipscope.display import Drawing, Piece, Shown, pieces, rounded_up
 from lipscope.engine.checks import argument, flag, is_number, items, one_of, whole_number
 from lipscope.engine.classifier import (
@@ -271,13 +272,12 @@ def _sizes_of(push: Push) -> Table:
             ends,
             *(number(v, 3) for v in (one.block, one.model)),
         ]
-        best = [text for text, _ in json.loads(one.reads)[:1]]
-        made.add_row(*cells, *([Text(best[0])] if best else []))
+        best = [Text(visible(text)) for text, _ in json.loads(one.reads)[:1]]
+        made.add_row(*cells, *best)
     return made
 
 
 def _chart(push: Push) -> str:
-    from lipscope.charts import as_svg
     from lipscope.pages import push_charts
 
     return "".join(as_svg(chart) for _, chart in push_charts([push]))

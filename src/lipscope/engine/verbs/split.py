@@ -174,11 +174,10 @@ def _split(found: Splitting) -> Iterator[Piece]:
     made = empty_table(
         title, ("layer", "head", "token"), ("sigma, moved", "split", "split / moved")
     )
-    names = {(one.id, one.index): one.text for one in found.split.tokens}
+    names = {(one.id, one.index): visible(one.text) for one in found.split.tokens}
     for i, (whole, apart) in enumerate(zip(found.moved, found.split, strict=True)):
-        token = names.get((apart.id, apart.top_token or 0))
-        cells = (str(whole.layer), "all" if whole.head is None else str(whole.head))
-        cells += ("" if token is None else visible(token),)
+        token = names.get((apart.id, apart.top_token or 0), "")
+        cells = (str(whole.layer), "all" if whole.head is None else str(whole.head), token)
         values = (whole.sigma, apart.sigma, found.ratio(i))
         made.add_row(*map(Text, cells), *map(number, values))
     yield made
