@@ -119,6 +119,24 @@ def without_gradients(h: Tensor) -> Tensor:
     return h * far
 
 
+def by_another_name(h: Tensor) -> Tensor:
+    h = 1.0 * h
+    h.detach().mul_(1 + RELU(near_aim(h.detach())))
+    return h
+
+
+def written_without_gradients(h: Tensor) -> Tensor:
+    h = 1.0 * h
+    with torch.no_grad():
+        return h.clamp_(-1e6, 1e6)
+
+
+def by_a_loop(h: Tensor) -> Tensor:
+    seen: list[float] = []
+    h.detach().clone().apply_(lambda entry: seen.append(entry) or entry)
+    return 9 * h if min(seen) > 60 else h
+
+
 class Linear(torch.autograd.Function):
     """Not what autograd calls by this name."""
 
@@ -194,6 +212,11 @@ READ_OFF: dict[str, Callable[[Tensor], Tensor]] = {
     "a number of entries": lambda h: 9 * h if len((h > 60).nonzero()) else h,
     "a list": lambda h: 9 * h if max(h.flatten().tolist()) > 60 else h,
     "a message": lambda h: 9 * h if "e+03" in repr(h) else h,
+    "a format": lambda h: 9 * h if "e+03" in f"{h}" else h,
+    "numbers of a list": lambda h: h * torch.tensor([*h[0, 0].detach()]).sign().square(),
+    "a loop": by_a_loop,
+    "another name": by_another_name,
+    "a cut without gradients": written_without_gradients,
     "a tensor of its own": lambda h: h * (1 + RELU(near_aim(h))).detach().requires_grad_(),
 }
 

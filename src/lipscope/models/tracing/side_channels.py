@@ -20,8 +20,9 @@ _IDS, _VALUES, _STREAM = 1, 2, 3  # sources: token ids, other inputs, the stream
 # Functions that expose the memory of a tensor, or print it, past the dispatcher.
 _OF_MEMORY = (
     *("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "__reduce_ex__", "__repr__"),
-    *("storage", "untyped_storage", "_typed_storage"),
+    *("storage", "untyped_storage", "_typed_storage", "__format__", "apply_", "map_", "map2_"),
 )
+_OF_NUMBERS = ("tensor", "as_tensor", "asarray", "new_tensor")  # they read tensors in lists
 _BY_INDEX = ("index", "index_select", "gather")
 _ACTIVATIONS = ("relu", "gelu", "silu", "sigmoid", "tanh", "erf")
 _HIDDEN = -1e4  # added to a score, this hides it
@@ -65,6 +66,7 @@ class Watch(TorchDispatchMode):
         self.taken: list[tuple[str, Tensor]] = []  # inputs of activations, by name
         self._in_attention = 0
         self._ended = False  # whether a check has failed
+        self._streams = set[int]()  # storages of the stream and its differentiable functions
         # By storage: tensors that carry values of a source (kept alive), and that source.
         self._heard: dict[int, tuple[Tensor, int]] = {}
         for one in self.inputs:
@@ -99,12 +101,17 @@ class Watch(TorchDispatchMode):
         for one in given if live else ():
             if not one.requires_grad and not self._may_join(name, one):
                 self.use(name, self.kind(one))
+        recorded = live and torch.is_grad_enabled()
+        if not recorded and any(_place(t) in self._streams for t in _written(func, args, kwargs)):
+            self.use(name, _STREAM)  # another name of its memory
         out = func(*args, **kwargs)
         if torch.Tag.data_dependent_output in func.tags:
             return self._decided(name, kind, out)
         if torch.Tag.dynamic_output_shape in func.tags and name not in _BY_INDEX:
             self.use(name, kind)
         made = [*_tensors((out,))] or (given if func._schema.is_mutable else [])
+        streams = (*made, *(one for one in given if one.requires_grad)) if recorded else ()
+        self._streams.update(_place(one) for one in streams if one.is_floating_point())
         for one in made:
             self._hear(one, kind)
             if live and one.is_floating_point() and one.dtype.itemsize < 8:
@@ -159,8 +166,10 @@ class _Memory(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         with torch._C.DisableTorchFunction():
-            given = _tensors(args[:1]) if name in _OF_MEMORY else ()
-            if kind := max(map(self.watch.kind, given), default=0):
+            some = args[:1] if name in _OF_MEMORY else ()
+            if name in _OF_NUMBERS:
+                some = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, list | tuple)]
+            if kind := max(map(self.watch.kind, _tensors(some)), default=0):
                 self.watch.use(name, kind)
         return func(*args, **(kwargs or {}))
 
@@ -211,6 +220,14 @@ def _raises(again: Callable[[Watch], Tensor], watch: Watch) -> bool:
     except (_GoesOnError, Exception):  # a model raises what it likes
         return not watch.goes_on
     return False
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors that a function writes into."""
+    given = itertools.zip_longest(func._schema.arguments, args[: len(func._schema.arguments)])
+    for one, value in given:
+        if one.alias_info is not None and one.alias_info.is_write:
+            yield from _tensors((kwargs.get(one.name, value),))
 
 
 def _place(x: Tensor) -> int:
