@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -137,6 +138,24 @@ def by_a_loop(h: Tensor) -> Tensor:
     return 9 * h if min(seen) > 60 else h
 
 
+KEPT: dict[str, Any] = {"factor": torch.ones(3, 1)}
+BESIDE = ThreadPoolExecutor(1)
+
+
+def of_the_last_pass(h: Tensor) -> Tensor:
+    factor, KEPT["factor"] = KEPT["factor"], 1 + RELU(near_aim(h)).detach()[0]
+    return h * factor
+
+
+def by_a_thread(h: Tensor) -> Tensor:
+    return h * BESIDE.submit(lambda: 1 + RELU(near_aim(h.detach()))).result()
+
+
+def of_the_same_memory(h: Tensor) -> Tensor:
+    same = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(h.detach()))
+    return h * (1 + RELU(near_aim(same)))
+
+
 class Linear(torch.autograd.Function):
     """Not what autograd calls by this name."""
 
@@ -215,6 +234,11 @@ READ_OFF: dict[str, Callable[[Tensor], Tensor]] = {
     "a format": lambda h: 9 * h if "e+03" in f"{h}" else h,
     "numbers of a list": lambda h: h * torch.tensor([*h[0, 0].detach()]).sign().square(),
     "a loop": by_a_loop,
+    "a thread": by_a_thread,
+    "the last pass": of_the_last_pass,
+    "the same memory": of_the_same_memory,
+    "no gradients recorded": lambda h: h if torch.is_grad_enabled() else h + RELU(near_aim(h)),
+    "no gradient required": lambda h: h if h.requires_grad else h.clamp(-1e6, 1e6),
     "another name": by_another_name,
     "a cut without gradients": written_without_gradients,
     "a tensor of its own": lambda h: h * (1 + RELU(near_aim(h))).detach().requires_grad_(),
@@ -235,7 +259,10 @@ class AmongBlocks(nn.Module):
         return self.head(self.blocks[1](self.between(self.blocks[0](x))).mean(1))
 
 
-READ = r"reads values of the stream|a function of its own|requires a gradient|`CppFunction`"
+READ = (
+    r"reads (values of the stream|whether gradients are recorded)|a function of its own"
+    "|requires a gradient|`CppFunction`"
+)
 
 
 @pytest.mark.parametrize("what", READ_OFF)

@@ -203,8 +203,8 @@ class ForwardPass:
         self.activations = Counter(kind for kind in kinds if kind is not None)
 
     def _pass(self, function: StreamFunction, watch: Watch) -> Tensor:
-        x = function.x.clone().requires_grad_()
-        with Recorder() as recorder, torch.enable_grad(), watch:
+        x = function.x.clone().requires_grad_(watch.grad)
+        with Recorder() as recorder, torch.set_grad_enabled(watch.grad), watch:
             for site in self.sites:
                 recorder.around(site, *(functools.partial(watch.enter, by) for by in (1, -1)))
             return function(x)
