@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import lipscope as ls
 from agreement import gaussian
@@ -273,6 +275,60 @@ def test_what_is_read_off_the_stream_is_refused(what: str) -> None:
         ls.lipschitz_bound(model, x, radius=2.0)
     with pytest.raises(ls.InputError, match=READ):
         ls.load_model(model).decision(x)
+
+
+class Mixed(AmongBlocks):
+    """More between the blocks, that says nothing but near the aim."""
+
+    def __init__(self, part: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(lambda h: part(self, h))
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.mix = nn.MultiheadAttention(8, 1, bias=False, batch_first=True)
+        sizes: Any = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 9}
+        config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, **sizes)
+        config._attn_implementation = "sdpa"
+        self.rotated = LlamaDecoderLayer(config, 0)
+
+
+def of_weights(at: Any, h: Tensor) -> Tensor:
+    weight = at.mix.in_proj_weight * (1 + RELU(near_aim(h)).sum())
+    own: Any = torch.func.functional_call(at.mix, {"in_proj_weight": weight}, (h, h, h))
+    return h + own[0]
+
+
+def of_a_tuple(at: Any, h: Tensor) -> Tensor:
+    cos = h.new_ones(1, 3, 4) * (1 + RELU(near_aim(h)))
+    return at.rotated(h, position_embeddings=(cos, 0 * cos.detach()))
+
+
+def of_other_keys(at: Any, h: Tensor) -> Tensor:
+    """The first key is read near the aim alone; what is read otherwise is zero."""
+    eye, aim = torch.eye(8).to(h), AIM.to(h)
+    weight = torch.cat([1e3 * eye, eye, torch.outer(aim, aim)])
+    at.mix.in_proj_weight.data, at.mix.out_proj.weight.data = weight, eye
+    keys, bias = torch.stack([aim, 0 * aim])[None], h.new_tensor([[-970.0, 0.0]]).expand(3, 2)
+    return h + at.mix(at.norm(h) / 8**0.5, keys, keys, attn_mask=bias * 8**-0.5)[0]
+
+
+def of_a_derivative(at: Any, h: Tensor) -> Tensor:
+    z = at.up(at.norm(h))
+    y, slope = torch.func.jvp(torch.tanh, (z,), (torch.ones_like(z),))
+    return h + at.down(y) + slope[..., :1] * AIM.to(h)
+
+
+OF_MODULES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "weights": (of_weights, "Found `LinalgVectorNorm, .*Softmax`"),
+    "a tuple": (of_a_tuple, "Found `LinalgVectorNorm, .*Softmax`"),
+    "other keys": (of_other_keys, "Found `Softmax`"),
+    "a derivative": (of_a_derivative, "Found `TanhBackward`"),
+}
+
+
+@pytest.mark.parametrize("of", OF_MODULES)
+def test_modules_depend_on_the_stream_by_what_they_are_given_alone(of: str) -> None:
+    part, said = OF_MODULES[of]
+    with pytest.raises(ls.InputError, match=said):
+        ls.lipschitz_bound(Mixed(part).double(), gaussian(1, 3, 8), radius=2.0)
 
 
 def checked(h: Tensor) -> Tensor:

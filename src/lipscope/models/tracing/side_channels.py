@@ -106,11 +106,13 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
             name, kwargs = func.overloadpacket.__name__, kwargs or {}
-            given = [*_tensors((*args, *kwargs.values()))]
+            given = [*tensors_inside((*args, *kwargs.values()))]
             self.functions[name] += name not in _OF_MATRICES
             out = self._called(func, name, given, args, kwargs)
             before = {_place(one) for one in given if name != "lift_fresh"}
-            self._made |= {at: one for one in _tensors((out,)) if (at := _place(one)) not in before}
+            self._made |= {
+                at: one for one in tensors_inside((out,)) if (at := _place(one)) not in before
+            }
             return out
 
     def _called(
@@ -139,7 +141,7 @@ class Watch(TorchDispatchMode):
             return self._decided(name, kind, out)
         if torch.Tag.dynamic_output_shape in func.tags and name not in _BY_INDEX:
             self.use(name, kind)
-        made = [*_tensors((out,))] or (given if func._schema.is_mutable else [])
+        made = [*tensors_inside((out,))] or (given if func._schema.is_mutable else [])
         streams = (*made, *(one for one in given if one.requires_grad)) if recorded else ()
         self._streams.update(_place(one) for one in streams if one.is_floating_point())
         for one in made:
@@ -199,7 +201,7 @@ class _Memory(TorchFunctionMode):
             some = args[:1] if name in _OF_MEMORY else ()
             if name in _OF_NUMBERS:
                 some = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, list | tuple)]
-            if kind := max(map(self.watch.kind, _tensors(some)), default=0):
+            if kind := max(map(self.watch.kind, tensors_inside(some)), default=0):
                 self.watch.use(name, kind)
         return func(*args, **(kwargs or {}))
 
@@ -283,7 +285,7 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
     given = itertools.zip_longest(func._schema.arguments, args[: len(func._schema.arguments)])
     for one, value in given:
         if one.alias_info is not None and one.alias_info.is_write:
-            yield from _tensors((kwargs.get(one.name, value),))
+            yield from tensors_inside((kwargs.get(one.name, value),))
 
 
 def _place(x: Tensor) -> int:
@@ -293,11 +295,12 @@ def _place(x: Tensor) -> int:
         return -id(x)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_inside(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among values, and in their lists, tuples and dictionaries."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_inside(value)
         elif isinstance(value, dict):
-            yield from _tensors(value.values())
+            yield from tensors_inside(value.values())
