@@ -370,7 +370,7 @@ def test_what_is_kept_between_passes_is_refused(how: str) -> None:
         ls.lipschitz_bound(model, gaussian(1, 3, 8), radius=2.0)
 
 
-@pytest.mark.parametrize("how", ["a hook", "a forward"])
+@pytest.mark.parametrize("how", ["a hook", "a hook of all modules", "a forward"])
 def test_attention_is_what_its_class_computes(how: str) -> None:
     model, x = AmongBlocks(lambda h: h).double(), gaussian(1, 3, 8)
     block: Any = model.blocks[1]
@@ -379,6 +379,14 @@ def test_attention_is_what_its_class_computes(how: str) -> None:
     def other(h: Tensor, *args: Any, **named: Any) -> Any:
         return 9 * RELU(near_aim(h)) + own(h, *args, **named)[0], None
 
+    if how == "a hook of all modules":
+        every = nn.modules.module.register_module_forward_hook(lambda *_: None)
+        try:
+            with pytest.raises(ls.InputError, match="Found hooks for all modules"):
+                ls.lipschitz_bound(model, x, radius=2.0)
+        finally:
+            every.remove()
+        return
     if how == "a hook":
         block.self_attn.register_forward_hook(lambda _, a, y: (9 * RELU(near_aim(a[0])) + y[0],))
     else:
