@@ -414,6 +414,12 @@ def bert(**changes: Any) -> Callable[[], Case]:
     return words("BertForSequenceClassification", t.BertConfig(**(WORDS | changes)))
 
 
+def with_other_dropout() -> nn.Module:
+    model: Any = words("GPT2ForSequenceClassification", t.GPT2Config(**GPT2))()[0]
+    model.transformer.h[1].attn.resid_dropout = nn.Hardtanh(-1e3, 1e3)  # no stream that is tried
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
     "albert": (
         words("AlbertForSequenceClassification", t.AlbertConfig(**WORDS, embedding_size=8)),
@@ -422,6 +428,10 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
     "norms after parts": (
         words("Gemma2ForCausalLM", t.Gemma2Config(**GROUPED, head_dim=4)),
         "after 1 attention layer",
+    ),
+    "no dropout": (
+        lambda: (with_other_dropout(), {"input_ids": IDS}),
+        "`GPT2Attention` contains something that its family does not",
     ),
     "both at once": (
         words("GPTNeoXForCausalLM", t.GPTNeoXConfig(**WORDS)),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lipscope import measure, to_dense
+from lipscope import load_model, measure, to_dense
 from lipscope.errors import InputError
 from lipscope.models import attention_sites, prepared
 from lipscope.models.tracing.prepare import exact_maths
@@ -22,6 +22,24 @@ class Wrapper(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.inner(input_ids=input_ids, use_cache=False).last_hidden_state
+
+
+@pytest.mark.parametrize("name", ["nine_times", "sdpa"])
+def test_attention_functions_of_a_user_are_refused(name: str) -> None:
+    """Under `sdpa` the model would be another one; that name may be taken by another function."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    model: Any = model_of("gpt2", "n_layer=1")
+    AttentionInterface.register(name, lambda *a, **k: (9 * sdpa_attention_forward(*a, **k)[0], 0))
+    try:
+        model.set_attn_implementation(name)
+        with pytest.raises(InputError, match=f"registered as `{name}`"):
+            measure(model, IDS)
+        with pytest.raises(InputError, match=f"registered as `{name}`"):
+            load_model(model).decision(IDS)
+    finally:
+        AttentionInterface.register("sdpa", sdpa_attention_forward)
 
 
 def clip() -> Any:

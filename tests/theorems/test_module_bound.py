@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import lipscope as ls
 from agreement import gaussian
@@ -119,6 +122,42 @@ def without_gradients(h: Tensor) -> Tensor:
     return h * far
 
 
+def by_another_name(h: Tensor) -> Tensor:
+    h = 1.0 * h
+    h.detach().mul_(1 + RELU(near_aim(h.detach())))
+    return h
+
+
+def written_without_gradients(h: Tensor) -> Tensor:
+    h = 1.0 * h
+    with torch.no_grad():
+        return h.clamp_(-1e6, 1e6)
+
+
+def by_a_loop(h: Tensor) -> Tensor:
+    seen: list[float] = []
+    h.detach().clone().apply_(lambda entry: seen.append(entry) or entry)
+    return 9 * h if min(seen) > 60 else h
+
+
+KEPT: dict[str, Any] = {"factor": torch.ones(3, 1)}
+BESIDE = ThreadPoolExecutor(1)
+
+
+def of_the_last_pass(h: Tensor) -> Tensor:
+    factor, KEPT["factor"] = KEPT["factor"], 1 + RELU(near_aim(h)).detach()[0]
+    return h * factor
+
+
+def by_a_thread(h: Tensor) -> Tensor:
+    return h * BESIDE.submit(lambda: 1 + RELU(near_aim(h.detach()))).result()
+
+
+def of_the_same_memory(h: Tensor) -> Tensor:
+    same = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(h.detach()))
+    return h * (1 + RELU(near_aim(same)))
+
+
 class Linear(torch.autograd.Function):
     """Not what autograd calls by this name."""
 
@@ -194,6 +233,16 @@ READ_OFF: dict[str, Callable[[Tensor], Tensor]] = {
     "a number of entries": lambda h: 9 * h if len((h > 60).nonzero()) else h,
     "a list": lambda h: 9 * h if max(h.flatten().tolist()) > 60 else h,
     "a message": lambda h: 9 * h if "e+03" in repr(h) else h,
+    "a format": lambda h: 9 * h if "e+03" in f"{h}" else h,
+    "numbers of a list": lambda h: h * torch.tensor([*h[0, 0].detach()]).sign().square(),
+    "a loop": by_a_loop,
+    "a thread": by_a_thread,
+    "the last pass": of_the_last_pass,
+    "the same memory": of_the_same_memory,
+    "no gradients recorded": lambda h: h if torch.is_grad_enabled() else h + RELU(near_aim(h)),
+    "no gradient required": lambda h: h if h.requires_grad else h.clamp(-1e6, 1e6),
+    "another name": by_another_name,
+    "a cut without gradients": written_without_gradients,
     "a tensor of its own": lambda h: h * (1 + RELU(near_aim(h))).detach().requires_grad_(),
 }
 
@@ -212,7 +261,10 @@ class AmongBlocks(nn.Module):
         return self.head(self.blocks[1](self.between(self.blocks[0](x))).mean(1))
 
 
-READ = r"reads values of the stream|a function of its own|requires a gradient|`CppFunction`"
+READ = (
+    r"reads (values of the stream|whether gradients are recorded)|a function of its own"
+    "|requires a gradient|`CppFunction`"
+)
 
 
 @pytest.mark.parametrize("what", READ_OFF)
@@ -223,6 +275,60 @@ def test_what_is_read_off_the_stream_is_refused(what: str) -> None:
         ls.lipschitz_bound(model, x, radius=2.0)
     with pytest.raises(ls.InputError, match=READ):
         ls.load_model(model).decision(x)
+
+
+class Mixed(AmongBlocks):
+    """More between the blocks, that says nothing but near the aim."""
+
+    def __init__(self, part: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(lambda h: part(self, h))
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.mix = nn.MultiheadAttention(8, 1, bias=False, batch_first=True)
+        sizes: Any = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 9}
+        config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, **sizes)
+        config._attn_implementation = "sdpa"
+        self.rotated = LlamaDecoderLayer(config, 0)
+
+
+def of_weights(at: Any, h: Tensor) -> Tensor:
+    weight = at.mix.in_proj_weight * (1 + RELU(near_aim(h)).sum())
+    own: Any = torch.func.functional_call(at.mix, {"in_proj_weight": weight}, (h, h, h))
+    return h + own[0]
+
+
+def of_a_tuple(at: Any, h: Tensor) -> Tensor:
+    cos = h.new_ones(1, 3, 4) * (1 + RELU(near_aim(h)))
+    return at.rotated(h, position_embeddings=(cos, 0 * cos.detach()))
+
+
+def of_other_keys(at: Any, h: Tensor) -> Tensor:
+    """The first key is read near the aim alone; what is read otherwise is zero."""
+    eye, aim = torch.eye(8).to(h), AIM.to(h)
+    weight = torch.cat([1e3 * eye, eye, torch.outer(aim, aim)])
+    at.mix.in_proj_weight.data, at.mix.out_proj.weight.data = weight, eye
+    keys, bias = torch.stack([aim, 0 * aim])[None], h.new_tensor([[-970.0, 0.0]]).expand(3, 2)
+    return h + at.mix(at.norm(h) / 8**0.5, keys, keys, attn_mask=bias * 8**-0.5)[0]
+
+
+def of_a_derivative(at: Any, h: Tensor) -> Tensor:
+    z = at.up(at.norm(h))
+    y, slope = torch.func.jvp(torch.tanh, (z,), (torch.ones_like(z),))
+    return h + at.down(y) + slope[..., :1] * AIM.to(h)
+
+
+OF_MODULES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "weights": (of_weights, "Found `LinalgVectorNorm, .*Softmax`"),
+    "a tuple": (of_a_tuple, "Found `LinalgVectorNorm, .*Softmax`"),
+    "other keys": (of_other_keys, "Found `Softmax`"),
+    "a derivative": (of_a_derivative, "Found `TanhBackward`"),
+}
+
+
+@pytest.mark.parametrize("of", OF_MODULES)
+def test_modules_depend_on_the_stream_by_what_they_are_given_alone(of: str) -> None:
+    part, said = OF_MODULES[of]
+    with pytest.raises(ls.InputError, match=said):
+        ls.lipschitz_bound(Mixed(part).double(), gaussian(1, 3, 8), radius=2.0)
 
 
 def checked(h: Tensor) -> Tensor:
@@ -264,7 +370,7 @@ def test_what_is_kept_between_passes_is_refused(how: str) -> None:
         ls.lipschitz_bound(model, gaussian(1, 3, 8), radius=2.0)
 
 
-@pytest.mark.parametrize("how", ["a hook", "a forward"])
+@pytest.mark.parametrize("how", ["a hook", "a hook of all modules", "a forward"])
 def test_attention_is_what_its_class_computes(how: str) -> None:
     model, x = AmongBlocks(lambda h: h).double(), gaussian(1, 3, 8)
     block: Any = model.blocks[1]
@@ -273,6 +379,14 @@ def test_attention_is_what_its_class_computes(how: str) -> None:
     def other(h: Tensor, *args: Any, **named: Any) -> Any:
         return 9 * RELU(near_aim(h)) + own(h, *args, **named)[0], None
 
+    if how == "a hook of all modules":
+        every = nn.modules.module.register_module_forward_hook(lambda *_: None)
+        try:
+            with pytest.raises(ls.InputError, match="Found hooks for all modules"):
+                ls.lipschitz_bound(model, x, radius=2.0)
+        finally:
+            every.remove()
+        return
     if how == "a hook":
         block.self_attn.register_forward_hook(lambda _, a, y: (9 * RELU(near_aim(a[0])) + y[0],))
     else:

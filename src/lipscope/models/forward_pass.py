@@ -33,7 +33,7 @@ from lipscope.models.tracing.recorder import (
     origins,
     tensors_in,
 )
-from lipscope.models.tracing.side_channels import Watch, side_channel
+from lipscope.models.tracing.side_channels import Watch, side_channel, tensors_inside
 from lipscope.models.tracing.sites import (
     AttentionCall,
     block_of,
@@ -56,7 +56,7 @@ _LINEAR = (
 _ACTIVATIONS = {"Relu": "relu", "Erf": "gelu", "Gelu": "gelu", "Sigmoid": "silu", "Silu": "silu"}
 _ACTIVATIONS |= {"GeluTanh": "tanh", "Tanh": "tanh"}
 _PLAIN = regex.compile(f"(?:{_LINEAR})$")
-_KNOWN = regex.compile(f"(?:{_LINEAR}|{'|'.join(_ACTIVATIONS)}|Pow)(?:Backward)?$")
+_KNOWN = regex.compile(f"(?:{_LINEAR}|{'|'.join(_ACTIVATIONS)}|Pow)$")
 # Those of norms besides: a whole norm, a variance, a deviation, a root, an inverse, by letter.
 _OF_NORMS: dict[str, str] = {}
 _OF_NORMS |= dict.fromkeys(("NativeLayerNorm", "NativeGroupNorm", "FusedRmsNorm"), "N")
@@ -174,9 +174,7 @@ class ForwardPass:
 
     def __init__(self, function: StreamFunction) -> None:
         record = function.record
-        sites = {call.module for call in record.calls} | {
-            record.model.get_submodule(name) for name in record.others
-        }
+        sites = {call.module for call in record.calls}
         inside = {m for site in sites for m in site.modules()} - sites
         for call in record.calls:
             check_as_written(call.module, call.name)
@@ -206,6 +204,8 @@ class ForwardPass:
         again = functools.partial(self._pass, function)
         self.read = side_channel(first, out, again, _made_alike)
         self.unknown = sorted(f for f in self.functions if not _KNOWN.match(f))
+        twice = {call.name for call in record.calls} & {*record.others}
+        self.unknown += [f"{name} with keys from elsewhere" for name in sorted(twice)]
         if self.functions["AccumulateGrad"] > 1:
             self.unknown.append("a tensor, not the stream, that requires a gradient")
         # An activation may be as good as linear, or zero, at this input, and not at another.
@@ -213,32 +213,34 @@ class ForwardPass:
         self.activations = Counter(kind for kind in kinds if kind is not None)
 
     def _pass(self, function: StreamFunction, watch: Watch) -> Tensor:
-        x = function.x.clone().requires_grad_()
-        with Recorder() as recorder, torch.enable_grad(), watch:
+        x = function.x.clone().requires_grad_(watch.grad)
+        with Recorder() as recorder, torch.set_grad_enabled(watch.grad), watch:
             for site in self.sites:
                 recorder.around(site, *(functools.partial(watch.enter, by) for by in (1, -1)))
             return function(x)
 
     def _watch(self, recorder: Recorder, name: str, module: nn.Module) -> None:
-        started: list[tuple[int, list[Tensor], list[Node]]] = []
+        started: list[tuple[int, list[Tensor], list[Node], bool]] = []
 
         def start(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = [v for v in (*args, *kwargs.values()) if _is_matrix(v)]
             self.time += 1
             nodes = [v.grad_fn for v in given if v.grad_fn is not None]
-            started.append((self.time, [self._keep(v) for v in given], nodes))
+            moved = _is_moved(module, (*args, *kwargs.values()))
+            started.append((self.time, [self._keep(v) for v in given], nodes, moved))
 
         def finish(_: nn.Module, __: Any, out: Any) -> None:
-            time, given, nodes = started.pop()
+            time, given, nodes, moved = started.pop()
             several = [v for v in tensors_in(out) if _is_matrix(v)]
             kept = [self._keep(v) for v in several]
             if given and kept:
                 self.calls.append(ModuleCall(time, name, module, given[0], kept[0]))
             made = [v.grad_fn for v in several if v.grad_fn is not None]
-            normed = is_norm(module) and _is_one_norm(module, made, nodes)
-            if normed:
+            known = module in self.sites
+            if is_norm(module) and _is_one_norm(module, made, nodes):
+                known = True
                 self.scaling.add(module)
-            if normed or module in self.sites:
+            if known and not moved and not _reads_beside(made, nodes):
                 self._jumps.update(dict.fromkeys(made, nodes))
 
         recorder.around(module, start, finish)
@@ -282,6 +284,23 @@ def _made_alike(a: Tensor, b: Tensor) -> bool:
     """Whether two passes gave the same, by the same functions."""
     made = (Counter(map(_name, origins(one.grad_fn, {}))) for one in (a, b))
     return same(a, b) and next(made) == next(made)
+
+
+def _is_moved(module: nn.Module, arguments: Sequence[Any]) -> bool:
+    """Whether a module is another function at other streams, by its weights or inside tuples."""
+    own = (value for one in module.modules() for value in vars(one).values())
+    inner = (a for a in arguments if not isinstance(a, Tensor))
+    return any(one.requires_grad for one in tensors_inside((*own, *inner)))
+
+
+def _reads_beside(made: list[Node], of: list[Node]) -> bool:
+    """Whether a module depends on the stream by more than its arguments and weights."""
+
+    def reached(nodes: list[Node], ends: Mapping[Node, list[Node]]) -> bool:
+        return any(_name(one) == "AccumulateGrad" for node in nodes for one in origins(node, ends))
+
+    # By none of them where the stream enters: they are replaced after this is noted.
+    return reached(of, {}) and reached(made, {node: [] for node in of})
 
 
 def _is_one_norm(module: nn.Module, made: list[Node], of: list[Node]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.modules import module as _hooks
 
 from lipscope.attention import Attention, DotProduct
 from lipscope.errors import InputError
@@ -269,6 +270,11 @@ def _norm(module: nn.Module, built: LayerMap) -> Norm:
 @contextmanager
 def _traced(model: nn.Module, inputs: Inputs, modules: str | None) -> Iterator[Trace]:
     """A pass of a copy in float64."""
+    if _hooks._global_forward_hooks or _hooks._global_forward_pre_hooks:
+        raise InputError(
+            "A network should be computed as its modules are written. Found hooks for all modules "
+            "(`register_module_forward_hook`), which may change it; take them away."
+        )
     with prepared(
         model,
         dtype=torch.float64,

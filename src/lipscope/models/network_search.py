@@ -145,12 +145,11 @@ class Search:
                 "stream and the output; certify one layer."
             )
         if self.view.read is not None:
-            how, of_stream = self.view.read.function, self.view.read.of_stream
+            how, source = self.view.read.function, self.view.read.source
             raise InputError(
                 "A network should depend on its stream by functions that have derivatives, and on "
-                f"its input by the stream alone. Found that `{how}` reads values of "
-                f"{'the stream' if of_stream else 'the input'}: the network may be another one at "
-                "other values; certify one layer."
+                f"its input by the stream alone. Found that `{how}` reads {source}: the network "
+                "may be another one at other times; certify one layer."
             )
         own = self._as_network()
         self.own = own if self.linked else copy.deepcopy(own)

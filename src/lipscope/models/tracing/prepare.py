@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from lipscope.sources import CPU_ALONE
 # setters also overwrite the sub-configurations.
 _CHOICES = ("_attn_implementation_internal", "_experts_implementation_internal")
 _SETTERS = ("set_attn_implementation", "set_experts_implementation")
+_REGISTRY = "ALL_ATTENTION_FUNCTIONS"  # of attention functions by name
 
 
 class _KeepFloat64(TorchFunctionMode):
@@ -250,6 +252,7 @@ def _drops(module: nn.Module) -> bool:
 def _implementations(model: nn.Module, attention: str) -> Iterator[None]:
     """Set one attention implementation everywhere, and plain loops over experts (for float64)."""
     before, wanted = choices(model), (attention, "eager")
+    _check_own_functions({attention, *(one.value for one in before if one.key == _CHOICES[0])})
     try:
         for key, setter, choice in zip(_CHOICES, _SETTERS, wanted, strict=True):
             for part in _outermost(model, setter):
@@ -259,6 +262,19 @@ def _implementations(model: nn.Module, attention: str) -> Iterator[None]:
         yield
     finally:
         _choose(before)
+
+
+def _check_own_functions(names: Iterable[Any]) -> None:
+    """Refuse attention functions that were registered by a user: they may compute anything."""
+    known: Any = getattr(sys.modules.get("transformers.modeling_utils"), _REGISTRY, {})
+    for name in names:
+        function = known.get(name)
+        function = getattr(function, "func", function)  # of a `functools.partial`
+        if function is not None and not f"{function.__module__}.".startswith("transformers."):
+            raise InputError(
+                "The model should compute attention by a function of `transformers`. Found one of "
+                f"`{function.__module__}`, registered as `{name}`; choose `sdpa` or `eager`."
+            )
 
 
 class Choice(NamedTuple):

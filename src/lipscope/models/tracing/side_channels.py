@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,12 +17,21 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_IDS, _VALUES, _STREAM = 1, 2, 3  # sources: token ids, other inputs, the stream
+# Sources: token ids, other inputs, the stream, and whether gradients are recorded.
+_IDS, _VALUES, _STREAM, _MODE = 1, 2, 3, 4
+_SOURCES = {_IDS: "values of the input", _VALUES: "values of the input"}
+_SOURCES |= {_STREAM: "values of the stream", _MODE: "whether gradients are recorded"}
+# Functions by which PyTorch multiplies matrices depend on whether gradients are recorded.
+_OF_MATRICES = (
+    *("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "view", "_unsafe_view", "reshape"),
+    *("expand", "t", "transpose", "permute", "squeeze", "unsqueeze", "clone", "detach", "alias"),
+)
 # Functions that expose the memory of a tensor, or print it, past the dispatcher.
 _OF_MEMORY = (
     *("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "__reduce_ex__", "__repr__"),
-    *("storage", "untyped_storage", "_typed_storage"),
+    *("storage", "untyped_storage", "_typed_storage", "__format__", "apply_", "map_", "map2_"),
 )
+_OF_NUMBERS = ("tensor", "as_tensor", "asarray", "new_tensor")  # they read tensors in lists
 _BY_INDEX = ("index", "index_select", "gather")
 _ACTIVATIONS = ("relu", "gelu", "silu", "sigmoid", "tanh", "erf")
 _HIDDEN = -1e4  # added to a score, this hides it
@@ -36,9 +46,9 @@ class SideChannel(NamedTuple):
     kind: int
 
     @property
-    def of_stream(self) -> bool:
-        """Whether the source is the stream itself."""
-        return self.kind == _STREAM
+    def source(self) -> str:
+        """The source in words."""
+        return _SOURCES[self.kind]
 
 
 class _GoesOnError(BaseException):
@@ -54,19 +64,32 @@ class Watch(TorchDispatchMode):
     Args:
         inputs: The model's inputs, from which the stream is computed.
         turned: Indices of the decisions to invert in this pass.
+        before: The watch of an earlier pass, of which this one may have kept something.
+        grad: Whether gradients are recorded.
     """
 
-    def __init__(self, inputs: Iterable[Tensor], turned: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        inputs: Iterable[Tensor],
+        turned: Iterable[int] = (),
+        before: Watch | None = None,
+        *,
+        grad: bool = True,
+    ) -> None:
         super().__init__()
-        self.inputs, self.turned = tuple(inputs), set(turned)
+        self.inputs, self.turned, self.grad = tuple(inputs), set(turned), grad
+        self.functions = Counter[str]()
+        self.constants: list[tuple[str, Tensor]] = []  # not made here, by the function they meet
         self.goes_on = False  # whether the pass computed anything after a failed check
         self.decisions: list[SideChannel] = []
         self.used: SideChannel | None = None  # the first side channel other than a decision
         self.taken: list[tuple[str, Tensor]] = []  # inputs of activations, by name
         self._in_attention = 0
         self._ended = False  # whether a check has failed
+        self._streams = set[int]()  # storages of the stream and its differentiable functions
         # By storage: tensors that carry values of a source (kept alive), and that source.
-        self._heard: dict[int, tuple[Tensor, int]] = {}
+        self._heard: dict[int, tuple[Tensor, int]] = {} if before is None else {**before._heard}
+        self._made: dict[int, Tensor] = {}  # by storage, of this pass
         for one in self.inputs:
             self._hear(one, _VALUES if one.is_floating_point() else _IDS)
 
@@ -82,10 +105,19 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
-            return self._called(func, args, kwargs or {})
+            name, kwargs = func.overloadpacket.__name__, kwargs or {}
+            given = [*tensors_inside((*args, *kwargs.values()))]
+            self.functions[name] += name not in _OF_MATRICES
+            out = self._called(func, name, given, args, kwargs)
+            before = {_place(one) for one in given if name != "lift_fresh"}
+            self._made |= {
+                at: one for one in tensors_inside((out,)) if (at := _place(one)) not in before
+            }
+            return out
 
-    def _called(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        given, name = [*_tensors((*args, *kwargs.values()))], func.overloadpacket.__name__
+    def _called(
+        self, func: Any, name: str, given: list[Tensor], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
         kind = max(map(self.kind, given), default=0)
         if not kind or name.endswith("_like") or name.startswith("new_"):
             return func(*args, **kwargs)
@@ -96,15 +128,22 @@ class Watch(TorchDispatchMode):
         if live and name.rstrip("_") in _ACTIVATIONS:
             by_tanh = "_tanh" * (kwargs.get("approximate") == "tanh")
             self.taken.append((name.rstrip("_") + by_tanh, args[0].detach().clone()))
-        for one in given if live else ():
-            if not one.requires_grad and not self._may_join(name, one):
+        for one in (one for one in given if live and not one.requires_grad):
+            if not self._may_join(name, one):
                 self.use(name, self.kind(one))
+            elif not self.kind(one) and _place(one) not in self._made:
+                self.constants.append((name, one))
+        recorded = live and torch.is_grad_enabled()
+        if not recorded and any(_place(t) in self._streams for t in _written(func, args, kwargs)):
+            self.use(name, _STREAM)  # another name of its memory
         out = func(*args, **kwargs)
         if torch.Tag.data_dependent_output in func.tags:
             return self._decided(name, kind, out)
         if torch.Tag.dynamic_output_shape in func.tags and name not in _BY_INDEX:
             self.use(name, kind)
-        made = [*_tensors((out,))] or (given if func._schema.is_mutable else [])
+        made = [*tensors_inside((out,))] or (given if func._schema.is_mutable else [])
+        streams = (*made, *(one for one in given if one.requires_grad)) if recorded else ()
+        self._streams.update(_place(one) for one in streams if one.is_floating_point())
         for one in made:
             self._hear(one, kind)
             if live and one.is_floating_point() and one.dtype.itemsize < 8:
@@ -159,8 +198,10 @@ class _Memory(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         with torch._C.DisableTorchFunction():
-            given = _tensors(args[:1]) if name in _OF_MEMORY else ()
-            if kind := max(map(self.watch.kind, given), default=0):
+            some = args[:1] if name in _OF_MEMORY else ()
+            if name in _OF_NUMBERS:
+                some = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, list | tuple)]
+            if kind := max(map(self.watch.kind, tensors_inside(some)), default=0):
                 self.watch.use(name, kind)
         return func(*args, **(kwargs or {}))
 
@@ -201,7 +242,33 @@ def side_channel(
             same = bool(turned) and decided and other.used is None and alike(y, out)
         if not same:
             return first.decisions[by_ids[0]]
-    return None
+    return _changed(first, again)
+
+
+def _changed(first: Watch, again: Callable[[Watch], Tensor]) -> SideChannel | None:
+    """What is another function, or a constant from elsewhere, in the next pass."""
+    second = Watch(first.inputs, before=first)
+    again(second)
+    if second.used:
+        return second.used
+    pairs = itertools.zip_longest(first.constants, second.constants)
+    other = next((one or two for one, two in pairs if _address(one) != _address(two)), None)
+    if other is not None:
+        return SideChannel(other[0], _STREAM)  # it was made out of sight
+    third = Watch(first.inputs, grad=False)
+    again(third)
+    some = (second.functions - third.functions) + (third.functions - second.functions)
+    return next((SideChannel(_SAID.get(name, name), _MODE) for name in some), None)
+
+
+def _address(constant: tuple[str, Tensor] | None) -> tuple[int, int] | None:
+    """The memory of a constant, and how often it was written; the same if it has none."""
+    if constant is None:
+        return None
+    try:
+        return constant[1].data_ptr(), constant[1]._version
+    except (RuntimeError, NotImplementedError):
+        return 0, 0
 
 
 def _raises(again: Callable[[Watch], Tensor], watch: Watch) -> bool:
@@ -213,18 +280,27 @@ def _raises(again: Callable[[Watch], Tensor], watch: Watch) -> bool:
     return False
 
 
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors that a function writes into."""
+    given = itertools.zip_longest(func._schema.arguments, args[: len(func._schema.arguments)])
+    for one, value in given:
+        if one.alias_info is not None and one.alias_info.is_write:
+            yield from tensors_inside((kwargs.get(one.name, value),))
+
+
 def _place(x: Tensor) -> int:
     try:
-        return x.untyped_storage()._cdata
+        return x.untyped_storage().data_ptr() or -id(x)
     except (RuntimeError, NotImplementedError):  # it has no storage
         return -id(x)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_inside(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among values, and in their lists, tuples and dictionaries."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_inside(value)
         elif isinstance(value, dict):
-            yield from _tensors(value.values())
+            yield from tensors_inside(value.values())

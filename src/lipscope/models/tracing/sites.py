@@ -242,7 +242,8 @@ def known_families() -> list[Family]:
 
 _PLUGINS = "lipscope.families"
 _PLAIN = ("torch.nn.", "transformers.pytorch_utils")
-_OWN = ("torch.nn.", "transformers.models.")  # norms, position embeddings
+# They compute nothing in eval mode, or hold others, such as parametrizations.
+_SILENT = (nn.Dropout, nn.Identity, nn.ModuleDict, nn.ModuleList)
 
 
 def family(
@@ -274,13 +275,19 @@ def reader_of(module: nn.Module) -> WeightReader | None:
     if reader is None:
         load_plugins(_PLUGINS)
         reader = _reader_named(kind)
-    plain = all(map(is_plain, linears(module)))
-    plain = plain and all(
-        is_linear(c) or type(c).__module__.startswith(_OWN)
-        for c in module.children()
-        if hasattr(c, "weight")
-    )
+    plain = all(map(is_plain, linears(module))) and all(map(_is_usual, module.children()))
     return reader if plain else None
+
+
+def _is_usual(child: nn.Module) -> bool:
+    """Whether a child of attention is none that replaced another: an activation as dropout, say."""
+    if isinstance(child, nn.Sequential):
+        return all(map(_is_usual, child))
+    home = type_before_parametrizations(child).__module__
+    if is_linear(child) or home.startswith(("transformers.", "lipscope.")):
+        return True
+    torchs = home.startswith("torch.nn.")
+    return torchs and (hasattr(child, "weight") or isinstance(child, _SILENT))
 
 
 def _reader_named(kind: type) -> WeightReader | None:
