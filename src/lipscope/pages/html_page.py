@@ -247,7 +247,7 @@ def _solver(rows: Sequence[Measurement]) -> str:
         ends = "each interval holds with probability at least 1 − δ over its random start, δ = "
         ends += " or ".join(f"{delta:g}" for delta in sorted(deltas))
     else:
-        method, ends = _OTHER[metric]
+        method, ends = _OTHER.get(metric, ("a method of its own", "its ends are as stored"))
     lower = any(row.upper is None for row in known)
     left = "a value without an upper end" if deltas else "each value"
     return method + f"; {ends}" * bool(deltas) + f"; {left} is a lower bound (≥)" * lower
