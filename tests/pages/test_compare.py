@@ -334,7 +334,7 @@ def test_edits_and_gains_reach_the_page(tmp_path: Path) -> None:
 def test_certified_radii_reach_the_page(tmp_path: Path) -> None:
     data = Content([read_run(decided(written(tmp_path / "run", grown(1))))]).as_plain()
     (one,) = data["decided"]
-    assert (one["decision"], one["margin"]) == ("good", 0.5)
+    assert (one["decision"], one["margin"], one["n"]) == ("good", 0.5, row(layer=0).num_tokens)
     assert [(t["text"], t["radius"]) for t in one["tokens"]] == [("[CLS]", 0.4812), ("cat", 0.2)]
     ball = {"ball": "joint", "count": 2, "words": 3, "radius": 0.1, "attack": 0.9}
     each = ball | {"ball": "each", "radius": None}

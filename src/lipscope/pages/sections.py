@@ -261,7 +261,11 @@ def decided_of(
     every = (one for run in runs for one in run.contents(RADII).values())
     known = [one for one in every if one.get("id") in settings]
     found = grouped(known, lambda one: tuple(one.get(name) for name in _DECISION))
-    return [_decision_record(settings[some[0]["id"]][0], some) for some in found.values()]
+    lengths = dict(pair for run in runs for pair in run.rows.select("id", "num_tokens").iter_rows())
+    return [
+        {"n": lengths[id]} | _decision_record(settings[id][0], some)
+        for (id, _), some in found.items()
+    ]
 
 
 _DECISION = ("id", "question")
@@ -273,6 +277,7 @@ def _decision_record(s: int, some: Sequence[Mapping[str, Any]]) -> dict[str, Any
     return {
         "s": s,
         "sample": first["sample"],
+        "at_layer": first["at_layer"],
         "by": first["by"],
         "decision": first["decision_name"],
         "rival": least["rival_name"],
