@@ -420,7 +420,12 @@ def test_windows_are_distinct_and_fewer_are_said(caplog):
     assert [r.num_tokens for r in rows] == [6, 20]  # one place for 20 letters among 20
     rows = ls.measure(model, letters, lengths=[16], samples=10)
     assert len(rows) == len({r.tokens_sha256 for r in rows}) == 5
-    assert "fewer distinct windows than `samples = 10`: 1 of 6 tokens, 1 of 20" in caplog.text
+    assert "`samples = 10`, fewer are distinct: 1 of 6 tokens, 1 of 20" in caplog.text
+    # The text has four distinct windows of three letters; two that are spread over it are equal.
+    repeats = "abcdabc"
+    assert len(ls.measure(model, repeats, lengths=[3], samples=2)) == 1
+    assert len(ls.measure(model, repeats, lengths=[3], samples=5)) == 4
+    assert "`samples = 2`, fewer are distinct: 1 of 3 tokens" in caplog.text
     assert len(ls.measure(model, "ab" * 50, lengths=[7], samples=10)) == 2
 
 

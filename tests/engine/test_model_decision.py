@@ -167,6 +167,20 @@ def test_layers_alone_and_later_streams(tmp_path: Path) -> None:
     assert later.certify(ball="token", token=0).words_within is None
 
 
+def test_a_causal_mask_is_that_of_the_decision_and_of_the_network() -> None:
+    """With it nothing that later tokens do reaches the first one; without it something does."""
+    sizes = "hidden_size=8,num_attention_heads=2,num_hidden_layers=2,intermediate_size=16"
+    model = ls.load_model(f"random:bert:{sizes}")
+    how: dict[str, Any] = {"between": ["numbers", "classes"], "pool": "first"}
+    for causal in (True, None):
+        decision = model.decision("three words here", causal=causal, **how)
+        moved = decision.x.clone()
+        moved[1:] += torch.randn_like(moved[1:])
+        for one in (decision.network, model.as_network("three words here", causal=causal)):
+            same = torch.equal(one(moved).reshape(-1, 2)[0], one(decision.x).reshape(-1, 2)[0])
+            assert same is (causal is True)
+
+
 def test_a_run_folder_keeps_radii_beside_the_margin_s_sigma(
     tmp_path: Path, monkeypatch: Any
 ) -> None:

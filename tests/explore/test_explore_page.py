@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import threading
@@ -208,7 +209,13 @@ def test_a_second_model_stands_beside_the_first(browser: Browser, pair: Server) 
             low, high = map(float, text.strip("[]").split(", "))
             assert row.sigma == pytest.approx(low, rel=1e-3) and (row.upper or 0.0) <= high
     assert page.locator("#layers i.beside.dot:visible").count() == 2
-    assert page.inner_text("#differs").endswith(("there.", "shown."))
+    most = re.match(
+        r"Layer (\d) differs most: sigma is (\S+) here and (\S+) there, ",
+        page.inner_text("#differs"),
+    )
+    assert most is not None
+    for text, given in zip(shown[int(most[1])][1:3], most.groups()[1:], strict=True):
+        assert float(given) == pytest.approx(float(text.strip("[]").split(", ")[0]), rel=5e-3)
     window.choose("Model", OTHER)
     assert window.rows() == said(measured(TEXT, OTHER))
     assert page.inner_text("#model-name") == OTHER
@@ -329,6 +336,42 @@ def test_numbers_of_another_text_are_pale_where_one_is_refused(opened: Opened) -
     until(lambda: opened.page.locator("#layers tbody tr:not(.rough)").count() == 0)
     assert opened.page.locator("#layers tbody tr").count() == 3
     assert opened.page.inner_text("#counted") == "–"
+
+
+def test_what_is_open_besides_goes_with_a_text_that_is_refused(opened: Opened) -> None:
+    page = opened.page
+    page.click("#panels >> text=Compare")
+    page.fill("#beside", "Somebody came early.")
+    page.wait_for_selector("#differences tbody tr:nth-child(3)")
+    page.fill("#text", "")
+    page.wait_for_selector("#problem:not([hidden])")
+    until(lambda: not page.locator("#layers i.beside.dot:visible").count())
+    assert page.inner_text("#differs") == "" == page.inner_text("#differences")
+    page.click("#panels >> text=Keep")
+    assert page.input_value("#python") == ""
+    opened.type("It was late.")
+    assert "It was late." in page.input_value("#python")
+
+
+def test_heads_of_another_question_are_pale(opened: Opened) -> None:
+    page, pale = opened.page, opened.page.locator("#heads tbody tr.rough")
+    page.click("text=Single heads")
+    page.wait_for_selector("#heads tbody tr:not(.rough):nth-child(3)")
+    page.fill("#text", "")
+    until(lambda: pale.count() == 3)
+    opened.type("Nobody came late.")
+    until(lambda: not pale.count())
+    page.evaluate("ask = () => {}; chooseLayer(state.layer === 0 ? 1 : 0)")
+    assert pale.count() == 3
+
+
+def test_an_answer_that_ends_early_says_that_the_server_is_gone(opened: Opened) -> None:
+    begun = 'data: {"event": "asked", "length": 3, "cut": false, "python": "", "command": ""}\n\n'
+    how = {"content_type": "text/event-stream", "body": begun}
+    opened.page.route("**/ask", lambda route: route.fulfill(**how))
+    opened.page.fill("#text", "Nobody answers.")
+    opened.page.wait_for_selector("#problem:not([hidden])")
+    assert "lipscope explore has ended" in opened.page.inner_text("#problem")
 
 
 def test_a_link_brings_back_every_control(browser: Browser, pair: Server) -> None:

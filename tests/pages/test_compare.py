@@ -334,7 +334,7 @@ def test_edits_and_gains_reach_the_page(tmp_path: Path) -> None:
 def test_certified_radii_reach_the_page(tmp_path: Path) -> None:
     data = Content([read_run(decided(written(tmp_path / "run", grown(1))))]).as_plain()
     (one,) = data["decided"]
-    assert (one["decision"], one["margin"]) == ("good", 0.5)
+    assert (one["decision"], one["margin"], one["n"]) == ("good", 0.5, row(layer=0).num_tokens)
     assert [(t["text"], t["radius"]) for t in one["tokens"]] == [("[CLS]", 0.4812), ("cat", 0.2)]
     ball = {"ball": "joint", "count": 2, "words": 3, "radius": 0.1, "attack": 0.9}
     each = ball | {"ball": "each", "radius": None}
@@ -345,8 +345,13 @@ def test_two_questions_with_one_answer_stand_apart_on_the_page(tmp_path: Path) -
     folder = decided(written(tmp_path / "run", grown(1)))
     (held, *_) = read_run(folder).contents("radii").values()
     names = ["bad", "x", "y"]
-    valued(folder, "radii", [held | {"question": n, "rival_name": n} for n in names[1:]])
+    places: list[dict[str, Any]] = [{"at_layer": 2}, {"at_layer": 2, "map": "attention"}]
+    more = [
+        held | {"question": n, "rival_name": n} | p for n, p in zip(names[1:], places, strict=True)
+    ]
+    valued(folder, "radii", more)
     found = Content([read_run(folder)]).as_plain()["decided"]
+    assert [one["place"] for one in found] == ["", "from the input of layer 2 on", "layer 2"]
     assert [(one["decision"], one["rival"]) for one in found] == [("good", n) for n in names]
 
 

@@ -29,7 +29,7 @@ from lipscope.pages.content import Content, headlines
 from lipscope.pages.figures import training_charts
 from lipscope.pages.html_page import bibliography, methods
 from lipscope.pages.points import axes, items_of, points_of, training_of
-from rows import row, write_lines
+from rows import bound_of, row, write_lines
 
 KINDS = ["sigma", "growth", "exponents", "slopes", "radius-n", "rank", "sigma-radius", "text"]
 
@@ -134,6 +134,25 @@ def test_sources_are_quoted_with_their_bibtex(page: str) -> None:
     assert "Statement of local_norms (local_norms)" in shown  # derived here: no entry
     assert "Statement of kim_thm_3_1" not in shown  # it has no value
     assert len(bibliography()) > 15
+
+
+def test_a_changed_mask_is_part_of_the_model_s_name(tmp_path: Path) -> None:
+    weights = "random, seed 0, with a causal mask"
+    run = written(tmp_path / "run", [replace(one, weights=weights) for one in grown()])
+    (said,) = methods(items_of([read_run(run)]))
+    assert "of minilm · with a causal mask (3 layers)" in said
+
+
+def test_radii_of_decisions_are_one_source(tmp_path: Path) -> None:
+    (one, *_) = rows = grown(1)
+    about = {"kind": "radius", "cite": "derived here"}
+    some = [
+        bound_of(one, theorem=f"decision_token_{k}", statement=f"a{k} stays", **about)
+        for k in range(3)
+    ]
+    shown = Rows(rows, bounds=some).show().html
+    shown = shown[shown.index('<section id="references">') : shown.index("</main>")]
+    assert shown.count("the radius of a decision") == 1 and "a1 stays" not in shown
 
 
 def test_the_methods_sentence_says_what_was_measured(tmp_path: Path) -> None:

@@ -313,10 +313,10 @@ def _check_options(
         raise InputError(f"`bias` should be True, False or None. Found `bias = {bias!r}`.")
     names = [n for n in taken if n not in ("heads", "groups", *_WEIGHTS, *_BIASES)]
     if unknown := [name for name in options if name not in names]:
-        known = f"among {', '.join(names)}" if names else "left out"
+        known = f"`{'`, `'.join(names)}` as options" if names else "no options"
         raise InputError(
-            f"Options of {kind.__name__} should be {known}. "
-            f"Found `{unknown[0]} = {options[unknown[0]]!r}`."
+            f"{kind.__name__} takes {known}. Found `{unknown[0]} = {options[unknown[0]]!r}`; "
+            "leave it out."
         )
     needed = [n for n in names if taken[n].default is inspect.Parameter.empty and n not in options]
     if needed:

@@ -325,8 +325,11 @@ def one_sample(
     sample: int,
     options: Mapping[str, Any],
     verb: str,
-) -> Sample:
-    """The input of a verb: a whole text, a window of it, or an entry of a batch."""
+) -> tuple[ReadyModel, Sample]:
+    """The input of a verb: a whole text, a window of it, or an entry of a batch.
+
+    The model is the given one with the requested mask.
+    """
     sample = argument(whole_number(0, 100_000), "sample", sample)
     asked = {name: value for name, value in options.items() if value is not None}
     if asked.get("map", "model") != "model":
@@ -339,7 +342,7 @@ def one_sample(
     else:
         asked |= of_one_window(data, asked, length, sample)
     run = LocalRun(model, data, asked, Verb(verb, OF_QUESTION, "float64"))
-    return run.samples([sample])[0]
+    return run.model, run.samples([sample])[0]
 
 
 def check_double(asked: Mapping[str, Any]) -> None:

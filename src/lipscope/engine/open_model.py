@@ -168,9 +168,9 @@ class OpenModel(Shown, ReadyModel):
         Raises:
             InputError: If there is no such decision, or the model is not read in closed form.
         """
-        item = one_sample(self, data, length, sample, options, "decision")
+        model, item = one_sample(self, data, length, sample, options, "decision")
         return decision_at(
-            self,
+            model,
             item,
             decides_by(between, read_out),
             pool=pool,
@@ -199,8 +199,8 @@ class OpenModel(Shown, ReadyModel):
         """
         if isinstance(self.model, Attention):
             return Chain((Branch(self.model, skip=False),))
-        item = one_sample(self, data, length, sample, options, "as_network")
-        whole = self.in_memory("A bound of a model").loaded
+        model, item = one_sample(self, data, length, sample, options, "as_network")
+        whole = model.in_memory("A bound of a model").loaded
         return read_parts(with_own_head(whole), item.arguments)[0]
 
     def explore(self, text: str | None = None) -> Any:

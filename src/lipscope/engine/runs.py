@@ -470,7 +470,7 @@ def surveyed(
 
 
 def tell_fewer(spec: Spec, survey: Survey) -> None:
-    """Report texts with fewer distinct windows than requested."""
+    """Report texts of whose windows some are equal, or coincide."""
     if spec.samples is None or spec.images is not None or spec.lengths is None:
         return
     for name, items in survey.items.items():
@@ -479,8 +479,8 @@ def tell_fewer(spec: Spec, survey: Survey) -> None:
         if fewer:
             which = ", ".join(f"{count} of {n} tokens" for n, count in sorted(fewer.items()))
             remark(
-                f"The text{f' `{name}`' * bool(name)} has fewer distinct windows than "
-                f"`samples = {spec.samples}`: {which}. Each is measured once."
+                f"Of the windows of the text{f' `{name}`' * bool(name)} for `samples = "
+                f"{spec.samples}`, fewer are distinct: {which}. Each is measured once."
             )
 
 

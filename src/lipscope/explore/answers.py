@@ -289,7 +289,7 @@ def _certified(model: OpenModel, asked: Question, check: Check, tell: Tell) -> I
             tell({"event": "progress", "text": text})
 
     with _Interruptible(check):
-        found = model.decision(asked.text, between=asked.texts or None)
+        found = model.decision(asked.text, between=asked.texts or None, causal=_MASKS[asked.mask])
     yield {"event": "decision", **{name: getattr(found, name) for name in _DECIDED}}
     ball: Any = asked.ball
     for tokens in found.groups(ball, None):

@@ -133,16 +133,20 @@ def _layer_colours(count: int) -> str:
 
 
 def _counts_in_words(content: Content) -> str:
-    rows = f"{len(content.items):,} measurements"
-    bounds = f", {len(content.bounds):,} bounds" if content.bounds else ""
+    rows = _counted(len(content.items), "measurement")
+    bounds = f", {_counted(len(content.bounds), 'bound')}" if content.bounds else ""
     count = sum(run.path.is_dir() for run in content.runs)  # others are in memory
-    folders = f" from {count} folder{'s' * (count > 1)}" if count else ""
+    folders = f" from {_counted(count, 'folder')}" if count else ""
     dates = sorted(
         str(run.manifest.get("provenance", {}).get("started", ""))[:10] for run in content.runs
     )
     when = " to ".join(dict.fromkeys(d for d in (dates[0], dates[-1]) if d))
     measured = f", measured {when}" if when else ""
     return f"{rows}{bounds}{folders}{measured}; written by lipscope {version()}."
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def _provenance(content: Content) -> str:
@@ -154,16 +158,16 @@ def _provenance(content: Content) -> str:
     )
     more = ", with those of all directions and the bounds of their angles," if parts else ""
     hold = f"{intervals_of(rows, parts).sentence(more)} Their failure probabilities are added up."
-    texts = [f"<p>{len(rows):,} rows: {html.escape(status)}. {hold}</p>"]
+    texts = [f"<p>{_counted(len(rows), 'row')}: {html.escape(status)}. {hold}</p>"]
     errors = Counter(row.error for row in rows if row.error)
     texts += [
-        f'<p class="notice">{count:,} row{"s" * (count > 1)} failed: {html.escape(error)}</p>'
+        f'<p class="notice">{_counted(count, "row")} failed: {html.escape(error)}</p>'
         for error, count in errors.most_common(10)
     ]
     for k, run in enumerate(content.runs):
         texts.append(
-            f"<h3>{html.escape(str(run.path))}</h3><p class='quiet'>{len(run.rows):,} "
-            f"measurements, {len(run.bounds):,} bounds</p>"
+            f"<h3>{html.escape(str(run.path))}</h3><p class='quiet'>"
+            f"{_counted(len(run.rows), 'measurement')}, {_counted(len(run.bounds), 'bound')}</p>"
         )
         for part, values in run.manifest.items():
             if isinstance(values, Mapping):
@@ -192,7 +196,10 @@ def _sources(bounds: Sequence[Bound]) -> str:
     used = {ALWAYS: {"Local Lipschitz constant (Section 3)": None}}
     for bound in bounds:
         if bound.cite and bound.applicable:
-            used.setdefault(bound.cite, {})[f"{bound.statement} ({bound.theorem})"] = None
+            # A radius states the answer of its own text: one entry for all.
+            stated = f"{bound.statement} ({bound.theorem})"
+            stated = "the radius of a decision" if bound.kind == "radius" else stated
+            used.setdefault(bound.cite, {})[stated] = None
     for cite, statements in used.items():
         parts.append(f"<h3>{html.escape(cite)}</h3><p>{html.escape('; '.join(statements))}</p>")
         if cite in entries:

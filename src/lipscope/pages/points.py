@@ -181,6 +181,7 @@ def _model_names(rows: Iterable[Measurement]) -> dict[tuple[Any, ...], str]:
     names: dict[tuple[Any, ...], str] = {}
     for model, ways in versions.items():
         varied = [len(set(words)) > 1 for words in zip(*ways.values(), strict=True)]
+        varied[_MASK] = True  # always named, as it is not the model itself
         for key, words in ways.items():
             names[key] = " · ".join([model, *filter(None, compress(words, varied))])
     return names
@@ -191,11 +192,17 @@ _version = attrgetter(
 )
 
 
+_MASK = 3  # place of an added or removed mask in the words
+
+
 def _version_words(row: Measurement) -> list[str]:
+    weights = row.weights.split(", ")
+    mask = weights.pop() if weights[-1].endswith(" a causal mask") else ""
     return [
         "" if row.step is None else f"step {row.step}",
         row.revision or "",
-        row.weights,
+        ", ".join(weights),
+        mask,
         "" if row.side == "self" else f"side {row.side}",
         f"positions from {row.position_offset}" if row.position_offset else "",
         row.dtype,

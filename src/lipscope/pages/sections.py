@@ -263,7 +263,11 @@ def decided_of(
     every = (one for run in runs for one in run.contents(RADII).values())
     known = [one for one in every if one.get("id") in settings]
     found = grouped(known, lambda one: tuple(one.get(name) for name in _DECISION))
-    return [_decision_record(settings[some[0]["id"]][0], some) for some in found.values()]
+    lengths = dict(pair for run in runs for pair in run.rows.select("id", "num_tokens").iter_rows())
+    return [
+        {"n": lengths[id]} | _decision_record(settings[id][0], some)
+        for (id, _), some in found.items()
+    ]
 
 
 _DECISION = ("id", "question")
@@ -275,6 +279,7 @@ def _decision_record(s: int, some: Sequence[Mapping[str, Any]]) -> dict[str, Any
     return {
         "s": s,
         "sample": first["sample"],
+        "place": _decided_place(first),
         "by": first["by"],
         "decision": first["decision_name"],
         "rival": least["rival_name"],
@@ -295,6 +300,13 @@ def _decision_record(s: int, some: Sequence[Mapping[str, Any]]) -> dict[str, Any
         ],
         "stopped": any(one["stopped"] for one in some),
     }
+
+
+def _decided_place(one: Mapping[str, Any]) -> str:
+    """Which part decides, in words; "" for the whole model."""
+    if one.get("map") == "attention":
+        return f"layer {one['at_layer']}"
+    return f"from the input of layer {one['at_layer']} on" if one["at_layer"] else ""
 
 
 def _ball_record(one: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ const NAMES = ["model", "map", "metric", "move", "read", "mask"];
 // --- asking ------------------------------------------------------------------------------
 
 const running = new Map();
+const ENDED = { event: "error", text: "lipscope explore has ended: start it again." };
 // Calls `tell` with every event of an answer; a newer question of the same kind replaces it.
 async function ask(part, question, tell) {
   running.get(part)?.abort();
@@ -21,15 +22,21 @@ async function ask(part, question, tell) {
       headers: { "content-type": "application/json" }, body: JSON.stringify({ window: SELF, part, ...question }) });
     if (!answer.ok) return mine() && tell({ event: "error", text: await answer.text() });
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-    for (let held = "";;) {
+    for (let [held, last] = ["", ""];;) {
       const { done, value } = await reader.read();
-      if (done || !mine()) return undefined;
+      if (!mine()) return undefined;
+      if (done) return ["done", "error"].includes(last) ? undefined : tell(ENDED);
       const parts = (held + value).split("\n\n");
       held = parts.pop();
-      for (const part of parts) if (part.startsWith("data: ") && mine()) tell(JSON.parse(part.slice(6)));
+      for (const part of parts) {
+        if (!part.startsWith("data: ") || !mine()) continue;
+        const event = JSON.parse(part.slice(6));
+        last = event.event;
+        tell(event);
+      }
     }
   } catch (problem) {
-    if (problem.name !== "AbortError" && mine()) tell({ event: "error", text: "lipscope explore has ended: start it again." });
+    if (problem.name !== "AbortError" && mine()) tell(ENDED);
   }
   return undefined;
 }
@@ -44,12 +51,14 @@ function askAll() {
   for (const [part, one] of running) if (part !== "all") one.abort();  // they concern the previous text
   remember();
   stale();
+  staleHeads();
   const fresh = { layers: new Map(), asked: null, done: false };
   const before = () => (seen.done ? { ...seen, before: null } : seen.before);
   ask("all", question(), (event) => {
     if (event.event === "error") {  // what stands there is about another question
       seen = { layers: new Map(), done: false, before: before() };
       $("counted").textContent = "–";
+      clearPanels();
       soon();
       return problem(event.text);
     }
@@ -225,11 +234,22 @@ function askMore() {
   askPanel();
 }
 
+// Heads of another question are pale until those of this one arrive.
+let headsOf = "";
+const headsAsked = () => JSON.stringify({ ...question(), layer: state.layer });
+function staleHeads() {
+  if (headsOf === headsAsked()) return;
+  for (const line of $("heads").tBodies[0].children) Object.assign(line, { className: "rough", shown: undefined });
+}
+
 function askHeads() {
   $("of-heads").hidden = !state.heads;
+  staleHeads();
   if (!state.heads || state.layer === null) return running.get("heads")?.abort();
   $("heads-title").textContent = `Heads of ${layerName(state.layer)}`;
+  const asked = headsAsked();
   ask("heads", { ...question(), layer: state.layer, heads: true }, (event) => {
+    if (event.event === "rows") headsOf = asked;
     if (event.event === "error") { $("heads").tBodies[0].replaceChildren(); $("heads-title").textContent = event.text; return; }
     const some = event.event === "rough" ? event.ends.map((rough) => ({ rough }))
       : event.event === "rows" ? event.rows.map((row) => ({ row, words: event.words })) : [];
@@ -274,12 +294,21 @@ function drawBeside() {
   const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}`;
   $("differs").textContent = !second.layers.size ? "Write a second text." : !both.length ? "No layer has a number in both." : !most
     ? `At all ${both.length} layers the intervals meet: no difference is shown.`
-    : `${sentence(layerName(most[0]))} differs most: sigma ${number(most[2].sigma, 3)} beside ${number(most[1].sigma, 3)}, ${number(ratio(most), 3)} times as large; `
+    : `${sentence(layerName(most[0]))} differs most: sigma is ${number(most[1].sigma, 3)} here and ${number(most[2].sigma, 3)} there, ${number(ratio(most), 3)} times as large; `
       + `the intervals are apart at ${both.filter(apart).length} of ${both.length} layers. The largest is ${layerName(here)} here`
       + `${here === there ? " as there." : `, ${layerName(there)} there.`}`;
   list("differences", both, [["layer", ([layer]) => layer ?? "all", "row"], ["this", ([, a]) => ends(a), "number"],
     ["beside", ([, , b]) => ends(b), "number"], ["ratio", (one) => number(ratio(one), 3), "number"], ["", (one) => (apart(one) ? "" : "the intervals meet")]]);
   return drawSeen();
+}
+
+// What the panels show is about one question: it goes when the next one is refused.
+function clearPanels() {
+  second = { layers: new Map(), done: true };
+  $("differs").textContent = "";
+  fill("differences");
+  $("pushed").hidden = $("words").hidden = true;
+  drawKeep();
 }
 
 const PANELS = [["push", "Push it"], ["compare", "Compare"], ["certify", "Certify"], ["keep", "Keep"]];

@@ -1,7 +1,7 @@
 // What taking tokens apart gains beside moving them.
 $("gains").hidden = !D.gains.length;
 const gain = () => D.gains[state.taken] ?? D.gains[0];
-const gainName = (g) => `${D.settings[g.s].model}, layer ${g.layer}, window ${g.sample}`;
+const gainName = (g) => `${D.settings[g.s].model}, layer ${g.layer}, ${g.n} tokens, window ${g.sample}`;
 const gainEnds = (r) => ends({ sigma: r.gain, upper: r.upper });
 const gainWay = (r) => (r.way === "split" ? "taken apart" : "moved");
 registerMarks("y", D.gains.flatMap((g) => g.tokens), () => null,
