@@ -316,11 +316,29 @@ def of_a_derivative(at: Any, h: Tensor) -> Tensor:
     return h + at.down(y) + slope[..., :1] * AIM.to(h)
 
 
+def aimed(at: Any, h: Tensor, units: slice) -> Tensor:
+    """Units that no normed token which is tried moves."""
+    at.up.weight.data[units], at.up.bias.data[units] = AIM.to(h), -2.7
+    at.down.bias.data.zero_()
+    return RELU(at.up(at.norm(h)))
+
+
+def of_a_unit(at: Any, h: Tensor) -> Tensor:
+    y = aimed(at, h, slice(1))
+    return h + at.down(y) + 99 * y[..., :1]
+
+
+def of_a_factor(at: Any, h: Tensor) -> Tensor:
+    return h + 99 * at.down(aimed(at, h, slice(None)))
+
+
 OF_MODULES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "weights": (of_weights, "Found `LinalgVectorNorm, .*Softmax`"),
     "a tuple": (of_a_tuple, "Found `LinalgVectorNorm, .*Softmax`"),
     "other keys": (of_other_keys, "Found `Softmax`"),
     "a derivative": (of_a_derivative, "Found `TanhBackward`"),
+    "a unit": (of_a_unit, "with other activations"),
+    "a factor": (of_a_factor, "with other activations"),
 }
 
 

@@ -283,9 +283,10 @@ def _is_usual(child: nn.Module) -> bool:
     """Whether a child of attention is none that replaced another: an activation as dropout, say."""
     if isinstance(child, nn.Sequential):
         return all(map(_is_usual, child))
-    if is_linear(child) or type(child).__module__.startswith(("transformers.", "lipscope.")):
+    written = type_before_parametrizations(child).__module__
+    if is_linear(child) or written.startswith(("transformers.", "lipscope.")):
         return True
-    torchs = type(child).__module__.startswith("torch.nn.")
+    torchs = written.startswith("torch.nn.")
     return torchs and (hasattr(child, "weight") or isinstance(child, _SILENT))
 
 
