@@ -39,7 +39,8 @@ from lipscope.models.tracing.calls import Trace
 from lipscope.models.tracing.map_endpoints import LayerMap
 from lipscope.models.tracing.maps import build_map
 from lipscope.models.tracing.prepare import implementation_for, prepared, swapped
-from lipscope.models.tracing.recorder import Inputs, each_tensor, kept_between_passes, to_device
+from lipscope.models.tracing.recorder import Inputs, each_tensor, to_device
+from lipscope.models.tracing.side_channels import kept_between_passes
 from lipscope.models.tracing.sites import (
     AttentionCall,
     attention_sites,
