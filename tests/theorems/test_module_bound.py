@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -312,8 +313,25 @@ def of_other_keys(at: Any, h: Tensor) -> Tensor:
 
 def of_a_derivative(at: Any, h: Tensor) -> Tensor:
     z = at.up(at.norm(h))
-    y, slope = torch.func.jvp(torch.tanh, (z,), (torch.ones_like(z),))
+    of: Any = torch.func.jvp(torch.tanh, (z,), (torch.ones_like(z),))
+    y, slope = of
     return h + at.down(y) + slope[..., :1] * AIM.to(h)
+
+
+def aimed(at: Any, h: Tensor, units: slice) -> Tensor:
+    """Units that no normed token which is tried moves."""
+    at.up.weight.data[units], at.up.bias.data[units] = AIM.to(h), -2.7
+    at.down.bias.data.zero_()
+    return RELU(at.up(at.norm(h)))
+
+
+def of_a_unit(at: Any, h: Tensor) -> Tensor:
+    y = aimed(at, h, slice(1))
+    return h + at.down(y) + 99 * y[..., :1]
+
+
+def of_a_factor(at: Any, h: Tensor) -> Tensor:
+    return h + 99 * at.down(aimed(at, h, slice(None)))
 
 
 OF_MODULES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
@@ -321,6 +339,8 @@ OF_MODULES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a tuple": (of_a_tuple, "Found `LinalgVectorNorm, .*Softmax`"),
     "other keys": (of_other_keys, "Found `Softmax`"),
     "a derivative": (of_a_derivative, "Found `TanhBackward`"),
+    "a unit": (of_a_unit, "with other activations"),
+    "a factor": (of_a_factor, "with other activations"),
 }
 
 
@@ -347,13 +367,21 @@ def test_checks_are_no_part_of_a_network() -> None:
     assert found == plain
 
 
-@pytest.mark.parametrize("how", ["a number", "the first input", "a buffer", "a list"])
+@pytest.mark.parametrize(
+    "how", ["a number", "the first input", "a buffer", "a list", "a dictionary", "an object"]
+)
 def test_what_is_kept_between_passes_is_refused(how: str) -> None:
     def keeping(h: Tensor) -> Tensor:
         kept: Any = model
         if how == "a number":
             kept.count += 1
             return h if kept.count < 1000 else 9 * h
+        if how == "a dictionary":
+            kept.counts["calls"] += 1
+            return h if kept.counts["calls"] < 1000 else 9 * h
+        if how == "an object":
+            kept.state.calls += 1
+            return h if kept.state.calls < 1000 else 9 * h
         if how == "the first input":
             kept.size = h.detach().std() if kept.size is None else kept.size
             return h / kept.size
@@ -365,9 +393,21 @@ def test_what_is_kept_between_passes_is_refused(how: str) -> None:
 
     model = AmongBlocks(keeping).double()
     model.count, model.size, model.seen = 0, None, []
+    model.counts, model.state = {"calls": 0}, SimpleNamespace(calls=0)
     model.register_buffer("ema", torch.zeros(1, dtype=DOUBLE))
     with pytest.raises(ls.InputError, match="keep nothing of a pass"):
         ls.lipschitz_bound(model, gaussian(1, 3, 8), radius=2.0)
+
+
+def test_what_is_made_anew_is_kept_as_it_was() -> None:
+    def keeping(h: Tensor) -> Tensor:
+        kept: Any = model
+        kept.grid = (*h.shape[1:], {"rows": [h.shape[1]]})
+        return h
+
+    model = AmongBlocks(keeping).double()
+    model.grid = (3, 8, {"rows": [3]})
+    assert float(ls.lipschitz_bound(model, gaussian(1, 3, 8))) > 0
 
 
 @pytest.mark.parametrize("how", ["a hook", "a hook of all modules", "a forward"])

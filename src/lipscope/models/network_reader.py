@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules import module as _hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lipscope.attention import Attention, DotProduct
 from lipscope.errors import InputError
@@ -38,7 +39,8 @@ from lipscope.models.tracing.calls import Trace
 from lipscope.models.tracing.map_endpoints import LayerMap
 from lipscope.models.tracing.maps import build_map
 from lipscope.models.tracing.prepare import implementation_for, prepared, swapped
-from lipscope.models.tracing.recorder import Inputs, each_tensor, kept_between_passes, to_device
+from lipscope.models.tracing.recorder import Inputs, each_tensor, to_device
+from lipscope.models.tracing.side_channels import kept_between_passes
 from lipscope.models.tracing.sites import (
     AttentionCall,
     attention_sites,
@@ -360,6 +362,7 @@ def check_network(network: Scores, scores: Scores, x: Float[Tensor, "n d"]) -> N
     largest scores at ``x``, then of a random combination of them), and products with the Hessian
     there, by differences along a random direction. Far away, at tokens of up to 1e4 and 1e4 times
     the largest one, and with small tokens or zero, scores alone: rounding spoils derivatives there.
+    Last with other activations in both, which are zero for no stream: what silent units lead to.
 
     Args:
         network: The description, a `Network` or another function.
@@ -370,7 +373,7 @@ def check_network(network: Scores, scores: Scores, x: Float[Tensor, "n d"]) -> N
         InputError: If they differ: in what, where, and by how much.
     """
     generator = start_named("network and module")
-    size = float(x.square().mean().sqrt()) or 1.0
+    size = rms = float(x.square().mean().sqrt()) or 1.0
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=x.dtype)
@@ -408,6 +411,42 @@ def check_network(network: Scores, scores: Scores, x: Float[Tensor, "n d"]) -> N
             if bool(here.isfinite().all()) or bool(there.isfinite().all()):
                 size = float((there - own).norm()) + _AGREES * float(there.norm())
                 _compare("scores", where, here - mine, there - own, size)
+        for move in _MOVES:
+            at = x + move * rms * drawn(*x.shape)
+            with _OtherActivations():
+                mine, own = network(at), scores(at)
+            _compare("scores", "with other activations", mine, own, float(own.norm()))
+
+
+def _bend(z: Tensor) -> Tensor:
+    return z / (1 + z.square()).sqrt()
+
+
+# Of no unit zero or constant at any stream; GELU and SiLU are made of erf, tanh and sigmoid.
+_OTHERS: dict[str, Callable[..., Tensor]] = {
+    "relu": lambda z: 0.6 * z + 0.1,
+    "erf": lambda z: 0.3 + 0.2 * _bend(z),
+    "tanh": lambda z: 0.1 + 0.8 * _bend(z),
+    "sigmoid": lambda z: 0.5 + 0.3 * _bend(z),
+    "silu": lambda z: z * (0.5 + 0.3 * _bend(z)),
+}
+
+
+def _other_gelu(z: Tensor, approximate: str = "none") -> Tensor:
+    if approximate == "tanh":
+        inner = math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)
+        return 0.5 * z * (1 + _OTHERS["tanh"](inner))
+    return 0.5 * z * (1 + _OTHERS["erf"](z / math.sqrt(2)))
+
+
+class _OtherActivations(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        other = (_OTHERS | {"gelu": _other_gelu}).get(name.rstrip("_"))
+        if other is None:
+            return func(*args, **(kwargs or {}))
+        y = other(*args, **(kwargs or {}))
+        return args[0].copy_(y) if name.endswith("_") else y
 
 
 def _elsewhere(

@@ -412,52 +412,6 @@ class TensorStore:
         return any(x._version != version for x, version in self.versions)
 
 
-# --- what a module keeps
-
-
-@contextlib.contextmanager
-def kept_between_passes(model: nn.Module) -> Iterator[set[str]]:
-    """Names of what a model keeps that passes change: attributes and buffers of its modules."""
-    changed, before = set[str](), list[tuple[str, Any, int]]()
-
-    def start(*_: Any) -> None:
-        before[:] = _kept(model)
-
-    def end(*_: Any) -> None:
-        after = {name: (value, version) for name, value, version in _kept(model)}
-        for name, value, version in before:
-            now, later = after.pop(name, (None, 0))
-            alike = now is value and later == version
-            changed.update([name] * (not alike and not _equal(now, value)))
-        changed.update(after)
-
-    with Recorder() as recorder:
-        recorder.around(model, start, end)
-        yield changed
-
-
-_OF_TORCH = vars(nn.Module()).keys()
-
-
-def _kept(model: nn.Module) -> Iterator[tuple[str, Any, int]]:
-    """By name, with how often it was written over, or how much it holds."""
-    for path, module in model.named_modules():
-        own = {k: v for k, v in vars(module).items() if k not in _OF_TORCH}
-        for name, value in (own | module._parameters | module._buffers).items():
-            version = len(value) if isinstance(value, list | dict | set) else 0
-            if isinstance(value, Tensor) and not value.is_inference():
-                version = value._version
-            yield f"{path}.{name}".lstrip("."), value, version
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Whether something was made anew as it was, such as a weight by its norm."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a is not b and a.shape == b.shape and torch.equal(a, b)
-    simple = bool | int | float | str | torch.Size | torch.dtype | torch.device
-    return isinstance(a, simple) and type(a) is type(b) and a == b
-
-
 # --- sums and constant multiples of token matrices
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from lipscope.models.tracing.recorder import Recorder
 
 # Sources: token ids, other inputs, the stream, and whether gradients are recorded.
 _IDS, _VALUES, _STREAM, _MODE = 1, 2, 3, 4
@@ -36,6 +38,7 @@ _BY_INDEX = ("index", "index_select", "gather")
 _ACTIVATIONS = ("relu", "gelu", "silu", "sigmoid", "tanh", "erf")
 _HIDDEN = -1e4  # added to a score, this hides it
 _MANY = 3  # maximum number of decisions by ids whose combinations are all tried
+_DEEP = 3  # containers in each other that are looked into
 _SAID = {"_local_scalar_dense": "item"}
 
 
@@ -304,3 +307,66 @@ def tensors_inside(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_inside(value)
         elif isinstance(value, dict):
             yield from tensors_inside(value.values())
+
+
+# --- what a module keeps
+
+
+@contextlib.contextmanager
+def kept_between_passes(model: nn.Module) -> Iterator[set[str]]:
+    """Names of what a model keeps that passes change: attributes and buffers of its modules."""
+    changed, before = set[str](), list[tuple[str, Any, int]]()
+
+    def start(*_: Any) -> None:
+        before[:] = _kept(model)
+
+    def end(*_: Any) -> None:
+        after = {name: (value, version) for name, value, version in _kept(model)}
+        for name, value, version in before:
+            now, later = after.pop(name, (None, 0))
+            alike = now is value and later == version
+            changed.update([name] * (not alike and not _equal(now, value)))
+        changed.update(after)
+
+    with Recorder() as recorder:
+        recorder.around(model, start, end)
+        yield changed
+
+
+_OF_TORCH = vars(nn.Module()).keys()
+
+
+def _kept(model: nn.Module) -> Iterator[tuple[str, Any, int]]:
+    """By name, with how often it was written over, or how much it holds."""
+    seen = set[int]()
+    for path, module in model.named_modules():
+        own = {k: v for k, v in vars(module).items() if k not in _OF_TORCH}
+        for name, value in (own | module._parameters | module._buffers).items():
+            yield from _held(f"{path}.{name}".lstrip("."), value, seen)
+
+
+def _held(name: str, value: Any, seen: set[int], depth: int = 0) -> Iterator[tuple[str, Any, int]]:
+    """A value, and what is in it: elements of containers, attributes of plain objects."""
+    version = len(value) if isinstance(value, list | dict | set | deque) else 0
+    if isinstance(value, Tensor) and not value.is_inference():
+        version = value._version
+    yield name, value, version
+    inside: dict[Any, Any] = value if isinstance(value, dict) else {}
+    if isinstance(value, list | tuple | deque):
+        inside = dict(enumerate(value))
+    elif not (callable(value) or isinstance(value, Tensor)):
+        inside = inside or getattr(value, "__dict__", {})
+    if inside and id(value) not in seen and depth < _DEEP:
+        seen.add(id(value))
+        for key, one in list(inside.items()):
+            yield from _held(f"{name}.{key}", one, seen, depth + 1)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether something was made anew as it was, such as a weight by its norm."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a is not b and a.shape == b.shape and torch.equal(a, b)
+    simple = bool | int | float | str | torch.Size | torch.dtype | torch.device
+    several = list | tuple | deque | dict  # of equal length; what they hold is compared by itself
+    alike = isinstance(a, several) and len(a) == len(b)
+    return type(a) is type(b) and (alike or (isinstance(a, simple) and a == b))

@@ -283,10 +283,10 @@ def _is_usual(child: nn.Module) -> bool:
     """Whether a child of attention is none that replaced another: an activation as dropout, say."""
     if isinstance(child, nn.Sequential):
         return all(map(_is_usual, child))
-    home = type_before_parametrizations(child).__module__
-    if is_linear(child) or home.startswith(("transformers.", "lipscope.")):
+    written = type_before_parametrizations(child).__module__
+    if is_linear(child) or written.startswith(("transformers.", "lipscope.")):
         return True
-    torchs = home.startswith("torch.nn.")
+    torchs = written.startswith("torch.nn.")
     return torchs and (hasattr(child, "weight") or isinstance(child, _SILENT))
 
 
