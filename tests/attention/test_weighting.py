@@ -13,9 +13,10 @@ from lipscope import to_dense
 from lipscope.attention import Distance, DotProduct, InnerProduct, Softmax, Weighting
 from lipscope.attention.jacobian import ChunkedCore
 from lipscope.attention.weighting import At
+from lipscope.certificates import certify_ball
 from lipscope.errors import InputError
 from lipscope.measures import repeated_tokens
-from lipscope.theorems import NotApplicableError, catalogue, evaluate
+from lipscope.theorems import catalogue, evaluate
 
 
 class Sigmoid(Weighting):
@@ -134,5 +135,7 @@ def test_statements_about_softmax_are_not_made_of_others() -> None:
     theorem = next(one for one in catalogue() if one.name == "row_gram")
     with pytest.raises(NotApplicableError, match="no softmax"):
         evaluate(theorem, layer, x=gaussian(N, 4))
+    with pytest.raises(InputError, match="Found a `weighting` of its own"):
+        certify_ball(layer, gaussian(N, 4), eps=0.1)
     with pytest.raises(InputError, match="not available"):
         repeated_tokens(layer, gaussian(2, 4), (1, 3))

@@ -32,6 +32,7 @@ from lipscope.attention.layer import (
     uncast,
     wide,
 )
+from lipscope.attention.weighting import Weighting
 from lipscope.errors import InputError, check_positive
 from lipscope.linalg import Operator, start_named
 from lipscope.plugins import check_name, load_plugins
@@ -502,7 +503,8 @@ def check_as_written(module: nn.Module, name: str) -> None:
         hooks = [*one._forward_hooks.values(), *one._forward_pre_hooks.values()]
         # Those of torch make a weight before it is used.
         hooks = [hook for hook in hooks if not type(hook).__module__.startswith("torch.nn.utils.")]
-        own = [key for key in vars(one) if callable(getattr(type(one), key, None))]
+        written = {key: getattr(type(one), key, None) for key in vars(one)}
+        own = [k for k, at in written.items() if callable(at) or isinstance(at, Weighting)]
         if hooks or own:
             what = "hooks" if hooks else f"a `{own[0]}` of its own"
             raise InputError(
