@@ -186,6 +186,8 @@ def test_certify_the_decision_of_a_whole_model(command):
         assert words in result.out
     (row,) = command(*options, "--jsonl", "--out", "out").rows  # from the folder
     assert row["tokens"] == [1] and 0 < row["radius"] <= (row["attack"] or math.inf)
+    later = command(*["certify", BERT, *options[2:]], "--layer", "1")
+    assert "from the input of layer 1 on, decided" in later.out
     (bound,) = read_run("out").bound_values()
     assert (bound.theorem, bound.kind) == ("decision_token_1", "radius")
     assert bound.value == row["radius"]

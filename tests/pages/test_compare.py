@@ -345,8 +345,13 @@ def test_two_questions_with_one_answer_stand_apart_on_the_page(tmp_path: Path) -
     folder = decided(written(tmp_path / "run", grown(1)))
     (held, *_) = read_run(folder).contents("radii").values()
     names = ["bad", "x", "y"]
-    valued(folder, "radii", [held | {"question": n, "rival_name": n} for n in names[1:]])
+    places: list[dict[str, Any]] = [{"at_layer": 2}, {"at_layer": 2, "map": "attention"}]
+    more = [
+        held | {"question": n, "rival_name": n} | p for n, p in zip(names[1:], places, strict=True)
+    ]
+    valued(folder, "radii", more)
     found = Content([read_run(folder)]).as_plain()["decided"]
+    assert [one["place"] for one in found] == ["", "from the input of layer 2 on", "layer 2"]
     assert [(one["decision"], one["rival"]) for one in found] == [("good", n) for n in names]
 
 

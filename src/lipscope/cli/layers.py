@@ -407,7 +407,8 @@ def _decision(
 def _of_decision(found: Sequence[engine.DecisionCertificate]) -> Iterator[str]:
     """The decision and its radius; radii of single tokens are shown in a table."""
     one = found[0]
-    what = "whole model" if one.map == "model" else f"layer {one.at_layer}"
+    later = f"from the input of layer {one.at_layer} on" if one.at_layer else "whole model"
+    what = later if one.map == "model" else f"layer {one.at_layer}"
     yield f"{one.model}, {what}, decided by {one.by}"
     yield (
         f"decision      “{one.decision_name}”; “{one.rival_name}” is behind by a margin of "

@@ -277,7 +277,7 @@ def _decision_record(s: int, some: Sequence[Mapping[str, Any]]) -> dict[str, Any
     return {
         "s": s,
         "sample": first["sample"],
-        "at_layer": first["at_layer"],
+        "place": _decided_place(first),
         "by": first["by"],
         "decision": first["decision_name"],
         "rival": least["rival_name"],
@@ -298,6 +298,13 @@ def _decision_record(s: int, some: Sequence[Mapping[str, Any]]) -> dict[str, Any
         ],
         "stopped": any(one["stopped"] for one in some),
     }
+
+
+def _decided_place(one: Mapping[str, Any]) -> str:
+    """Which part decides, in words; "" for the whole model."""
+    if one.get("map") == "attention":
+        return f"layer {one['at_layer']}"
+    return f"from the input of layer {one['at_layer']} on" if one["at_layer"] else ""
 
 
 def _ball_record(one: Mapping[str, Any]) -> dict[str, Any]:

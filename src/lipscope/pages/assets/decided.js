@@ -1,7 +1,7 @@
 // How far each token may move before a model's decision can change.
 $("decided").hidden = !D.decided.length;
 const certified = () => D.decided[state.decided] ?? D.decided[0];
-const certifiedName = (c) => `${D.settings[c.s].model}${c.at_layer ? `, moved before layer ${c.at_layer}` : ""}, ${c.n} tokens, window ${c.sample}, “${c.decision}” before “${c.rival}”`;
+const certifiedName = (c) => `${D.settings[c.s].model}${c.place && `, ${c.place}`}, ${c.n} tokens, window ${c.sample}, “${c.decision}” before “${c.rival}”`;
 // The smaller the radius beside the least one, the darker.
 function radiusSpans(tokens) {
   const least = Math.min(...tokens.map((t) => t.radius ?? Infinity).filter((r) => r > 0));
