@@ -101,6 +101,8 @@ class Plain(nn.Module):
             case "post":
                 h = self.norm1(h + self.mixed(h))
                 return self.fc(self.norm2(h + self.down(F.silu(self.up(h)))).mean(1))
+            case "layer scale":
+                h = h + torch.tanh(self.norm2.weight) * self.mixed(self.norm1(h))
             case "parallel":
                 y = self.norm1(h)
                 return self.fc((h + self.mixed(y) + self.down(F.relu(self.up(y)))).mean(1))
@@ -181,6 +183,7 @@ CASES: dict[str, tuple[Callable[[], Case], str]] = {
     "pre": (lambda: (drawn(Plain), (FEATURES,)), "nA+ nF+"),
     "tempered": (lambda: (drawn(lambda: Plain("tempered")), (FEATURES,)), "nA+ nF+"),
     "post": (lambda: (drawn(lambda: Plain("post")), (FEATURES,)), "A+ N F+ N"),
+    "layer scale": (lambda: (drawn(lambda: Plain("layer scale")), (FEATURES,)), "nA+ nF+"),
     "normed mean": (lambda: (drawn(lambda: Plain("normed mean")), (FEATURES,)), "nA+ nF+"),
     **{
         f"torch {activation} {pool}{' first' * first}": (
@@ -216,6 +219,13 @@ def described(network: Network) -> str:
         return "n" * (one.norm is not None) + kind + "+" * one.skip
 
     return " ".join(map(letters, network.branches))
+
+
+def test_a_gate_of_a_weight_is_a_factor() -> None:
+    model, inputs, network, x = read("layer scale")
+    parts, same = read_parts(model.requires_grad_(), inputs)
+    assert torch.equal(x, same)
+    torch.testing.assert_close(parts(x), network(x))
 
 
 def activations(network: Network) -> set[str]:

@@ -94,11 +94,20 @@ def function_of(record: Trace) -> StreamFunction:
     if first is not None:
         return _from_part(record, *first)
     if norm is not None:
-        total = as_tokens(norm.x, call.token_axis) + call.end.output
-        if any(same(total, as_tokens(one.value, call.token_axis)) for one in record.seen.sums):
+        before, part = as_tokens(norm.x, call.token_axis), call.end.output
+        sums = (as_tokens(one.value, call.token_axis) for one in record.seen.sums)
+        if any(_is_sum(total, before, part) for total in sums):
             names = (next(iter(named_arguments(norm.module, (norm.x,), {}))),)
             return _from_part(record, norm.module, Stream(names, norm.x, None))
     return _from_part(record, call.module, Stream(call.hidden, call.kept[0], None))
+
+
+def _is_sum(total: Tensor, x: Tensor, part: Tensor) -> bool:
+    """Whether a part is added to a stream: as it is, or with a factor for each channel."""
+    if not total.shape == x.shape == part.shape:
+        return False
+    factor = ((total - x) * part).sum(0) / part.square().sum(0)
+    return same(x + part, total) or same(x + factor * part, total)
 
 
 def _from_part(record: Trace, part: nn.Module, stream: Stream) -> StreamFunction:

@@ -39,7 +39,7 @@ from lipscope.models.tracing.calls import Trace
 from lipscope.models.tracing.map_endpoints import LayerMap
 from lipscope.models.tracing.maps import build_map
 from lipscope.models.tracing.prepare import implementation_for, prepared, swapped
-from lipscope.models.tracing.recorder import Inputs, each_tensor, to_device
+from lipscope.models.tracing.recorder import Inputs, depends, each_tensor, to_device
 from lipscope.models.tracing.side_channels import kept_between_passes
 from lipscope.models.tracing.sites import (
     AttentionCall,
@@ -411,11 +411,11 @@ def check_network(network: Scores, scores: Scores, x: Float[Tensor, "n d"]) -> N
             if bool(here.isfinite().all()) or bool(there.isfinite().all()):
                 size = float((there - own).norm()) + _AGREES * float(there.norm())
                 _compare("scores", where, here - mine, there - own, size)
-        for move in _MOVES:
-            at = x + move * rms * drawn(*x.shape)
-            with _OtherActivations():
-                mine, own = network(at), scores(at)
-            _compare("scores", "with other activations", mine, own, float(own.norm()))
+    for move in _MOVES:
+        at = (x + move * rms * drawn(*x.shape)).requires_grad_()
+        with torch.enable_grad(), _OtherActivations(at):
+            mine, own = (f(at).detach() for f in (network, scores))
+        _compare("scores", "with other activations", mine, own, float(own.norm()))
 
 
 def _bend(z: Tensor) -> Tensor:
@@ -440,10 +440,16 @@ def _other_gelu(z: Tensor, approximate: str = "none") -> Tensor:
 
 
 class _OtherActivations(TorchDispatchMode):
+    """Those of functions of a stream; gates that are made of weights are as they are."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self.end: Any = x.view_as(x).grad_fn
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         other = (_OTHERS | {"gelu": _other_gelu}).get(name.rstrip("_"))
-        if other is None:
+        if other is None or not depends(args[0].grad_fn, self.end.next_functions[0][0]):
             return func(*args, **(kwargs or {}))
         y = other(*args, **(kwargs or {}))
         return args[0].copy_(y) if name.endswith("_") else y
