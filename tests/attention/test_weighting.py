@@ -16,7 +16,7 @@ from lipscope.attention.weighting import At
 from lipscope.certificates import certify_ball
 from lipscope.errors import InputError
 from lipscope.measures import repeated_tokens
-from lipscope.theorems import catalogue, evaluate
+from lipscope.theorems import NotApplicableError, catalogue, evaluate
 
 
 class Sigmoid(Weighting):
