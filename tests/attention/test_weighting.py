@@ -138,4 +138,4 @@ def test_statements_about_softmax_are_not_made_of_others() -> None:
     with pytest.raises(InputError, match="Found a `weighting` of its own"):
         certify_ball(layer, gaussian(N, 4), eps=0.1)
     with pytest.raises(InputError, match="not available"):
-        repeated_tokens(layer, gaussian(2, 4), (1, 3))
+        repeated_tokens(build(Sigmoid(), "plain"), gaussian(2, 4), (1, 3))
