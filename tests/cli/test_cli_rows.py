@@ -165,6 +165,17 @@ def test_bounds_are_rounded_outwards(called, tmp_path):
     assert up == {"upper": True, "lower": False, "radius": False}
 
 
+def test_radii_are_rounded_down_and_lists_fit_in_a_table(called, tmp_path):
+    with RunFolder(tmp_path / "run", SPEC) as run:
+        radius = {"radius": 1.65555, "attack": 2.3333, "tokens": [0, 2], "words": ["=a", "b"]}
+        run.add_value("radii", "k", radius)
+    out = called(tmp_path / "run", "--part", "radii")[1].decode()
+    assert "1.655 " in out and "2.334 " in out
+    out = called(tmp_path / "run", "--part", "radii", "--to", "csv")[1]
+    (found,) = polars.read_csv(io.BytesIO(out)).to_dicts()
+    assert (found["tokens"], found["words"]) == ("[0, 2]", '["=a", "b"]')
+
+
 def test_what_is_no_run_folder(called, tmp_path):
     status, _, err = called(tmp_path)
     assert status == 2 and "should be a run folder" in err

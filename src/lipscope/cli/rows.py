@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import sys
 from pathlib import Path
@@ -144,10 +145,12 @@ def exported(frame: polars.DataFrame, form: Form) -> bytes:
 
 
 def _without_formulas(frame: polars.DataFrame) -> polars.DataFrame:
-    """Prefix text that looks like a formula with ``'``, which spreadsheets treat as plain text."""
+    """Lists as JSON, and text that looks like a formula with ``'``, so that it is text alone."""
     import polars as pl
 
-    text = pl.col(pl.String)
+    nested = [column for column in frame if column.dtype.is_nested()]
+    lists = [pl.Series(one.name, map(json.dumps, one.to_list())) for one in nested]
+    frame, text = frame.with_columns(lists), pl.col(pl.String)
     marked = "'" + text
     return frame.with_columns(
         pl.when(text.str.contains(_FORMULA)).then(marked).otherwise(text).name.keep()
@@ -172,9 +175,12 @@ def latex(frame: polars.DataFrame) -> str:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    """The cells of a row in words; a bound is rounded outwards."""
-    of_bound = {"value": rounded_up if row.get("kind") == "upper" else rounded_down}
-    ends = ENDS | of_bound if "kind" in row else ENDS
+    """The cells of a row in words; a bound and a radius are rounded to their side."""
+    ends = dict(ENDS)
+    if "kind" in row:
+        ends["value"] = rounded_up if row["kind"] == "upper" else rounded_down
+    if "attack" in row:
+        ends |= {"radius": rounded_down, "attack": rounded_up}
     return [_cell_words(value, ends.get(name)) for name, value in row.items()]
 
 

@@ -265,7 +265,7 @@ def decided_of(
     found = grouped(known, lambda one: tuple(one.get(name) for name in _DECISION))
     lengths = dict(pair for run in runs for pair in run.rows.select("id", "num_tokens").iter_rows())
     return [
-        {"n": lengths[id]} | _decision_record(settings[id][0], some)
+        {"n": lengths[str(id)]} | _decision_record(settings[str(id)][0], some)
         for (id, _), some in found.items()
     ]
 
