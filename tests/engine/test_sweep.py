@@ -437,6 +437,18 @@ def test_decisions_of_a_sweep_are_those_of_the_verb(tmp_path, monkeypatch):
     assert rows.bounds[0].value == pytest.approx(alone.radius, rel=1e-9)
 
 
+def test_a_decision_that_ran_out_of_memory_is_not_promised_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(driver, "local_results", in_this_process)
+
+    def full(*_: object, **__: object) -> None:
+        raise MemoryError("all is taken")
+
+    monkeypatch.setattr(pool, "decision_at", full)
+    spec = {"models": DECIDES, "maps": "margin", "dtypes": "float64", "lengths": [2], "samples": 1}
+    (bound,) = ls.sweep({**spec, "decisions": "joint"}, tmp_path / "run", workers=1).bounds
+    assert bound.reason == "MemoryError: all is taken"
+
+
 def test_a_decision_that_cannot_be_certified_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(driver, "local_results", in_this_process)
     gemma = f"random:gemma2:{TINY['gemma2']}"  # a norm after attention, before the sum

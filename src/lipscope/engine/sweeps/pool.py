@@ -383,7 +383,8 @@ class Decisions(Session):
                 found = [replace(decision.certified(ball, g), id=one.row.id) for g in groups]
                 keys = [radius_key(one.row.id, ball, group) for group in groups]
             except Exception as problem:  # as for a row: the others must go on
-                bounds.append(missing_radius(one.row.id, ball, explained(problem)))
+                reason = explained(problem).removesuffix(f"; {AGAIN}")  # the row stays as it is
+                bounds.append(missing_radius(one.row.id, ball, reason))
                 continue
             bounds += [each.as_bound() for each in found]
             radii += [(key, asdict(each)) for key, each in zip(keys, found, strict=True)]
