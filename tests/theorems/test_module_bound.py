@@ -738,6 +738,25 @@ def test_what_as_network_gives_is_looked_at() -> None:
     )
 
 
+def test_a_module_that_fills_a_cache_first_is_read_afterwards() -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0)
+            self.mask: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.mask is None:
+                self.mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)
+            return self.layer(x, src_mask=self.mask)
+
+    model, x = Lazy().eval(), gaussian(1, 5, 4).float()
+    with pytest.raises(ls.InputError, match=r"changes `mask`.*run the module once before"):
+        ls.lipschitz_bound(model, x, radius=2.0)
+    model(x)
+    assert float(ls.lipschitz_bound(model, x, radius=2.0)) > 0
+
+
 def test_a_subclass_tells_itself_what_it_computes() -> None:
     class Louder(ls.SmoothTransformer):
         def scores(self, tokens: Tensor) -> Tensor:

@@ -290,7 +290,8 @@ def _traced(model: nn.Module, inputs: Inputs, modules: str | None) -> Iterator[T
         if changed:
             raise InputError(
                 f"`{type(model).__name__}` should keep nothing of a pass for the next one. Found "
-                f"that its forward pass changes `{min(changed)}`."
+                f"that its forward pass changes `{min(changed)}`; if the first pass alone does, "
+                "which fills a cache of masks, run the module once before."
             )
         if record.draws:
             raise InputError(
