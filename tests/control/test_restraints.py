@@ -132,7 +132,10 @@ def test_what_clipping_cannot_reach_is_refused_and_left_as_it_was() -> None:
 def test_a_step_that_does_not_bring_a_layer_there_says_so(monkeypatch) -> None:
     """A score of which a part is no product of queries and keys: measured again, it is there."""
     score = DotProduct.score
-    more = lambda self, q, k, *, out=None: score(self, q, k, out=out).add_(5.0)  # noqa: E731
+
+    def more(self, q, k, *, out=None):
+        return score(self, q, k, out=out).add_(5.0)
+
     monkeypatch.setattr(DotProduct, "score", more)
     layer = DotProduct(*(nn.Parameter(gaussian(4, 4, seed=i)) for i in range(3)))
     state = {name: w.clone() for name, w in layer.state_dict().items()}

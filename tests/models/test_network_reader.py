@@ -339,7 +339,7 @@ def test_factors_of_channels_are_folded(swiglu: bool) -> None:
     make = lambda: t.Dinov2Model(t.Dinov2Config(**PICTURES, use_swiglu_ffn=swiglu))  # noqa: E731
     head = random((3, 24))
     model = drawn(make)
-    network, x = read_network(model, PIXELS, head=head, pool="first")
+    network, x = read_network(model, PIXELS, read_out=head, pool="first")
     with torch.no_grad():
         own = head @ model(**PIXELS).last_hidden_state[0, 0]
         assert (network(x) - own).norm() <= INSIDE * own.norm()
@@ -358,7 +358,7 @@ def test_the_stream_may_enter_later() -> None:
 def test_a_head_pools_what_is_no_padding() -> None:
     head, bias = random((3, 24)), random((3,))
     model = drawn(lambda: t.BertModel(t.BertConfig(**WORDS)))
-    given: dict[str, Any] = {"head": head, "bias": bias, "names": ("a", "b", "c")}
+    given: dict[str, Any] = {"read_out": head, "bias": bias, "names": ("a", "b", "c")}
     network, x = read_network(model, PADDED, **given)
     assert network.share.tolist() == [0.25] * 4 + [0.0] * 2 and network.name(2) == "c"
     with torch.no_grad():
@@ -370,8 +370,8 @@ def test_a_head_pools_what_is_no_padding() -> None:
         read_network(model, PADDED, pool=5, **given)
     with pytest.raises(InputError, match="`between`, `read_out`"):
         read_network(model, PADDED)
-    with pytest.raises(InputError, match=r"shape \(classes, 24\)"):
-        read_network(model, PADDED, head=random((3, 12)))
+    with pytest.raises(InputError, match=r"`read_out` should have shape \(classes, 24\)"):
+        read_network(model, PADDED, read_out=random((3, 12)))
 
 
 def test_scores_of_tokens_need_a_token() -> None:

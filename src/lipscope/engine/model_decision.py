@@ -391,12 +391,8 @@ def decision_at(
         module, label, read = _deciding(model, by, pool, special_tokens)
         on_top: Any = {}
         if read is not None:
-            on_top = {"head": read.weight, "bias": read.bias, "names": read.names}
-        how: Any = {"at_layer": at_layer, "pool": pool}
-        try:
-            network, x = read_network(module, item.arguments, **how, **on_top)
-        except InputError as problem:  # the reader's own name for it is `head`
-            raise InputError(str(problem).replace("`head`", "`read_out`")) from problem
+            on_top = {"read_out": read.weight, "bias": read.bias, "names": read.names}
+        network, x = read_network(module, item.arguments, at_layer=at_layer, pool=pool, **on_top)
     if not network.names and (names := _words_of(model, module, len(network.bias))):
         network = replace(network, names=names)
 

@@ -65,7 +65,7 @@ def read_network(
     inputs: Inputs,
     *,
     at_layer: int = 0,
-    head: Float[Tensor, "c d"] | None = None,
+    read_out: Float[Tensor, "c d"] | None = None,
     bias: Float[Tensor, " c"] | None = None,
     names: tuple[str, ...] = (),
     pool: Pooled | None = None,
@@ -83,15 +83,15 @@ def read_network(
 
     Args:
         model: A module that ends in scores, ``(1, c)`` or for every token ``(1, n, c)``, or in a
-            hidden state if ``head`` is given.
+            hidden state if ``read_out`` is given.
         inputs: Its arguments, of one sample: by name, or a tuple.
         at_layer: The attention layer before which the stream is taken.
-        head: Rows that score the pooled hidden state of a model without a head.
+        read_out: Rows that score the pooled hidden state of a model without a head.
         bias: Their bias.
         names: What to call the classes; those of the model's configuration if empty.
         pool: Which tokens are read where the model does not pool them itself: their mean without
             padding, the first or last real token, or a token by its index. Default: the last of a
-            causal model, the mean with ``head``.
+            causal model, the mean with ``read_out``.
         modules: Which modules are attention, as for `attention_sites`.
 
     Returns:
@@ -105,7 +105,7 @@ def read_network(
     >>> len(network.branches), tuple(network(x).shape)
     (4, (3,))
     """
-    own_head = None if head is None else _head(head, bias)
+    own_head = None if read_out is None else _head(read_out, bias)
     with _traced(model, inputs, modules) as record:
         found = Search(function_of(record), own_head, pool).found()
         count = len(found.network.bias)
@@ -304,7 +304,7 @@ def _traced(model: nn.Module, inputs: Inputs, modules: str | None) -> Iterator[T
 def layer_network(
     layer: DotProduct,
     num_tokens: int,
-    head: Float[Tensor, "c d_out"],
+    read_out: Float[Tensor, "c d_out"],
     bias: Float[Tensor, " c"] | None = None,
     *,
     pool: Pooled = "mean",
@@ -316,7 +316,7 @@ def layer_network(
     >>> layer_network(layer, 3, torch.eye(2))(torch.zeros(3, 2, dtype=torch.float64)).tolist()
     [0.0, 0.0]
     """
-    head, bias = _head(head, bias)
+    head, bias = _head(read_out, bias)
     share = pool_weights(pool, torch.ones(num_tokens, dtype=torch.bool))
     return Network((Branch(layer.in_double(), skip=False),), share, head, bias, names=names)
 
@@ -327,7 +327,7 @@ def _head(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     bias = weight.new_zeros(len(weight)) if bias is None else bias.detach().to(weight)
     if weight.ndim != 2 or bias.shape != weight.shape[:1]:
         raise InputError(
-            "`head` should be a matrix (classes, width), and `bias` a number for every class. "
+            "`read_out` should be a matrix (classes, width), and `bias` a number for every class. "
             f"Found {tuple(weight.shape)} and {tuple(bias.shape)}."
         )
     return weight, bias

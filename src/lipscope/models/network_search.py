@@ -117,7 +117,7 @@ class Search:
         self.view = view = ForwardPass(function)
         if head is not None and head[0].shape[1] != view.output.shape[1]:
             raise InputError(
-                f"`head` should have shape (classes, {view.output.shape[1]}). "
+                f"`read_out` should have shape (classes, {view.output.shape[1]}). "
                 f"Found {tuple(head[0].shape)}."
             )
         self.norms = [c for c in view.calls if is_norm(c.module) and c.module not in view.sites]
