@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipscope.attention import Attention
 from lipscope.attention.jacobian import ChunkedCore
@@ -43,3 +43,10 @@ def agree(layer: Attention, x: Tensor, log_weights: Tensor | None = None) -> Non
         if log_weights is None:
             found = layer.stretch(x, g, e, memory=memory)
             torch.testing.assert_close(found, (g * pushed).sum(), **SIZES)
+
+
+def slope_at(model: nn.Module, x: Tensor) -> float:
+    """The largest slope of a token at an input, by one token that moves: a lower value."""
+    jacobian = torch.autograd.functional.jacobian(lambda z: model(z[None])[0], x)
+    blocks = jacobian.movedim(-2, 1) if jacobian.ndim == 4 else jacobian.movedim(-2, 0)
+    return float(torch.linalg.matrix_norm(blocks, 2).max())
