@@ -515,3 +515,112 @@ def test_disagreement_is_refused() -> None:
         check_network(network, bent(2, 1.0), x)
     with pytest.raises(InputError, match="relative difference of inf"):
         check_network(network, lambda h: network(h)[:2], x)
+
+
+# --- token ids that act beside the stream, and log-probabilities
+
+
+class OfWords(nn.Module):
+    """A classifier of padded words, whose scores are a function of stream and ids."""
+
+    def __init__(self, pool: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table, self.pool, self.head = nn.Embedding(9, 8), pool, nn.Linear(8, 3)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def scores(self, x: Tensor, ids: Tensor) -> Tensor:
+        x = self.encoder(x, src_key_padding_mask=ids == 0)
+        return self.head(self.pool(x, (ids != 0)[..., None]))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.scores(self.table(ids), ids)
+
+
+POOLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda x, real: (x * real).sum(1) / real.sum(1),
+    "of floats": lambda x, real: (x * real.to(x)).sum(1) / real.to(x).sum(1).clamp(min=1e-9),
+    "filled": lambda x, real: x.masked_fill(~real, 0.0).sum(1) / real.sum(1),
+    "chosen": lambda x, real: torch.where(real, x, 0.0).sum(1) / real.sum(1),
+    "sum": lambda x, real: (x * real).sum(1),
+    "last": lambda x, real: x[torch.arange(len(x)), real.sum((1, 2)) - 1],
+}
+LEFT, RIGHT, FULL = ([[0, 0, 3, 1, 4, 1]], [[3, 1, 4, 1, 0, 0]], [[3, 1, 4, 1, 5, 2]])
+
+
+@pytest.mark.parametrize("ids", [RIGHT, FULL])
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_pool_may_leave_out_padding_by_its_ids(pool: str, ids: list[list[int]]) -> None:
+    model: Any = drawn(lambda: OfWords(POOLS[pool]), 1.0)
+    given = torch.tensor(ids)
+    network, x = read_network(model, (given,))
+    for move in (0.0, 0.1, 3.0):
+        at = x + move * random((6, 8))
+        own = model.scores(at[None], given)[0]
+        assert (network(at) - own).norm() <= 1e-9 * own.norm()
+    if pool != "last":  # of any ids
+        with pytest.raises(InputError, match="by the stream alone"):
+            ls.lipschitz_bound(model, given)
+
+
+def test_padding_may_come_first() -> None:
+    model: Any = drawn(lambda: OfWords(POOLS["product"]), 1.0)
+    network, _ = read_network(model, (torch.tensor(LEFT),))
+    assert network.share.tolist() == [0.0, 0.0, 0.25, 0.25, 0.25, 0.25]
+
+
+def test_a_mask_of_the_stream_is_refused() -> None:
+    def few(x: Tensor, real: Tensor) -> Tensor:
+        return x.masked_fill((x < -5.0).any(-1, keepdim=True), 0.0).mean(1)
+
+    model = drawn(lambda: OfWords(few), 1.0)
+    with pytest.raises(InputError, match="reads values of the stream"):
+        read_network(model, (torch.tensor(FULL),))
+
+
+class Then(nn.Module):
+    """A model, and a function of its scores."""
+
+    def __init__(self, model: nn.Module, last: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self.last = model, last
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.last(self.model(ids))
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_log_probabilities_decide_as_scores_do(factor: float) -> None:
+    model, ids = drawn(lambda: OfWords(POOLS["product"]), 1.0), torch.tensor(RIGHT)
+    of = Then(model, lambda y: (factor * y).log_softmax(-1))
+    plain, found = (ls.load_model(one).decision(ids) for one in (model, of))
+    assert found.margin == pytest.approx(factor * plain.margin, rel=1e-9)
+    assert found.answer == plain.answer
+    with pytest.raises(InputError, match="LogSoftmax"):
+        ls.lipschitz_bound(of, ids)
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        lambda y: y.softmax(-1),
+        lambda y: 2.0 * y.log_softmax(-1) + F.relu(y),
+        lambda y: y.log_softmax(-1) @ random((3, 3)),
+        lambda y: y * y.log_softmax(-1).exp(),
+    ],
+)
+def test_other_functions_of_scores_are_refused(last: Callable[[Tensor], Tensor]) -> None:
+    model = drawn(lambda: OfWords(POOLS["product"]), 1.0)
+    with pytest.raises(InputError):
+        read_network(Then(model, last), (torch.tensor(FULL),))
+
+
+def test_log_probabilities_of_every_token_are_pooled_as_scores_are() -> None:
+    model: Any = drawn(lambda: OfWords(lambda x, _: x), 1.0)
+    ids = torch.tensor(FULL)
+    for pool in ("mean", "last"):
+        network, x = read_network(Then(model, lambda y: y.log_softmax(-1)), (ids,), pool=pool)
+        own = model.scores(x[None], ids)[0].log_softmax(-1)
+        own = own.mean(0) if pool == "mean" else own[-1]
+        differences = (network(x) - own).diff()
+        assert differences.abs().max() <= 1e-9 * own.norm()

@@ -48,9 +48,9 @@ _SAME = 1e-9  # two tensors, relative to the largest entry: float64, after some 
 # Functions that autograd may record between stream and scores, besides attention and norms.
 _LINEAR = (
     "AccumulateGrad|Add|Addmm|Addmv|Alias|AsStrided|Baddbmm|Bmm|Cat|Clone|Copy|CopyBackwards"
-    "|CopySlices|Div|Dot|Expand|Index|IndexSelect|Gather|Linear|Mean|Mm|Mul|Mv|Neg|Permute"
+    "|CopySlices|Div|Dot|Expand|Index|IndexSelect|Gather|Linear|MaskedFill|Mean|Mm|Mul|Mv|Neg|Permute"
     "|ReshapeAlias|Repeat|Roll|Select|Slice|Split|SplitWithSizes|SafeSplit|Squeeze|Stack|Sub|Rsub"
-    "|Sum|T|ToCopy|Transpose|Unbind|UnsafeSplit|UnsafeView|Unsqueeze|View|Identity"
+    "|Sum|T|ToCopy|Transpose|Unbind|UnsafeSplit|UnsafeView|Unsqueeze|View|Where|Identity"
 )
 # One of these is in each activation, of the kind that stands beside it.
 _ACTIVATIONS = {"Relu": "relu", "Erf": "gelu", "Gelu": "gelu", "Sigmoid": "silu", "Silu": "silu"}
@@ -84,22 +84,26 @@ _WRITTEN: dict[ActivationName, tuple[tuple[str, Callable[[Tensor], Tensor]], ...
 _CUBE = 3  # products in tanh's form of GELU: z³, and z times the rest; z³ as a power is two
 
 
-def function_of(record: Trace) -> StreamFunction:
-    """The module from its first block on; without blocks, from the first attention or its norm."""
+def function_of(record: Trace, *, any_ids: bool = False) -> StreamFunction:
+    """The module from its first block on; without blocks, from the first attention or its norm.
+
+    Token ids are constants, unless what is found should hold for ``any_ids``.
+    """
     call = record.calls[0]
     if call.end.refusal:
         raise InputError(call.end.refusal)
     block, norm = block_of(record.model, call.name), norm_before(record, call)
     first = None if block is None else record.firsts.get(first_block_of(block))
+    beside = tuple(x for x in _sources(record.inputs) if any_ids or x.is_floating_point())
     if first is not None:
-        return _from_part(record, *first)
+        return _from_part(record, *first, beside)
     if norm is not None:
         before, part = as_tokens(norm.x, call.token_axis), call.end.output
         sums = (as_tokens(one.value, call.token_axis) for one in record.seen.sums)
         if any(_is_sum(total, before, part) for total in sums):
             names = (next(iter(named_arguments(norm.module, (norm.x,), {}))),)
-            return _from_part(record, norm.module, Stream(names, norm.x, None))
-    return _from_part(record, call.module, Stream(call.hidden, call.kept[0], None))
+            return _from_part(record, norm.module, Stream(names, norm.x, None), beside)
+    return _from_part(record, call.module, Stream(call.hidden, call.kept[0], None), beside)
 
 
 def _is_sum(total: Tensor, x: Tensor, part: Tensor) -> bool:
@@ -110,11 +114,12 @@ def _is_sum(total: Tensor, x: Tensor, part: Tensor) -> bool:
     return same(x + part, total) or same(x + factor * part, total)
 
 
-def _from_part(record: Trace, part: nn.Module, stream: Stream) -> StreamFunction:
+def _from_part(
+    record: Trace, part: nn.Module, stream: Stream, beside: tuple[Tensor, ...]
+) -> StreamFunction:
     moved = Streams([stream], record.calls[0].token_axis)
     function = rerun(record, {part: moved}, "", once=True)
-    x, beside = moved.x.detach().clone(), tuple(_sources(record.inputs))
-    return StreamFunction(record, x, function, record.calls, beside)
+    return StreamFunction(record, moved.x.detach().clone(), function, record.calls, beside)
 
 
 def _sources(inputs: Inputs) -> Iterator[Tensor]:

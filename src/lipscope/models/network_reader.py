@@ -73,13 +73,15 @@ def read_network(
 ) -> tuple[Network, Float[Tensor, "n d"]]:
     """The network that a module is at an input, and the stream that enters it, in float64.
 
-    The stream is what enters the first block: embeddings with their positions and norm. Masks are
-    those of this input. What a method `as_network` of the module gives comes first, else what the
-    values of a run show; all is held against a float64 copy of the module (`check_network`).
+    The stream is what enters the first block: embeddings with their positions and norm. Token ids
+    are constants, and masks those of this input. What a method `as_network` of the module gives
+    comes first, else what the values of a run show; all is held against a float64 copy of the
+    module (`check_network`).
 
     Holds for blocks of dot-product attention and token-wise networks in turn, each with or without
     a residual sum and a norm before it or after the sum; for pools that are fixed means of tokens;
-    for linear heads, layers of activations before them. Dropout is off, so it is the identity.
+    for linear heads, layers of activations before them; of log-probabilities, for the scores
+    centred, which differ as they do. Dropout is off, so it is the identity.
 
     Args:
         model: A module that ends in scores, ``(1, c)`` or for every token ``(1, n, c)``, or in a
@@ -177,7 +179,7 @@ def read_parts(model: nn.Module, inputs: Inputs) -> tuple[Network | Chain, Float
     weights = model.named_parameters(remove_duplicate=False)
     trained = {name: p for name, p in weights if p.requires_grad and not p.is_inference()}
     with _traced(model, inputs, None) as record:
-        search = PartsSearch(function_of(record))
+        search = PartsSearch(function_of(record, any_ids=True))
         linked = _linked(record.model, trained)
         with swapped(linked):
             found = search.found()

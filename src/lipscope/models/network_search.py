@@ -33,7 +33,7 @@ from lipscope.models.network import (
     scaled,
 )
 from lipscope.models.tracing.prepare import ExactNorm
-from lipscope.models.tracing.recorder import Inputs
+from lipscope.models.tracing.recorder import Inputs, tensors_in
 from lipscope.models.tracing.sites import (
     AttentionCall,
     closed_form,
@@ -105,6 +105,7 @@ class Search:
         "certify one layer, or describe the model as a `Network`",
     )
     linked = False  # whether weights are the module's own, not copies
+    of_scores = True  # whether only their differences count
 
     def __init__(
         self,
@@ -115,6 +116,8 @@ class Search:
         self.function, self.record = function, function.record
         self.head, self.pool = head, pool
         self.view = view = ForwardPass(function)
+        # Of log-probabilities: the scores are known up to what is added to all of them.
+        self.centred = self.of_scores and head is None and view.unknown == ["LogSoftmax"]
         if head is not None and head[0].shape[1] != view.output.shape[1]:
             raise InputError(
                 f"`read_out` should have shape (classes, {view.output.shape[1]}). "
@@ -138,7 +141,7 @@ class Search:
             InputError: If there is none.
         """
         unknown = ", ".join(self.view.unknown)
-        if unknown:
+        if unknown and not self.centred:
             raise InputError(
                 "A network should be made of attention, norms (modules named so), linear maps and "
                 f"relu, gelu, silu or tanh. Found `{unknown}` (as autograd calls it) between the "
@@ -337,14 +340,18 @@ class Search:
         n = len(self.function.x)
         eye = torch.eye(n, dtype=torch.float64)
         yield from eye[[0, *range(n - 1, 0, -1)]]
-        later = torch.arange(n) > 0
-        some = (torch.ones(n, dtype=torch.bool), self.real, later, later & self.real)
-        for chosen in (one.double() for one in some if bool(one.any())):
-            yield from (chosen / chosen.sum(), chosen)
+        every = torch.ones(n, dtype=torch.bool)
+        beside = [x.reshape(-1) for x in tensors_in(self.record.inputs) if x.numel() == n]
+        # Padding is at an end, and ids and masks differ there from those of real tokens.
+        real = (x != end for x in beside for end in (x[-1], x[0]))
+        for one in (every, *real):
+            for chosen in (one.double(), (one & (torch.arange(n) > 0)).double()):
+                if bool(chosen.any()):
+                    yield from (chosen / chosen.sum(), chosen)
 
     def _ended(self, state: _State) -> Found | None:
         """The network if the output follows from here, by linear maps alone."""
-        final, pooled = self.view.output, state.share
+        final, pooled = self._scores(self.view.output), state.share
         if self.head is None and same(state.v, final):
             self.hidden = True  # unless another way leads to scores: of one token several do
             return None
@@ -376,13 +383,16 @@ class Search:
 
     def _scaled_chains(self, v: Tensor, time: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """The same, and times the number by which the module may multiply the scores."""
-        final = self.view.output
-        for weight, bias, o in self._linear_chains(v, time):
-            yield weight, bias, o
+        final = self._scores(self.view.output)
+        for weight, bias, made in self._linear_chains(v, time):
+            yield weight, bias, (o := self._scores(made))
             if self.head is None and o.shape == final.shape and bool(o.any()):
                 factor = (final * o).sum() / o.square().sum()
                 own = self._own(factor, (0, "scores"))
                 yield own * weight, own * bias, factor * o
+
+    def _scores(self, z: Tensor) -> Tensor:
+        return z - z.mean(-1, keepdim=True) if self.centred else z
 
     def _asked_share(self) -> Tensor:
         """Which tokens are read where the module leaves that open."""
@@ -411,10 +421,11 @@ class Search:
             raise InputError("A decision needs two scores. Found one; nothing is decided.")
 
         def scores(x: Tensor) -> Tensor:
-            out = self.function(x)
+            out = self._scores(self.function(x))
             out = share @ out if of_tokens else out[0]
             return out if self.head is None else weight @ out + bias
 
+        weight, bias = self._scores(weight.T).T, self._scores(bias)
         network = Network(state.branches, share, weight, bias, state.tail)
         return Found(network, state.starts, self.function.x, scores)
 
@@ -455,6 +466,8 @@ class MapSearch(Search):
         "certify the map `attention`",
     )
 
+    of_scores = False
+
     def _shares(self) -> Iterator[Tensor]:
         return iter(())
 
@@ -474,7 +487,7 @@ class PartsSearch(Search):
         "give the module a method `as_network`, or describe it as a `Network`",
     )
 
-    linked = True
+    linked, of_scores = True, False
 
     def _own(self, factor: Tensor, use: tuple[int, str]) -> Tensor:
         """The module's own parameter where it is one: of equal ones the next that is not used.
