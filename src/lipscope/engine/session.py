@@ -171,7 +171,7 @@ class MapAtInput:
                 why = why_run(self.window.trace.calls[self.job.layer or 0].module)
             raise InputError(
                 f"Weight-based bounds are not available for this layer, because {why}. "
-                "`lipscope measure` measures it."
+                "`lipscope measure` measures it; `lipscope.models.family` describes it."
             )
         if built.norms is not None:
             return of_norms(built.attention, built.norms)

@@ -541,8 +541,9 @@ def _agreeing(call: AttentionCall, layer: Attention | None, kind: type[_Kind]) -
     if not isinstance(layer, kind):
         what = "dot-product attention" if kind is DotProduct else "attention in closed form"
         why = why_run(call.module) if layer is None else f"it is `{type(layer).__name__}`"
+        other = ", or describe it as a family (`lipscope.models.family`)" * (layer is None)
         raise InputError(
-            f"A network should be of {what}. Found `{call.name}`: {why}; measure it instead."
+            f"A network should be of {what}. Found `{call.name}`: {why}; measure it instead{other}."
         )
     with torch.no_grad():
         agrees = same(layer(call.x), call.end.output)
