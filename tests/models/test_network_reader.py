@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -567,6 +568,17 @@ def test_padding_may_come_first() -> None:
     model: Any = drawn(lambda: OfWords(POOLS["product"]), 1.0)
     network, _ = read_network(model, (torch.tensor(LEFT),))
     assert network.share.tolist() == [0.0, 0.0, 0.25, 0.25, 0.25, 0.25]
+
+
+def test_padding_that_inference_sets_to_zero_is_refused() -> None:
+    model: Any = drawn(lambda: OfWords(lambda x, _: x.mean(1)), 1.0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    model.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).double().eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        read_network(model, (torch.tensor(FULL),))
+        with pytest.raises(InputError, match="the same output with and without gradients"):
+            read_network(model, (torch.tensor(RIGHT),))
 
 
 def test_a_mask_of_the_stream_is_refused() -> None:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lipscope.attention import Attention, DotProduct
 from lipscope.errors import InputError
 from lipscope.linalg import start_named
-from lipscope.models.forward_pass import function_of, function_of_map
+from lipscope.models.forward_pass import function_of, function_of_map, same
 from lipscope.models.network import Branch, Chain, Network, Norm, scaled, with_plain_sums
 from lipscope.models.network_search import (
     Found,
@@ -39,7 +39,14 @@ from lipscope.models.tracing.calls import Trace
 from lipscope.models.tracing.map_endpoints import LayerMap
 from lipscope.models.tracing.maps import build_map
 from lipscope.models.tracing.prepare import implementation_for, prepared, swapped
-from lipscope.models.tracing.recorder import Inputs, depends, each_tensor, to_device
+from lipscope.models.tracing.recorder import (
+    Inputs,
+    called,
+    depends,
+    each_tensor,
+    first_tensor,
+    to_device,
+)
 from lipscope.models.tracing.side_channels import kept_between_passes
 from lipscope.models.tracing.sites import (
     AttentionCall,
@@ -299,6 +306,14 @@ def _traced(model: nn.Module, inputs: Inputs, modules: str | None) -> Iterator[T
             raise InputError(
                 f"`{type(model).__name__}` should give the same output every time. Found that its "
                 "forward pass draws random numbers."
+            )
+        with torch.no_grad():
+            plain = first_tensor(called(own, given))
+        if record.output is not None and not same(plain, record.output, _AGREES):
+            raise InputError(
+                f"`{type(model).__name__}` should give the same output with and without gradients. "
+                "Found another one without, as in inference: `nn.TransformerEncoder` sets padding "
+                "to zero there; leave out padding, or build it with `enable_nested_tensor=False`."
             )
         yield record
 
