@@ -464,7 +464,7 @@ function drawTokens() {
     if (focus >= 0) box.children[Math.min(focus, box.children.length - 1)]?.focus();
   }
   $("about-in").textContent = $("about-out").textContent = layerName(state.layer);
-  document.querySelector(".ramp-ends").textContent = `0 to ${percent(Math.max(...one.row.in) / D.scale)}, by its cube root`;
+  document.querySelector(".ramp-ends").textContent = `${toLargest(one.row.in)} above, ${toLargest(one.row.out)} below, by its cube root`;
   $("moving").textContent = state.move === "all" ? "" : `Moves: ${state.move}.`;
   $("reading").textContent = state.read === "all" ? "" : `Read: ${state.read}.`;
 }

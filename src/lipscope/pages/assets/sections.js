@@ -36,8 +36,7 @@ function drawText() {
     if (!w) box.replaceChildren("The tokens of this selection were not kept.");
     else box.replaceChildren(...spans(D.texts[w.text], w[side], w.norm));
   }
-  const top = w ? Math.max(...w.in) / D.scale : 0;
-  document.querySelector(".ramp-ends").textContent = w ? `0 to ${percent(top)}, by its cube root` : "";
+  document.querySelector(".ramp-ends").textContent = w ? `${toLargest(w.in)}, by its cube root` : "";
   drawTokens(w);
 }
 

@@ -8,6 +8,8 @@ const list = (id, rows, columns, front = () => false) => fill(id, !rows.length ?
 make("tbody", {}, ...rows.map((r) => make("tr", { class: front(r) ? "front" : null },
   ...columns.map(([, of, kind]) => cell(of(r), kind))))));
 
+const toLargest = (shares) => `0 to ${percent(Math.max(...shares) / D.scale)}`;
+
 // The shade follows the cube root: a thousandth of the top can still be told from none.
 function spans(words, shares, norms) {
   const top = Math.max(...shares, 1);
