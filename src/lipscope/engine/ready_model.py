@@ -449,7 +449,7 @@ class ModelAtInput:
                 f"{needed:.2g} GB in {self.setting.dtype}."
             )
         bar: Any = tqdm(total=len(run), desc="blocks", leave=False, disable=None)
-        with bar, resident.told(lambda _: bar.update()):
+        with bar, resident.progress(lambda _: bar.update()):
             yield
 
     def map(self, layer: int | None, name: str, *, memory: int, per_head: bool) -> LayerMap:

@@ -9,5 +9,5 @@ from lipscope.models.tracing.sites import AttentionCall, family
 
 @family("BeitAttention", scores="relative bias")
 def beit(call: AttentionCall) -> DotProduct:
-    """Read the four projections; the bias comes added to the mask, or is none."""
+    """Read the four projections; their bias, if any, was added to the mask."""
     return projected(call, "q_proj k_proj v_proj o_proj", heads=call.module.num_attention_heads)

@@ -11,7 +11,7 @@ from lipscope.models.tracing.sites import AttentionCall, family
 
 @family("GemmaAttention", scores="rotary")
 def gemma(call: AttentionCall) -> DotProduct:
-    """Read the four projections; the width of a head is not that of the model's share."""
+    """Read the four projections; heads need not be as wide as the model over their number."""
     return grouped_heads(call)
 
 
@@ -24,7 +24,7 @@ def gemma2(call: AttentionCall) -> DotProduct:
 
 @family("Gemma3Attention", scores="normalised")
 def gemma3(call: AttentionCall) -> DotProduct:
-    """Read the four projections and both norms; its eager attention knows no soft cap."""
+    """Read the four projections and both norms; its eager attention has no soft cap."""
     norms: list[Any] = [call.module.q_norm, call.module.k_norm]
-    query, key = (TokenNorm(1 + norm.weight, norm.eps) for norm in norms)  # Gemma's way
+    query, key = (TokenNorm(1 + norm.weight, norm.eps) for norm in norms)  # it stores γ - 1
     return grouped_heads(call, query_norm=query, key_norm=key)

@@ -1,4 +1,4 @@
-"""MPNet: BERT with a relative position bias, which the encoder computes once."""
+"""MPNet: BERT with a relative position bias that the encoder computes once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T5: no scale, no biases, and a relative position bias that the first layer lends to all."""
+"""T5: no scale, no biases, and a relative position bias that all layers take from the first."""
 
 from __future__ import annotations
 

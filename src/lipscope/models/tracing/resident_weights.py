@@ -197,7 +197,7 @@ class ResidentWeights:
             del self._ends[thread]
 
     @contextlib.contextmanager
-    def told(self, tell: Callable[[str], Any]) -> Iterator[None]:
+    def progress(self, tell: Callable[[str], Any]) -> Iterator[None]:
         """Call ``tell`` with every block before it is loaded."""
         self._tell = tell
         try:
