@@ -627,6 +627,20 @@ def test_other_functions_of_scores_are_refused(last: Callable[[Tensor], Tensor])
         read_network(Then(model, last), (torch.tensor(FULL),))
 
 
+def test_probabilities_and_single_scores_have_a_remedy() -> None:
+    model: Any = drawn(lambda: OfWords(POOLS["product"]), 1.0)
+    ids = (torch.tensor(FULL),)
+    with pytest.raises(InputError, match="return the scores before it"):
+        read_network(Then(model, lambda y: y.softmax(-1)), ids)
+    model.head = nn.Linear(8, 1).double()
+    with pytest.raises(InputError, match="if its sign decides"):
+        read_network(model, ids)
+    follow = nn.Linear(1, 2, bias=False).double()
+    follow.weight.data = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+    network, x = read_network(nn.Sequential(model, follow), ids)
+    assert network(x).tolist() == pytest.approx([0.0, model(*ids).item()], rel=1e-12)
+
+
 def test_log_probabilities_of_every_token_are_pooled_as_scores_are() -> None:
     model: Any = drawn(lambda: OfWords(lambda x, _: x), 1.0)
     ids = torch.tensor(FULL)

@@ -142,10 +142,13 @@ class Search:
         """
         unknown = ", ".join(self.view.unknown)
         if unknown and not self.centred:
+            instead = "certify one layer"
+            if self.of_scores and unknown == "Softmax":
+                instead = "return the scores before it, which decide alike"
             raise InputError(
                 "A network should be made of attention, norms (modules named so), linear maps and "
                 f"relu, gelu, silu or tanh. Found `{unknown}` (as autograd calls it) between the "
-                "stream and the output; certify one layer."
+                f"stream and the output; {instead}."
             )
         if self.view.read is not None:
             how, source = self.view.read.function, self.view.read.source
@@ -418,7 +421,10 @@ class Search:
                 f"`pool = {self.pool}`."
             )
         if len(weight) < 2:
-            raise InputError("A decision needs two scores. Found one; nothing is decided.")
+            raise InputError(
+                "A decision needs two scores. Found one; if its sign decides, let an "
+                "`nn.Linear(1, 2, bias=False)` of weight 0 and 1 follow."
+            )
 
         def scores(x: Tensor) -> Tensor:
             out = self._scores(self.function(x))
