@@ -14,16 +14,21 @@ import pytest
 import torch
 from torch import nn
 
-from lipscope import to_dense
+from lipscope import DotProduct, MultiheadAttention, to_dense
+from lipscope.attention import Distance
 from lipscope.errors import InputError
 from lipscope.models import (
     LayerMap,
     attention_sites,
     build_map,
+    family,
     load_model,
     prepared,
+    read_network,
+    reader_of,
     trace,
 )
+from lipscope.models.tracing import sites
 from lipscope.models.tracing.prepare import exact_maths
 
 CPU = torch.device("cpu")
@@ -345,6 +350,61 @@ def test_attention_whose_keys_or_values_come_from_elsewhere_is_refused(how, matc
         maps_of(Probe().double(), (x, how)) as build,
     ):
         build("attention")
+
+
+class Untied(Distance):
+    """A kind of attention that somebody else wrote."""
+
+
+def test_a_foreign_kind_of_attention_is_read():
+    module = MultiheadAttention(8, 2, Untied)
+    assert reader_of(module) is not None
+    module.attention = nn.Hardtanh()
+    assert reader_of(module) is None
+
+
+class OneMatrix(nn.Module):
+    """Attention written by hand, with a module of its own in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj, self.rest = nn.Linear(8, 24), nn.Linear(8, 8), Nothing()
+        self.dropout: nn.Module = nn.Dropout(0.1)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.c_attn(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.dropout(self.rest(self.c_proj(y.transpose(1, 2).flatten(2))))
+
+
+class Nothing(nn.Module):
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_family_is_described_where_its_attention_is_written(causal, monkeypatch):
+    monkeypatch.setattr(sites, "_READERS", dict(sites._READERS))
+    monkeypatch.setattr(sites, "_REGISTRY", list(sites._REGISTRY))
+
+    @family("OneMatrix", package=__name__)
+    def one_matrix(call):
+        own = call.module
+        weights, biases = own.c_attn.weight.chunk(3), own.c_attn.bias.chunk(3)
+        names = ("query_bias", "key_bias", "value_bias")
+        given = dict(zip(names, biases, strict=True), output_bias=own.c_proj.bias)
+        return DotProduct(*weights, own.c_proj.weight, heads=2, causal=causal, **given)
+
+    model, x = OneMatrix().double().eval(), torch.randn(1, 5, 8, dtype=torch.float64)
+    whole = nn.Sequential(model, nn.Linear(8, 3)).double()
+    if not causal:
+        with pytest.raises(InputError, match="should be what its family computes"):
+            read_network(whole, (x,), modules="0", pool="last")
+        return
+    network, at = read_network(whole, (x,), modules="0", pool="last")
+    torch.testing.assert_close(network(at), whole(x)[0, -1])
+    model.dropout = nn.Hardtanh()
+    assert reader_of(model) is None
 
 
 @pytest.mark.parametrize("masked", [False, True])

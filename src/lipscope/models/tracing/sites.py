@@ -271,28 +271,31 @@ def reader_of(module: nn.Module) -> WeightReader | None:
     packed weights), may compute something else: they are replayed, not read.
     """
     kind = type_before_parametrizations(module)
-    reader = _reader_named(kind)
-    if reader is None:
+    found = _reader_named(kind)
+    if found is None:
         load_plugins(_PLUGINS)
-        reader = _reader_named(kind)
-    plain = all(map(is_plain, linears(module))) and all(map(_is_usual, module.children()))
-    return reader if plain else None
+        found = _reader_named(kind)
+    package, reader = found or ("", None)
+    usual = all(_is_usual(child, package) for child in module.children())
+    return reader if usual and all(map(is_plain, linears(module))) else None
 
 
-def _is_usual(child: nn.Module) -> bool:
+def _is_usual(child: nn.Module, package: str) -> bool:
     """Whether a child of attention is none that replaced another: an activation as dropout, say."""
     if isinstance(child, nn.Sequential):
-        return all(map(_is_usual, child))
-    written = type_before_parametrizations(child).__module__
-    if is_linear(child) or written.startswith(("transformers.", "lipscope.")):
+        return all(_is_usual(one, package) for one in child)
+    if is_linear(child) or isinstance(child, Attention):
         return True
-    torchs = written.startswith("torch.nn.")
-    return torchs and (hasattr(child, "weight") or isinstance(child, _SILENT))
+    written = f"{type_before_parametrizations(child).__module__}."
+    if written.startswith("torch.nn."):
+        return hasattr(child, "weight") or isinstance(child, _SILENT)
+    return written.startswith((f"{package}.", "transformers.", "lipscope."))
 
 
-def _reader_named(kind: type) -> WeightReader | None:
+def _reader_named(kind: type) -> tuple[str, WeightReader] | None:
+    """The reader of a class, with the package that it was registered for."""
     known, here = _READERS.get(kind.__name__, {}).items(), f"{kind.__module__}."
-    return next((read for package, read in known if here.startswith(f"{package}.")), None)
+    return next((one for one in known if here.startswith(f"{one[0]}.")), None)
 
 
 def why_run(module: nn.Module) -> str:
