@@ -33,7 +33,7 @@ def test_evicting_is_masking_in_the_model_itself() -> None:
     """Against one pass of its own attention, with a mask for later rows only."""
     loaded = tiny("llama", scale=2.0)
     model: Any = loaded.model
-    with cached_run(loaded, IDS) as (_, cost):
+    with cached_run(loaded, IDS) as cost:
         found = cost(EVICTED, 0)
     model.set_attn_implementation("eager")
     table, losses = model.get_input_embeddings().weight.detach(), []
@@ -53,7 +53,7 @@ def test_evicting_from_an_encoder_is_a_mask_of_keys() -> None:
     loaded = tiny("bert", scale=2.0)
     model: Any = loaded.model
     ids = IDS[:N]
-    with cached_run(loaded, ids) as (_, cost):
+    with cached_run(loaded, ids) as cost:
         found = cost(EVICTED, 0)
         assert cost(torch.ones(1, N).bool(), 2)["hidden"] == pytest.approx([0.0], abs=1e-6)
     with torch.no_grad():
@@ -67,7 +67,7 @@ def test_evicting_from_an_encoder_is_a_mask_of_keys() -> None:
 
 def test_many_bits_lose_nothing_and_few_lose_more() -> None:
     """Heads of four entries: of two, both would be ends of the grid."""
-    with cached_run(tiny("qwen3", scale=2.0), IDS) as (_, cost):
+    with cached_run(tiny("qwen3", scale=2.0), IDS) as cost:
         none = torch.zeros(1, N, dtype=torch.bool)
         lost = [cost(none, bits)["divergence"][0] for bits in (20, 8, 4, 2)]
     assert lost == sorted(lost) and lost[0] < 1e-6 < lost[-1]

@@ -209,8 +209,8 @@ def _of_budgets(study: Study, name: str, texts: Texts) -> list[Panel]:
 
 def _window(loaded: LoadedModel, ids: Tensor, layers: Sequence[int], share: Tensor) -> Record:
     """Scores of the tokens of one window, and what losing them costs."""
-    with cached_run(loaded, ids) as (streams, cost):
-        scores = _scores(loaded, ids[None, :_CONTEXT], layers, streams) | {SHARE: share}
+    scores = _scores(loaded, ids[None, :_CONTEXT], layers) | {SHARE: share}
+    with cached_run(loaded, ids) as cost:
         causal = len(ids) > _CONTEXT
         kept = {
             policy: torch.stack([tokens_kept(policy, scores, k, causal) for k in _BUDGETS])
@@ -226,11 +226,11 @@ def _window(loaded: LoadedModel, ids: Tensor, layers: Sequence[int], share: Tens
     return {"scores": {name: one.tolist() for name, one in scores.items()}, "costs": costs}
 
 
-def _scores(
-    loaded: LoadedModel, ids: Tensor, layers: Sequence[int], streams: Sequence[Tensor]
-) -> dict[str, Tensor]:
+def _scores(loaded: LoadedModel, ids: Tensor, layers: Sequence[int]) -> dict[str, Tensor]:
     gen = torch.Generator().manual_seed(int(ids.sum()))
-    norms = torch.stack([streams[layer].norm(dim=-1) for layer in layers])
+    with torch.no_grad():
+        streams = loaded.model(ids, output_hidden_states=True, use_cache=False).hidden_states
+    norms = torch.stack([streams[layer][0].norm(dim=-1) for layer in layers])
     held: dict[str, list[Tensor]] = {NORM: [*norms]}
     for one in layers_of(loaded, ids, layers=layers, dtype="float32"):
         q, k, _ = one.attention.project(one.x)
@@ -265,12 +265,10 @@ def on_grid(x: Tensor, bits: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def cached_run(
-    loaded: LoadedModel, ids: Tensor
-) -> Iterator[tuple[Sequence[Tensor], Callable[[Tensor, int], Record]]]:
+def cached_run(loaded: LoadedModel, ids: Tensor) -> Iterator[Callable[[Tensor, int], Record]]:
     """A model with attention of its own, which has read the context of a window.
 
-    Its streams there; and what it costs, by outcome and mask ``(masks, context)`` of tokens that
+    What it costs, by outcome and mask ``(masks, context)`` of tokens that
     stay as they are, that keys and values of the others are rounded, or evicted where bits are 0.
     """
     from transformers import AttentionInterface
@@ -299,9 +297,9 @@ def cached_run(
     try:
         with torch.no_grad():
             context = ids[None, :_CONTEXT]
-            found = model(context, held=held, output_hidden_states=True, use_cache=False)
+            model(context, held=held, use_cache=False)
             before = hidden(torch.ones(1, _CONTEXT, dtype=torch.bool), 0)
-            yield [one[0] for one in found.hidden_states], cost
+            yield cost
     finally:
         model.set_attn_implementation(usual)
 
