@@ -265,8 +265,10 @@ OF_MODULES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("of", OF_MODULES)
 def test_modules_depend_on_the_stream_by_what_they_are_given_alone(of: str) -> None:
     part, said = OF_MODULES[of]
+    model, x = Mixed(part).double(), gaussian(1, 3, 8)
+    model(x)  # which sets its weights
     with pytest.raises(ls.InputError, match=said):
-        ls.lipschitz_bound(Mixed(part).double(), gaussian(1, 3, 8), radius=2.0)
+        ls.lipschitz_bound(model, x, radius=2.0)
 
 
 def checked(h: Tensor) -> Tensor:
@@ -286,7 +288,8 @@ def test_checks_are_no_part_of_a_network() -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["a number", "the first input", "a buffer", "a list", "a dictionary", "an object"]
+    "how",
+    ["a number", "the first input", "a buffer", "its data", "a list", "a dictionary", "an object"],
 )
 def test_what_is_kept_between_passes_is_refused(how: str) -> None:
     def keeping(h: Tensor) -> Tensor:
@@ -303,6 +306,9 @@ def test_what_is_kept_between_passes_is_refused(how: str) -> None:
         if how == "the first input":
             kept.size = h.detach().std() if kept.size is None else kept.size
             return h / kept.size
+        if how == "its data":
+            kept.ema.data += 1
+            return h if kept.ema < 1000 else 9 * h
         if how == "a list":
             kept.seen.append(1)
             return h * (1 + len(kept.seen) // 1000)
@@ -407,6 +413,16 @@ def test_nothing_is_made_of_ids_around_the_blocks(how: str) -> None:
     model = OfIds(look_up, lambda _, y: y, BY_IDS[how]).double()
     with pytest.raises(ls.InputError, match="by the stream alone"):
         ls.lipschitz_bound(model, torch.tensor([[3, 1, 4, 1, 5]]))
+
+
+def test_masked_ids_are_no_mask() -> None:
+    class Masked(OfIds):
+        def forward(self, masked_ids: Tensor) -> Tensor:
+            return super().forward(masked_ids)
+
+    model = Masked(lambda table, ids: table(ids), lambda _, y: y, BY_IDS["a word"]).double()
+    with pytest.raises(ls.InputError, match="by the stream alone"):
+        ls.lipschitz_bound(model, {"masked_ids": torch.tensor([[3, 1, 4, 1, 5]])})
 
 
 def test_padding_may_be_known_by_its_ids() -> None:

@@ -81,6 +81,8 @@ _WRITTEN: dict[ActivationName, tuple[tuple[str, Callable[[Tensor], Tensor]], ...
     "silu": (("silu", lambda z: z), ("sigmoid", lambda z: z)),
     "tanh": (("tanh", lambda z: z),),
 }
+# Names of inputs that are no sources of a stream; masked tokens are.
+_BESIDE = regex.compile("mask(?!ed)|bias|position")
 _CUBE = 3  # products in tanh's form of GELU: z³, and z times the rest; z³ as a power is two
 
 
@@ -119,10 +121,9 @@ def _from_part(record: Trace, part: nn.Module, stream: Stream) -> StreamFunction
 
 def _sources(inputs: Inputs) -> Iterator[Tensor]:
     """The inputs that are embedded: no masks, no positions, no settings."""
-    kept = ("mask", "bias", "position")
     named = inputs.items() if isinstance(inputs, Mapping) else zip(("",), inputs, strict=False)
     for name, value in named:
-        if isinstance(value, Tensor) and value.ndim > 1 and not any(w in name for w in kept):
+        if isinstance(value, Tensor) and value.ndim > 1 and not _BESIDE.search(name):
             yield value
 
 
