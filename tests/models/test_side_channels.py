@@ -334,6 +334,20 @@ def test_what_is_made_anew_is_kept_as_it_was() -> None:
     assert float(ls.lipschitz_bound(model, gaussian(1, 3, 8))) > 0
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("made", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_weights_that_hooks_of_torch_make_are_no_state(made: Any) -> None:
+    """In the dtype of the copy, and with gradients."""
+    model, x = AmongBlocks(lambda h: h), gaussian(1, 3, 8).float()
+    made(model.blocks[1].linear1)
+    assert len(ls.load_model(model.eval()).decision(x).network.branches) == 4
+    bound = ls.lipschitz_bound(model, x, radius=2.0).value
+    bound.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if ".linear1.weight" in name}
+    assert len(grads) == 2 + (made is nn.utils.weight_norm)
+    assert all(g is not None and bool(g.any()) for g in grads.values())
+
+
 @pytest.mark.parametrize("how", ["a hook", "a hook of all modules", "a forward"])
 def test_attention_is_what_its_class_computes(how: str) -> None:
     model, x = AmongBlocks(lambda h: h).double(), gaussian(1, 3, 8)
@@ -453,6 +467,15 @@ class Half(AmongBlocks):
             x = (x + at.self_attn(y, y, y, need_weights=False)[0]) * 0.5**0.5
             x = (x + at.linear2(torch.relu(at.linear1(at.norm2(x))))) * 0.5**0.5
         return self.head(x.mean(1))
+
+
+def test_a_compiled_module_is_read_as_it_was_written() -> None:
+    def never(*_: Any) -> Any:
+        raise AssertionError
+
+    model, x = AmongBlocks(lambda h: h).double(), gaussian(1, 3, 8)
+    found, plain = (ls.lipschitz_bound(m, x) for m in (torch.compile(model, backend=never), model))
+    assert float(found) == float(plain)
 
 
 def test_an_input_may_require_a_gradient() -> None:

@@ -215,6 +215,7 @@ def layer_max_token(layer: Attention, num_tokens: int, radius: float) -> float:
 def _parts(model: Any, data: Any) -> Network | Chain:
     if isinstance(model, Network | Chain):
         return model
+    model = getattr(model, "_orig_mod", model)  # what `torch.compile` wraps
     if isinstance(model, MultiheadAttention):
         model = model.attention
     if isinstance(model, nn.Module):
