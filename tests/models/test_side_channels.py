@@ -431,7 +431,9 @@ def test_nothing_is_made_of_ids_around_the_blocks(how: str) -> None:
 
 def test_masked_ids_are_no_mask() -> None:
     class Masked(OfIds):
-        def forward(self, masked_ids: Tensor) -> Tensor:
+        def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+            self, masked_ids: Tensor
+        ) -> Tensor:
             return super().forward(masked_ids)
 
     model = Masked(lambda table, ids: table(ids), lambda _, y: y, BY_IDS["a word"]).double()

@@ -217,7 +217,7 @@ def _parts(model: Any, data: Any) -> Network | Chain:
         return model
     model = getattr(model, "_orig_mod", model)  # what `torch.compile` wraps
     if isinstance(model, MultiheadAttention):
-        model = model.attention
+        model = model.as_layer()
     if isinstance(model, nn.Module):
         check_finite(model)
     if isinstance(model, Attention):
