@@ -369,7 +369,8 @@ def own_parts(model: nn.Module) -> Network | Chain | None:
     give: Any = getattr(model, "as_network", None)
     if not callable(give):
         return None
-    if changed := _changed_since(type(model), "as_network") or {"forward"} & vars(model).keys():
+    patched = {k for k in vars(model) if callable(getattr(type(model), k, None))} - {"as_network"}
+    if changed := _changed_since(type(model), "as_network") or patched:
         raise InputError(
             f"`as_network` should tell what `{type(model).__name__}` computes. Found a "
             f"`{min(changed)}` of its own beside it; define `as_network` there too."
