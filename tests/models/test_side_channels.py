@@ -429,6 +429,19 @@ def test_nothing_is_made_of_ids_around_the_blocks(how: str) -> None:
         ls.lipschitz_bound(model, torch.tensor([[3, 1, 4, 1, 5]]))
 
 
+@pytest.mark.parametrize("look_up", [lambda table, ids: table(ids), lambda t, ids: t.weight[ids]])
+def test_a_mask_of_embeddings_moves_with_them(look_up: Any) -> None:
+    class Sparse(OfIds):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.wider(self.look_up(self.table, x))
+            for block in self.blocks:
+                h = block(h, src_key_padding_mask=self.look_up(self.table, x)[..., 0] > 0)
+            return self.head(h.mean(1))
+
+    with pytest.raises(ls.InputError, match="reads values of the input"):
+        ls.lipschitz_bound(Sparse(look_up, lambda _, y: y).double(), torch.tensor([[3, 1, 4, 1]]))
+
+
 def test_masked_ids_are_no_mask() -> None:
     class Masked(OfIds):
         def forward(  # pyright: ignore[reportIncompatibleMethodOverride]

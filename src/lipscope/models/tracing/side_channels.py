@@ -147,8 +147,9 @@ class Watch(TorchDispatchMode):
         made = [*tensors_inside((out,))] or (given if func._schema.is_mutable else [])
         streams = (*made, *(one for one in given if one.requires_grad)) if recorded else ()
         self._streams.update(_place(one) for one in streams if one.is_floating_point())
-        for one in made:
-            self._hear(one, kind)
+        by_table = name in ("embedding", *_BY_INDEX) and args[0].is_floating_point()
+        for one in made:  # what ids look up moves with the stream, so that it is no mask
+            self._hear(one, max(kind, _VALUES) if by_table else kind)
             if live and one.is_floating_point() and one.dtype.itemsize < 8:
                 self.use(name, kind)  # half precision discards values too
         return out
