@@ -287,9 +287,9 @@ class SmoothTransformer(nn.Module):
 
     def _check_parts(self) -> None:
         """Refuse parts that replaced others: an adapter has a weight, and adds to it."""
-        ends = self.clip, self.pool, self.head, self.embedding
+        ends, blocks = (self.clip, self.pool, self.head, self.embedding), list[Any](self.blocks)
         wanted: list[tuple[Any, Any]] = list(zip(ends, _ENDS, strict=True))
-        wanted += [(one, ResidualSum) for block in self.blocks for one in block]
+        wanted += [(one, ResidualSum) for block in blocks for one in block]
         for one in self.sums:
             if not isinstance(one.part, MultiheadAttention):
                 wanted += zip(one.part, _NETWORK, strict=False)
