@@ -165,6 +165,36 @@ def test_a_head_of_a_vocabulary_costs_no_square_of_it():
     assert (head.outer.shape, head.inner.shape) == ((50_000, 8), (8, 8))
 
 
+class Adapter(nn.Linear):
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "place", ["pool", "head", "clip", "blocks", "activation", "hook", "scores"]
+)
+def test_a_part_that_is_replaced_has_no_bound(place):
+    model = smooth(pool="mean")
+    block = model.blocks[0]
+    if place == "pool":
+        model.pool = nn.AdaptiveMaxPool1d(1)
+    elif place == "head":
+        model.head = Adapter(*model.head.weight.T.shape)
+    elif place == "clip":
+        model.clip = nn.Identity()
+    elif place == "blocks":
+        model.blocks[0] = nn.Sequential(block, nn.LayerNorm(model.sizes["width"]))
+    elif place == "activation":
+        block[1].part[1] = nn.Hardswish()
+    elif place == "hook":
+        block[0].part.register_forward_hook(lambda _, __, y: (3 * y[0], None))
+    else:
+        model.scores = lambda tokens: 3 * type(model).scores(model, tokens)
+    words = "parts that it was built of|as its class is written|what `SmoothTransformer` computes"
+    with pytest.raises(InputError, match=words):
+        lipschitz_bound(model)
+
+
 def test_a_decoder_reads_no_later_token():
     model = smooth(causal=True).eval()
     other = IDS.clone()

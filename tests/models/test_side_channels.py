@@ -265,8 +265,10 @@ OF_MODULES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("of", OF_MODULES)
 def test_modules_depend_on_the_stream_by_what_they_are_given_alone(of: str) -> None:
     part, said = OF_MODULES[of]
+    model, x = Mixed(part).double(), gaussian(1, 3, 8)
+    model(x)  # which sets its weights
     with pytest.raises(ls.InputError, match=said):
-        ls.lipschitz_bound(Mixed(part).double(), gaussian(1, 3, 8), radius=2.0)
+        ls.lipschitz_bound(model, x, radius=2.0)
 
 
 def checked(h: Tensor) -> Tensor:
@@ -286,7 +288,8 @@ def test_checks_are_no_part_of_a_network() -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["a number", "the first input", "a buffer", "a list", "a dictionary", "an object"]
+    "how",
+    ["a number", "the first input", "a buffer", "its data", "a list", "a dictionary", "an object"],
 )
 def test_what_is_kept_between_passes_is_refused(how: str) -> None:
     def keeping(h: Tensor) -> Tensor:
@@ -303,6 +306,9 @@ def test_what_is_kept_between_passes_is_refused(how: str) -> None:
         if how == "the first input":
             kept.size = h.detach().std() if kept.size is None else kept.size
             return h / kept.size
+        if how == "its data":
+            kept.ema.data += 1
+            return h if kept.ema < 1000 else 9 * h
         if how == "a list":
             kept.seen.append(1)
             return h * (1 + len(kept.seen) // 1000)
@@ -326,6 +332,20 @@ def test_what_is_made_anew_is_kept_as_it_was() -> None:
     model = AmongBlocks(keeping).double()
     model.grid = (3, 8, {"rows": [3]})
     assert float(ls.lipschitz_bound(model, gaussian(1, 3, 8))) > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("made", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_weights_that_hooks_of_torch_make_are_no_state(made: Any) -> None:
+    """In the dtype of the copy, and with gradients."""
+    model, x = AmongBlocks(lambda h: h), gaussian(1, 3, 8).float()
+    made(model.blocks[1].linear1)
+    assert len(ls.load_model(model.eval()).decision(x).network.branches) == 4
+    bound = ls.lipschitz_bound(model, x, radius=2.0).value
+    bound.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if ".linear1.weight" in name}
+    assert len(grads) == 2 + (made is nn.utils.weight_norm)
+    assert all(g is not None and bool(g.any()) for g in grads.values())
 
 
 @pytest.mark.parametrize("how", ["a hook", "a hook of all modules", "a forward"])
@@ -409,6 +429,31 @@ def test_nothing_is_made_of_ids_around_the_blocks(how: str) -> None:
         ls.lipschitz_bound(model, torch.tensor([[3, 1, 4, 1, 5]]))
 
 
+@pytest.mark.parametrize("look_up", [lambda table, ids: table(ids), lambda t, ids: t.weight[ids]])
+def test_a_mask_of_embeddings_moves_with_them(look_up: Any) -> None:
+    class Sparse(OfIds):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.wider(self.look_up(self.table, x))
+            for block in self.blocks:
+                h = block(h, src_key_padding_mask=self.look_up(self.table, x)[..., 0] > 0)
+            return self.head(h.mean(1))
+
+    with pytest.raises(ls.InputError, match="reads values of the input"):
+        ls.lipschitz_bound(Sparse(look_up, lambda _, y: y).double(), torch.tensor([[3, 1, 4, 1]]))
+
+
+def test_masked_ids_are_no_mask() -> None:
+    class Masked(OfIds):
+        def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+            self, masked_ids: Tensor
+        ) -> Tensor:
+            return super().forward(masked_ids)
+
+    model = Masked(lambda table, ids: table(ids), lambda _, y: y, BY_IDS["a word"]).double()
+    with pytest.raises(ls.InputError, match="by the stream alone"):
+        ls.lipschitz_bound(model, {"masked_ids": torch.tensor([[3, 1, 4, 1, 5]])})
+
+
 def test_padding_may_be_known_by_its_ids() -> None:
     class Padded(OfIds):
         def forward(self, x: Tensor) -> Tensor:
@@ -437,6 +482,15 @@ class Half(AmongBlocks):
             x = (x + at.self_attn(y, y, y, need_weights=False)[0]) * 0.5**0.5
             x = (x + at.linear2(torch.relu(at.linear1(at.norm2(x))))) * 0.5**0.5
         return self.head(x.mean(1))
+
+
+def test_a_compiled_module_is_read_as_it_was_written() -> None:
+    def never(*_: Any) -> Any:
+        raise AssertionError
+
+    model, x = AmongBlocks(lambda h: h).double(), gaussian(1, 3, 8)
+    found, plain = (ls.lipschitz_bound(m, x) for m in (torch.compile(model, backend=never), model))
+    assert float(found) == float(plain)
 
 
 def test_an_input_may_require_a_gradient() -> None:

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from lipscope.attention.jacobian import (
     CHUNK_BYTES,
@@ -22,10 +23,13 @@ from lipscope.attention.jacobian import (
     stretch_in_chunks,
 )
 from lipscope.attention.layer import (
+    Clip,
     Framed,
     Layer,
     Map,
     MovingSide,
+    Rotary,
+    TokenNorm,
     check_frame_of,
     check_log_weights,
     returned,
@@ -85,11 +89,13 @@ class Attention(Layer):
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuse a subclass that changes what closed forms and theorems take as given.
 
-        Fixed are the final methods; of a registered variant, whatever computes something.
+        Fixed are the final methods; of a registered variant, whatever computes something, so that
+        copies are of the variant. A score comes with its derivatives.
         """
         super().__init_subclass__(**options)
         known = [one for one in cls.__mro__[1:] if one in VARIANTS.values()]
         parent = known[0] if known else Attention
+        cls._copied_as = known[0] if known else None
         names = {name for one in parent.__mro__ if issubclass(one, Layer) for name in vars(one)}
         public = {name for name in names if not name.startswith("_")} - {"extra_repr"}
         for name in ("__call__", *sorted(public)):
@@ -101,6 +107,12 @@ class Attention(Layer):
                     f"forms and theorems hold for that. Found another `{name}`; derive from "
                     "`InnerProduct`, `Distance` or `Attention`, and define the score or weighting."
                 )
+        slopes = {"score_jvp", "score_vjp"}
+        if "score" in vars(cls) and not slopes <= vars(cls).keys():
+            raise InputError(
+                f"`{cls.__name__}` should define the derivatives of its score. Found `score` "
+                f"without `{min(slopes - vars(cls).keys())}`; define both."
+            )
 
     @final
     def forward(
@@ -180,6 +192,7 @@ class Attention(Layer):
 
         Source: Lemma C.2 of [castin2024], in matrix form (``docs/theory``).
         """
+        check_layer(self)
         check_log_weights(log_weights, x if context is None else context)
         if x.ndim != 2:
             raise InputError(f"`x` should be one input, (n, d). Found shape {tuple(x.shape)}.")
@@ -505,6 +518,10 @@ def check_as_written(module: nn.Module, name: str) -> None:
         hooks = [hook for hook in hooks if not type(hook).__module__.startswith("torch.nn.utils.")]
         written = {key: getattr(type(one), key, None) for key in vars(one)}
         own = [k for k, at in written.items() if callable(at) or isinstance(at, Weighting)]
+        held = [one.rotary, *one.norms(), one.entrance()] if isinstance(one, Attention) else []
+        parts: list[Any] = [part for part in held if part is not None]
+        kinds = map(type_before_parametrizations, parts)
+        own += [kind.__name__ for kind in kinds if kind not in (Rotary, TokenNorm, Clip)]
         if hooks or own:
             what = "hooks" if hooks else f"a `{own[0]}` of its own"
             raise InputError(

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Literal, TypedDict, TypeVar, cast, final
+from typing import Any, ClassVar, Literal, TypedDict, TypeVar, cast, final
 
 import torch
 from jaxtyping import Bool, Float
@@ -266,9 +266,9 @@ def arguments(kind: type) -> dict[str, inspect.Parameter]:
     above = (one for one in kind.__mro__ if "__init__" in vars(one))
     found: dict[str, inspect.Parameter] = {}
     for one in above:
-        own = dict(inspect.signature(vars(one)["__init__"]).parameters)
-        hands_on = [n for n, p in own.items() if p.kind is inspect.Parameter.VAR_KEYWORD]
-        found = {n: p for n, p in own.items() if n not in ("self", *hands_on)} | found
+        own = dict([*inspect.signature(vars(one)["__init__"]).parameters.items()][1:])
+        hands_on = [n for n, p in own.items() if p.kind.name.startswith("VAR_")]
+        found = {n: p for n, p in own.items() if n not in hands_on} | found
         if (takes := vars(one).get("takes")) is not None:
             kind_of = inspect.Parameter.KEYWORD_ONLY
             more = {n: inspect.Parameter(n, kind_of, default=None) for n in takes.__annotations__}
@@ -318,6 +318,8 @@ class Layer(nn.Module, ABC):
     weighting: Weighting = Softmax()  # how scores become weights
     # Whether query, key and value depend on their token alone; if not, there is a `divisor`.
     by_token: bool = True
+    # The class of copies, if not its own: the variant that it computes.
+    _copied_as: ClassVar[type[Layer] | None] = None
 
     query: Tensor
     key: Tensor
@@ -409,8 +411,12 @@ class Layer(nn.Module, ABC):
 
     def fields(self) -> dict[str, Any]:
         """The constructor arguments that reproduce this layer."""
-        kind = type_before_parametrizations(self)
-        return {name: getattr(self, _STORED.get(name, name)) for name in arguments(kind)}
+        kind = type(self)._copied_as or type_before_parametrizations(self)
+        try:
+            return {name: getattr(self, _STORED.get(name, name)) for name in arguments(kind)}
+        except AttributeError as why:
+            said = "Layers should keep what their constructors take, for copies. Found otherwise:"
+            raise InputError(f"{said} {why}; keep it, or hand on `**options`.") from None
 
     def replace(self: AnyLayer, **changes: Any) -> AnyLayer:
         """A layer with some fields replaced, by their names in the constructor.
@@ -418,7 +424,8 @@ class Layer(nn.Module, ABC):
         The others are shared with this layer, not copied; parameters stay the same objects.
         Parametrised fields take their current value.
         """
-        return type_before_parametrizations(self)(**(self.fields() | changes))
+        kind: Any = type(self)._copied_as or type_before_parametrizations(self)
+        return kind(**(self.fields() | changes))
 
     def head(self: AnyLayer, index: int) -> AnyLayer:
         """One query head as a layer, with its group's keys and values.
@@ -434,9 +441,7 @@ class Layer(nn.Module, ABC):
             if norm is not None and len(norm.weight) > width:
                 raise InputError("not available: a norm of the layer joins its heads.")
         group = index * self.num_groups // self.num_heads
-        for name, tensor in fields.items():
-            if tensor is None:
-                continue
+        for name, tensor in [(name, t) for name, t in fields.items() if t is not None]:
             if name in _OF_A_HEAD:
                 fields[name] = tensor.chunk(self.num_heads)[index]
             elif name in _OF_A_GROUP:
@@ -447,7 +452,7 @@ class Layer(nn.Module, ABC):
                 fields[name] = tensor[index]
             elif name in _STORED:
                 fields[name] = 1
-        return type_before_parametrizations(self)(**fields)
+        return self.replace(**fields)
 
     def check_head(self, index: int) -> None:
         """Require a valid query head index."""

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from lipscope.attention import functional
-from lipscope.attention.core import Attention, variants
+from lipscope.attention.core import Attention, check_as_written, variants
 from lipscope.attention.kinds.dot_product import DotProduct
 from lipscope.attention.layer import arguments, returned, uncast
 from lipscope.attention.weighting import Softmax
@@ -171,11 +172,26 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def linearise(self, x: Tensor, **options: Any) -> Operator:
         """The Jacobian of self-attention at one input ``(n, d)``; see `Attention.linearise`."""
-        return self.attention.linearise(_single_input(x), **options)
+        return self.as_layer().linearise(_single_input(x), **options)
 
     def stretch(self, x: Tensor, g: Tensor, e: Tensor, **options: Any) -> Tensor:
         """See `Attention.stretch`."""
-        return self.attention.stretch(_single_input(x), g, e, **options)
+        return self.as_layer().stretch(_single_input(x), g, e, **options)
+
+    def as_layer(self) -> Attention:
+        """The layer that this module is as self-attention without a mask, `attention`.
+
+        Raises:
+            InputError: If the module computes something else: a subclass or a hook may change it.
+        """
+        check_as_written(self, type(self).__name__)
+        kind = type_before_parametrizations(self)
+        if kind.forward is not MultiheadAttention.forward:
+            raise InputError(
+                f"`{kind.__name__}` should compute what `MultiheadAttention` computes. Found "
+                "another `forward`; give its `attention`, if that is meant."
+            )
+        return self.attention
 
     def _in_blocks(self, q: Tensor, k: Tensor) -> bool:
         """Whether blockwise `functional.attention` applies and pays off."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from lipscope.errors import InputError
 
 At = tuple[Tensor, ...]
 
@@ -78,6 +81,13 @@ class Softmax(Weighting):
     """
 
     normalised = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse weights that would have the derivatives of softmax."""
+        raise InputError(
+            f"`{cls.__name__}` should have derivatives of its own. Found a kind of `Softmax`; "
+            "derive from `Weighting`."
+        )
 
     def weights(self, s: Tensor) -> Tensor:
         """The softmax of every row."""

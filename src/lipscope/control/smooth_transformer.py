@@ -99,6 +99,10 @@ class MeanPool(nn.Module):
         return x.mean(-2)
 
 
+_ENDS = Clip, MeanPool | nn.Identity, nn.Linear, nn.Linear | nn.Embedding
+_NETWORK = nn.Linear, nn.GELU | nn.ReLU, nn.Linear
+
+
 class SmoothTransformer(nn.Module):
     """An encoder or decoder with a global Lipschitz bound that training can monitor and limit.
 
@@ -267,6 +271,7 @@ class SmoothTransformer(nn.Module):
 
         Weights are the model's own, so that bounds computed from them have gradients.
         """
+        self._check_parts()
         branches = [Branch(norm=self.clip, skip=False)]
         for one in self.sums:
             branches.append(Branch(scaled(_as_part(one.part), one.alpha), skip=1 - one.alpha))
@@ -279,6 +284,22 @@ class SmoothTransformer(nn.Module):
         eye = torch.eye(head.shape[1]).to(head)  # over the vocabulary it would be too large
         last = Branch(Feed(eye, head.new_zeros(len(eye)), head, none, "identity"), skip=False)
         return Chain((*branches, last), len(self.positions))
+
+    def _check_parts(self) -> None:
+        """Refuse parts that replaced others: an adapter has a weight, and adds to it."""
+        ends, blocks = (self.clip, self.pool, self.head, self.embedding), list[Any](self.blocks)
+        wanted: list[tuple[Any, Any]] = list(zip(ends, _ENDS, strict=True))
+        wanted += [(one, ResidualSum) for block in blocks for one in block]
+        for one in self.sums:
+            if not isinstance(one.part, MultiheadAttention):
+                wanted += zip(one.part, _NETWORK, strict=False)
+        for one, of in wanted:
+            kind = type_before_parametrizations(one)
+            if kind not in get_args(of) and kind is not of:
+                raise InputError(
+                    "A `SmoothTransformer` should have the parts that it was built of. Found "
+                    f"`{kind.__name__}` among them; put the original back, or merge an adapter."
+                )
 
     def _capped_weights(self) -> Iterator[tuple[Any, str, float]]:
         """Every matrix except the token embedding: module, name, and cap relative to ``cap``."""
@@ -433,7 +454,7 @@ def _waves(length: int, width: int) -> Float[Tensor, "n d"]:
 def _as_part(part: Any) -> Attention | Feed:
     """The description of a part of a block for a network."""
     if isinstance(part, MultiheadAttention):
-        return part.attention
+        return part.as_layer()
     inner, act, outer = part
     none = [w.new_zeros(len(w)) for w in (inner.weight, outer.weight)]
     name: ActivationName = "relu" if isinstance(act, nn.ReLU) else "gelu"

@@ -544,7 +544,7 @@ def loaded_model(model: AnyModel, *, tokenizer: Any = None, **how: Any) -> Loade
     if isinstance(model, ReadyModel):
         model = model.loaded
     if isinstance(model, MultiheadAttention):
-        model = model.attention.replace()
+        model = model.as_layer().replace()
     if isinstance(model, LoadedModel):
         loaded = model
     elif isinstance(model, Attention):

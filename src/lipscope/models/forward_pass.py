@@ -81,6 +81,8 @@ _WRITTEN: dict[ActivationName, tuple[tuple[str, Callable[[Tensor], Tensor]], ...
     "silu": (("silu", lambda z: z), ("sigmoid", lambda z: z)),
     "tanh": (("tanh", lambda z: z),),
 }
+# Names of inputs that are no sources of a stream; masked tokens are.
+_BESIDE = regex.compile("mask(?!ed)|bias|position")
 _CUBE = 3  # products in tanh's form of GELU: z³, and z times the rest; z³ as a power is two
 
 
@@ -124,10 +126,9 @@ def _from_part(
 
 def _sources(inputs: Inputs) -> Iterator[Tensor]:
     """The inputs that are embedded: no masks, no positions, no settings."""
-    kept = ("mask", "bias", "position")
     named = inputs.items() if isinstance(inputs, Mapping) else zip(("",), inputs, strict=False)
     for name, value in named:
-        if isinstance(value, Tensor) and value.ndim > 1 and not any(w in name for w in kept):
+        if isinstance(value, Tensor) and value.ndim > 1 and not _BESIDE.search(name):
             yield value
 
 
@@ -373,7 +374,8 @@ def own_parts(model: nn.Module) -> Network | Chain | None:
     give: Any = getattr(model, "as_network", None)
     if not callable(give):
         return None
-    if changed := _changed_since(type(model), "as_network") or {"forward"} & vars(model).keys():
+    patched = {k for k in vars(model) if callable(getattr(type(model), k, None))} - {"as_network"}
+    if changed := _changed_since(type(model), "as_network") or patched:
         raise InputError(
             f"`as_network` should tell what `{type(model).__name__}` computes. Found a "
             f"`{min(changed)}` of its own beside it; define `as_network` there too."

@@ -38,7 +38,7 @@ from lipscope.models.network_search import (
 from lipscope.models.tracing.calls import Trace
 from lipscope.models.tracing.map_endpoints import LayerMap
 from lipscope.models.tracing.maps import build_map
-from lipscope.models.tracing.prepare import implementation_for, prepared, swapped
+from lipscope.models.tracing.prepare import implementation_for, make_weights, prepared, swapped
 from lipscope.models.tracing.recorder import (
     Inputs,
     called,
@@ -189,6 +189,7 @@ def read_parts(model: nn.Module, inputs: Inputs) -> tuple[Network | Chain, Float
         search = PartsSearch(function_of(record, any_ids=True))
         linked = _linked(record.model, trained)
         with swapped(linked):
+            make_weights(record.model)
             found = search.found()
             network: Network | Chain = found.network
             if not len(network.bias):

@@ -215,8 +215,9 @@ def layer_max_token(layer: Attention, num_tokens: int, radius: float) -> float:
 def _parts(model: Any, data: Any) -> Network | Chain:
     if isinstance(model, Network | Chain):
         return model
+    model = getattr(model, "_orig_mod", model)  # what `torch.compile` wraps
     if isinstance(model, MultiheadAttention):
-        model = model.attention
+        model = model.as_layer()
     if isinstance(model, nn.Module):
         check_finite(model)
     if isinstance(model, Attention):

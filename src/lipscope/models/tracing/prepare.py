@@ -147,7 +147,16 @@ def prepared(
     if any(m.training and _drops(m) for m in model.modules()):
         notes.append("dropout was live and has been switched off for the measurement")
     with eval_mode(model), _implementations(model, implementation):
+        make_weights(model)
         yield model, notes
+
+
+def make_weights(model: nn.Module) -> None:
+    """Compute from its parameters what hooks of torch compute before a pass (weight norm)."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if type(hook).__module__.startswith("torch.nn.utils."):
+                hook(module, ())
 
 
 def floating(model: nn.Module) -> list[Tensor]:

@@ -147,8 +147,9 @@ class Watch(TorchDispatchMode):
         made = [*tensors_inside((out,))] or (given if func._schema.is_mutable else [])
         streams = (*made, *(one for one in given if one.requires_grad)) if recorded else ()
         self._streams.update(_place(one) for one in streams if one.is_floating_point())
-        for one in made:
-            self._hear(one, kind)
+        by_table = name in ("embedding", *_BY_INDEX) and args[0].is_floating_point()
+        for one in made:  # what ids look up moves with the stream, so that it is no mask
+            self._hear(one, max(kind, _VALUES) if by_table else kind)
             if live and one.is_floating_point() and one.dtype.itemsize < 8:
                 self.use(name, kind)  # half precision discards values too
         return out
@@ -315,7 +316,7 @@ def tensors_inside(values: Iterable[Any]) -> Iterator[Tensor]:
 @contextlib.contextmanager
 def kept_between_passes(model: nn.Module) -> Iterator[set[str]]:
     """Names of what a model keeps that passes change: attributes and buffers of its modules."""
-    changed, before = set[str](), list[tuple[str, Any, int]]()
+    changed, before = set[str](), list[tuple[str, Any, Any]]()
 
     def start(*_: Any) -> None:
         before[:] = _kept(model)
@@ -336,8 +337,8 @@ def kept_between_passes(model: nn.Module) -> Iterator[set[str]]:
 _OF_TORCH = vars(nn.Module()).keys()
 
 
-def _kept(model: nn.Module) -> Iterator[tuple[str, Any, int]]:
-    """By name, with how often it was written over, or how much it holds."""
+def _kept(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """By name, with how often it was written over and its sum, or how much it holds."""
     seen = set[int]()
     for path, module in model.named_modules():
         own = {k: v for k, v in vars(module).items() if k not in _OF_TORCH}
@@ -345,11 +346,12 @@ def _kept(model: nn.Module) -> Iterator[tuple[str, Any, int]]:
             yield from _held(f"{path}.{name}".lstrip("."), value, seen)
 
 
-def _held(name: str, value: Any, seen: set[int], depth: int = 0) -> Iterator[tuple[str, Any, int]]:
+def _held(name: str, value: Any, seen: set[int], depth: int = 0) -> Iterator[tuple[str, Any, Any]]:
     """A value, and what is in it: elements of containers, attributes of plain objects."""
-    version = len(value) if isinstance(value, list | dict | set | deque) else 0
-    if isinstance(value, Tensor) and not value.is_inference():
-        version = value._version
+    version: Any = len(value) if isinstance(value, list | dict | set | deque) else 0
+    if isinstance(value, Tensor):  # what is written by `.data` is not counted
+        counted = 0 if value.is_inference() else value._version
+        version = counted, repr(value.detach().sum().tolist())  # NaN is NaN
     yield name, value, version
     inside: dict[Any, Any] = value if isinstance(value, dict) else {}
     if isinstance(value, list | tuple | deque):

@@ -19,6 +19,7 @@ from lipscope.attention import (
     CONSTANT,
     Attention,
     Clip,
+    DividedAttention,
     InnerProduct,
     L2Attention,
     LipschitzNormAttention,
@@ -282,7 +283,7 @@ def _softmax(at: LayerHeads, norm: BoundNorm) -> Constant:
         right = layer.value.double().unflatten(0, (layer.num_heads, -1)) @ raw.mT
         gain = spectral_norm(at.q)
         row, radius = _distances(at, gain), reach(gain, radius)
-    elif not isinstance(layer, InnerProduct) or not layer.by_token:
+    elif not _of_inner_products(layer):
         raise NotApplicableError("no bound of its kind is known")
     elif _plain(layer):
         row = _inner_products(at)
@@ -320,6 +321,13 @@ def _one_query(
         own = heads_norm(query.right.mT, query.left, c * query.own)
         found.append(heads_norm(at.o, right, 1 / c) * (others + own))
     return torch.stack(found).amin()
+
+
+def _of_inner_products(layer: Attention) -> bool:
+    """Whether scores are those of `InnerProduct`, which a class of one's own may redefine."""
+    kind, known = type(layer), (InnerProduct.project_in, DividedAttention.project_in)
+    same = kind.score is InnerProduct.score and kind.divisor is InnerProduct.divisor
+    return same and kind.project_in in known and layer.by_token
 
 
 def _plain(layer: Attention) -> bool:
