@@ -480,6 +480,39 @@ def test_an_interrupt_between_two_radii_of_a_row_keeps_the_first(tmp_path, monke
     assert found[0].drop("seconds").equals(found[1].drop("seconds"))
 
 
+@pytest.mark.slow
+def test_radii_outlive_killed_workers_and_drivers(tmp_path):
+    """Each radius is written once, whoever is killed while the next one is certified."""
+    spec, folder = RADII | {"lengths": [5]}, tmp_path / "runs" / "spec"
+    (tmp_path / "spec.yaml").write_text(json.dumps(spec))
+    values = folder / "values.jsonl"
+    command = [sys.executable, "-m", "lipscope.cli", "sweep", "spec.yaml", "--workers", "1"]
+
+    def radii() -> list[str]:
+        lines = values.read_text().split("\n")[:-1] if values.exists() else []
+        return [one["key"] for one in map(json.loads, lines) if one["part"] == "radii"]
+
+    for kind in (None, signal.SIGKILL, signal.SIGTERM, signal.SIGINT):  # None: of the worker
+        before, process = len(radii()), subprocess.Popen(command, cwd=tmp_path)
+        limit = time.monotonic() + 240
+        while len(radii()) == before:
+            assert process.poll() is None and time.monotonic() < limit
+            time.sleep(0.002)
+        if kind is None:
+            (worker,) = _children_of(process.pid)
+            os.kill(worker, signal.SIGKILL)
+            while len(radii()) == before + 1:
+                assert process.poll() is None and time.monotonic() < limit
+                time.sleep(0.002)
+        process.send_signal(kind or signal.SIGKILL)
+        process.wait()
+    assert len(radii()) >= 5 and not (folder / "rows.jsonl").exists()
+    ls.sweep(spec, folder, workers=1)
+    ls.sweep(spec, tmp_path / "whole", workers=1)
+    assert len(radii()) == len(set(radii())) == 6
+    same_run(folder, tmp_path / "whole")
+
+
 def cluster_here() -> Any:
     """A Dask cluster of one worker in a thread of this process."""
     from distributed import LocalCluster
