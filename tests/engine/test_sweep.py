@@ -480,6 +480,17 @@ def test_an_interrupt_between_two_radii_of_a_row_keeps_the_first(tmp_path, monke
     assert found[0].drop("seconds").equals(found[1].drop("seconds"))
 
 
+def test_an_estimate_names_decisions_and_certifies_none(monkeypatch, command):
+    def certified(*_: object, **__: object) -> None:
+        raise AssertionError("a dry run certifies")
+
+    monkeypatch.setattr(ModelDecision, "certified", certified)
+    monkeypatch.setattr(driver, "start_time", lambda: 0.0)
+    Path("spec.yaml").write_text(json.dumps(RADII))
+    said = command("sweep", "spec.yaml", "--dry-run").out
+    assert ", besides 2 decisions, whose time is not known before. From jobs timed" in said
+
+
 @pytest.mark.slow
 def test_radii_outlive_killed_workers_and_drivers(tmp_path):
     """Each radius is written once, whoever is killed while the next one is certified."""

@@ -204,8 +204,9 @@ class Estimate(NamedTuple):
 
     jobs: int  # all jobs
     done: int  # those whose rows are in the folder
-    seconds: float  # expected time for the others
+    seconds: float  # expected time for the others, without their decisions
     basis: str  # basis of the time, as a sentence
+    decisions: int = 0  # those to be certified, whose time is not known before
 
 
 def estimate(
@@ -224,6 +225,7 @@ def estimate(
     The current times to survey the models, start a worker and load models are added.
     For workers with one thread and no accelerator, all of these are processor times: other load on
     the machine hardly affects them, and the sweep takes longer by the time its workers wait.
+    Certificates of decisions are counted, not timed: at one length they differ by the window.
 
     Arguments and errors are those of `sweep`; on a cluster the estimate is for one worker.
     """
@@ -253,7 +255,8 @@ def estimate(
     if beyond:
         words += f"; {_lengths_in_words(beyond)} tokens by interpolation or extrapolation"
     words += f". It includes {start:.0f} s to start and to load."
-    return Estimate(len(jobs), len(jobs) - len(todo), start + working, words)
+    decisions = len(todo) * len(request.spec.decisions)
+    return Estimate(len(jobs), len(jobs) - len(todo), start + working, words, decisions)
 
 
 def seconds_at(times: Mapping[int, float], num_tokens: int) -> float:
