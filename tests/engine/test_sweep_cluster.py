@@ -16,7 +16,7 @@ from distributed import LocalCluster
 import lipscope as ls
 from lipscope.engine.sweeps.pool import cores
 from lipscope.errors import InputError
-from lipscope.records.folder import RunFolder
+from lipscope.records import RunFolder
 from sweeps import JOBS, SPEC, same_run
 
 
