@@ -350,10 +350,10 @@ def certify_decision(
         raise InputError("A decision of a layer needs `between` or `read_out`. Found neither.")
     asked |= of_one_input(data, asked, length)
     beside = "margin" if by is None else map  # map of the row that a folder stores with the radii
-    if map == "attention" or out is None:
-        layer = argument(whole_number(0, 10_000), "at_layer", at_layer) if map != "model" else 0
-        beside, asked["layers"] = "attention", [layer]
-    tell, more = as_callback(progress), {"maps": (beside,)}
+    if map == "attention":
+        asked["layers"] = [argument(whole_number(0, 10_000), "at_layer", at_layer)]
+    none = out is None and map == "model"  # no row: no map is surveyed
+    tell, more = as_callback(progress), {"maps": () if none else (beside,)}
     several = {"verb": "certify"}
     with LocalRun(model, data, asked, _DECISION, more=more, out=out, asked=several) as run:
         about: dict[str, Any] = {"between": between, "pool": pool, "at_layer": at_layer}
@@ -361,11 +361,11 @@ def certify_decision(
 
         def find() -> dict[str, Any]:
             how: dict[str, Any] = {"pool": pool, "special_tokens": run.spec.special_tokens}
-            at = run.at(run.jobs[0])
             if map == "attention" and by is not None:
-                decision = decision_at_layer(at, by, **how)
+                decision = decision_at_layer(run.at(run.jobs[0]), by, **how)
             else:
-                decision = decision_at(run.model, at.item, by, at_layer=at_layer, **how)
+                (item,) = run.samples([0])
+                decision = decision_at(run.model, item, by, at_layer=at_layer, **how)
             groups = decision.groups(ball, tokens)
             return {"keys": _certified_groups(run, decision, ball, groups, about, tell)}
 
