@@ -150,7 +150,7 @@ def _write_results(
             if one.radius is not None:
                 folder.add_value(records.RADII, *one.radius)
                 radii += 1
-                as_voice(tell)(f"{radii} radii")
+                as_voice(tell)(f"radii: {radii}")
         new = [each for one in some for each in one.finished if each.row.id not in folder.done]
         if new:
             folder.extend(new)
