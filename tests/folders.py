@@ -288,7 +288,7 @@ def decided(folder: Path) -> Path:
     found = [
         about | {"ball": "token", "tokens": [1], "words": ["▁cat"], "radius": 0.2},
         about | {"ball": "token", "tokens": [0], "words": ["[CLS]"], "radius": 0.48129},
-        about | {"ball": "joint", "tokens": [0, 1], "words": ["[CLS]", "▁cat"], "radius": 0.1},
-        about | {"ball": "each", "tokens": [0, 1], "words": ["[CLS]", "▁cat"], "radius": math.inf},
+        about | {"ball": "joint", "tokens": [0, 1], "words": ["[CLS]", "▁cat"], "radius": 0.25009},
+        about | {"ball": "each", "tokens": [0, 1], "words": ["[CLS]", "▁cat"], "radius": 0.1},
     ]
     return valued(folder, RADII, found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,19 @@ JOBS, FAILED = 10, 2
 
 
 def in_this_process(
-    request: Request, shapes: Sequence[Shape], jobs: Sequence[Job], workers: int
+    request: Request,
+    shapes: Sequence[Shape],
+    jobs: Sequence[Job],
+    workers: int,
+    held: Mapping[str, pool.Radii],
 ) -> Iterator[list[Result]]:
     """What a worker would answer, in its words: for tests of answers, not of processes."""
     assert workers == 1
     session = pool.Decisions(spec_of(request.spec.as_dict()), dict(request.sources))
     for job in jobs:
-        (taken,), shape = pool.decoded_jobs(pool.encoded_jobs([job], shapes[job.model]))
-        yield [pool.decoded_result(pool.encoded_result(session.result(taken, shape)))]
+        (asked,), shape = pool.decoded_jobs(pool.encoded_jobs([job], shapes[job.model], held))
+        for one in session.results(asked[0], shape, asked[1]):
+            yield [pool.decoded_result(pool.encoded_result(one))]
 
 
 def rows_of(folder: Path) -> polars.DataFrame:

@@ -129,6 +129,14 @@ def test_what_cannot_be_certified_is_one_line(decision: Any, asked: Any, said: s
         decision.certify(**asked)
 
 
+def test_a_decision_from_a_later_layer_on_says_nothing_of_the_first(caplog, monkeypatch):
+    """As for a model whose blocks are cast one after the other."""
+    monkeypatch.setattr("lipscope.models.loading.LoadedModel.is_large", lambda *_: True)
+    name = "random:gpt2:n_embd=4,n_head=1,n_layer=3,n_positions=16,vocab_size=300"
+    (found,) = ls.certify_decision(name, length=2, at_layer=2, ball="token", tokens=[1])
+    assert found.at_layer == 2 and "blocks" not in caplog.text
+
+
 def test_which_sample_of_a_batch_is_shown_and_a_block_needs_no_list() -> None:
     module = Tagger()
     module.encoder = nn.TransformerEncoderLayer(4, 1, 6, dropout=0.0, batch_first=True)

@@ -38,7 +38,7 @@ for line in sys.stdin:
         {before}
         say({{"begun": job[0]}})
         {within}
-        say([job[0], job[1], {{}}, []])
+        say([job[0], job[1], {{}}, [], None])
 """
 
 
@@ -51,7 +51,8 @@ def answered(workers: int = 1, layers: int = 3) -> tuple[list[Job], list[Any]]:
     request = read_spec(SPEC | {"inputs": "real", "samples": 1})
     survey = Survey(Shape(layers, None), {"default": [InputKey(6, 0, 0, "a window")]}, None)
     jobs = plan(request.spec, [survey])
-    results = pool.local_results(request, [survey.shape], jobs, workers)
+    held = {job.id: {} for job in jobs}
+    results = pool.local_results(request, [survey.shape], jobs, workers, held)
     return jobs, [one for some in results for one in some]
 
 
@@ -79,6 +80,16 @@ def test_a_death_before_a_job_began_does_not_count_against_it(monkeypatch, tmp_p
     jobs, found = answered()
     assert sorted(one.job for one in found) == sorted(job.id for job in jobs)
     assert all(not one.finished for one in found)
+
+
+def test_deaths_between_radii_of_a_job_do_not_count_against_it(monkeypatch):
+    """Five workers in a row, more than a job is given; each goes on from what the others found."""
+    known = "k = len(json.loads(line)[2][0]); k < 5 and "
+    radius = "say([*job[:2], {}, [], [str(k), {}]])"
+    stubbed(monkeypatch, within=f"{known}({radius}, os.kill(os.getpid(), 9))")
+    _, found = answered(layers=1)
+    assert [one.radius and one.radius[0] for one in found] == [*"01234", None]
+    assert not found[-1].finished  # it has not failed
 
 
 def test_workers_that_never_begin_end_in_one_line(monkeypatch):
@@ -144,11 +155,11 @@ def test_rows_that_wait_for_another_run_are_named_and_are_status_1(monkeypatch, 
     Path("spec.yaml").write_text(json.dumps({"models": [BERT], "lengths": [6], "samples": 1}))
     fatal = [1]
 
-    def results(request: Any, shapes: Any, jobs: Any, workers: int) -> Any:
+    def results(request: Any, shapes: Any, jobs: Any, workers: int, held: Any) -> Any:
         with Session(request.spec, request.sources) as session:
             for job in jobs:
                 if job.layer in fatal:
-                    dying = pool._Pool(request, shapes, pool.Batches([job], workers), 1)
+                    dying = pool._Pool(request, shapes, pool.Batches([job], workers), 1, held)
                     yield [dying._lost(job, -9)]
                 else:
                     yield [session.result(job, shapes[0])]

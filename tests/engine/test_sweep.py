@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ import pytest
 
 import lipscope as ls
 from command import BERT, TEXT
+from lipscope.engine.model_decision import ModelDecision
 from lipscope.engine.plan import InputKey, Job, Shape, Survey, plan
 from lipscope.engine.session import Result
 from lipscope.engine.spec import Spec
@@ -287,13 +289,14 @@ def test_a_job_that_kills_every_worker_fails_and_the_others_go_on(monkeypatch):
         "    for job in json.loads(line)[0]:\n"
         "        print(json.dumps({'begun': job[0]}), flush=True)\n"
         "        if job[10] == 1: os.kill(os.getpid(), 9)\n"
-        "        print(json.dumps([job[0], job[1], {}, []]), flush=True)\n"
+        "        print(json.dumps([job[0], job[1], {}, [], None]), flush=True)\n"
     )
     monkeypatch.setattr(pool, "COMMAND", [sys.executable, "-c", stub])
     request = read_spec(SPEC | {"inputs": "real", "samples": 1})
     shapes, jobs = planned(request.spec, 3)
     assert [job.layer for job in jobs] == [0, 1, 2]
-    found = [one for some in pool.local_results(request, shapes, jobs, 2) for one in some]
+    results = pool.local_results(request, shapes, jobs, 2, {job.id: {} for job in jobs})
+    found = [one for some in results for one in some]
     assert sorted(one.job for one in found) == sorted(job.id for job in jobs)
     (lost,) = [one for one in found if one.finished]
     (row,) = [each.row for each in lost.finished]
@@ -314,7 +317,7 @@ def test_a_worker_that_cannot_start_is_one_line(monkeypatch):
     ):
         monkeypatch.setattr(pool, "COMMAND", command)
         with pytest.raises(InputError, match=expected) as caught:
-            list(pool.local_results(request, shapes, jobs, 1))
+            list(pool.local_results(request, shapes, jobs, 1, {job.id: {} for job in jobs}))
         assert "\n" not in str(caught.value)
 
 
@@ -435,6 +438,98 @@ def test_decisions_of_a_sweep_are_those_of_the_verb(tmp_path, monkeypatch):
     assert len(by_key[0]) == 6 and by_key[1].keys() <= by_key[0].keys()
     assert alone.id == rows[0].id
     assert rows.bounds[0].value == pytest.approx(alone.radius, rel=1e-9)
+
+
+RADII = {"models": DECIDES, "maps": "margin", "dtypes": "float64", "lengths": [2], "samples": 1}
+RADII |= {"decisions": ["token", "each"]}
+
+
+@pytest.mark.parametrize("on_cluster", [False, True])
+def test_an_interrupt_between_two_radii_of_a_row_keeps_the_first(tmp_path, monkeypatch, on_cluster):
+    """Each is certified once, and all is as if nothing had happened."""
+    certified: list[tuple[int, ...]] = []
+    certify, add_value = ModelDecision.certified, RunFolder.add_value
+
+    def counted(self: ModelDecision, ball: Any, tokens: tuple[int, ...], *more: Any) -> Any:
+        certified.append(tokens)
+        return certify(self, ball, tokens, *more)
+
+    def interrupted(self: RunFolder, part: str, *more: Any) -> Any:
+        kept = add_value(self, part, *more)
+        if part == "radii" and len(self.values(part)) < 3:
+            raise KeyboardInterrupt
+        return kept
+
+    monkeypatch.setattr(driver, "local_results", in_this_process)
+    ls.sweep(RADII, tmp_path / "whole", workers=1)
+    monkeypatch.setattr(ModelDecision, "certified", counted)
+    with contextlib.ExitStack() as stack:
+        how: dict[str, Any] = {"workers": 1}
+        if on_cluster:
+            how = {"cluster": stack.enter_context(cluster_here()).scheduler_address}
+        monkeypatch.setattr(RunFolder, "add_value", interrupted)
+        for kept in (1, 2):  # between tokens, and between balls
+            with pytest.raises(KeyboardInterrupt):
+                ls.sweep(RADII, tmp_path / "run", **how)
+            assert len(ls.read_run(tmp_path / "run").contents("radii")) == kept
+        rows = ls.sweep(RADII, tmp_path / "run", **how)
+    assert certified == [(0,), (1,), (0, 1)]
+    assert len(rows.bounds) == 3
+    same_run(tmp_path / "run", tmp_path / "whole")
+    found = [ls.read_run(tmp_path / name).values("radii") for name in ("run", "whole")]
+    assert found[0].drop("seconds").equals(found[1].drop("seconds"))
+
+
+def test_an_estimate_names_decisions_and_certifies_none(monkeypatch, command):
+    def certified(*_: object, **__: object) -> None:
+        raise AssertionError("a dry run certifies")
+
+    monkeypatch.setattr(ModelDecision, "certified", certified)
+    monkeypatch.setattr(driver, "start_time", lambda: 0.0)
+    Path("spec.yaml").write_text(json.dumps(RADII))
+    said = command("sweep", "spec.yaml", "--dry-run").out
+    assert ", besides 2 decisions, whose time is not known before. From jobs timed" in said
+
+
+@pytest.mark.slow
+def test_radii_outlive_killed_workers_and_drivers(tmp_path):
+    """Each radius is written once, whoever is killed while the next one is certified."""
+    spec, folder = RADII | {"lengths": [5]}, tmp_path / "runs" / "spec"
+    (tmp_path / "spec.yaml").write_text(json.dumps(spec))
+    values = folder / "values.jsonl"
+    command = [sys.executable, "-m", "lipscope.cli", "sweep", "spec.yaml", "--workers", "1"]
+
+    def radii() -> list[str]:
+        lines = values.read_text().split("\n")[:-1] if values.exists() else []
+        return [one["key"] for one in map(json.loads, lines) if one["part"] == "radii"]
+
+    for kind in (None, signal.SIGKILL, signal.SIGTERM, signal.SIGINT):  # None: of the worker
+        before, process = len(radii()), subprocess.Popen(command, cwd=tmp_path)
+        limit = time.monotonic() + 240
+        while len(radii()) == before:
+            assert process.poll() is None and time.monotonic() < limit
+            time.sleep(0.002)
+        if kind is None:
+            (worker,) = _children_of(process.pid)
+            os.kill(worker, signal.SIGKILL)
+            while len(radii()) == before + 1:
+                assert process.poll() is None and time.monotonic() < limit
+                time.sleep(0.002)
+        process.send_signal(kind or signal.SIGKILL)
+        process.wait()
+    assert len(radii()) >= 5 and not (folder / "rows.jsonl").exists()
+    ls.sweep(spec, folder, workers=1)
+    ls.sweep(spec, tmp_path / "whole", workers=1)
+    assert len(radii()) == len(set(radii())) == 6
+    same_run(folder, tmp_path / "whole")
+
+
+def cluster_here() -> Any:
+    """A Dask cluster of one worker in a thread of this process."""
+    from distributed import LocalCluster
+
+    how: dict[str, Any] = {"processes": False, "protocol": "tcp", "dashboard_address": None}
+    return LocalCluster(n_workers=1, threads_per_worker=1, host="127.0.0.1", **how)
 
 
 def test_a_decision_that_ran_out_of_memory_is_not_promised_again(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from distributed import LocalCluster
@@ -15,6 +16,7 @@ from distributed import LocalCluster
 import lipscope as ls
 from lipscope.engine.sweeps.pool import cores
 from lipscope.errors import InputError
+from lipscope.records import RunFolder
 from sweeps import JOBS, SPEC, same_run
 
 
@@ -49,6 +51,37 @@ def test_rows_of_a_cluster_that_loses_a_worker_are_those_of_this_machine(tmp_pat
         rows = ls.sweep(SPEC, tmp_path / "run", cluster=cluster.scheduler_address, progress=kill)
     assert killed and len(rows) == JOBS
     same_run(tmp_path / "run", local)
+
+
+@pytest.mark.filterwarnings("ignore")  # of Dask, about workers that were killed
+@pytest.mark.slow
+def test_radii_outlive_killed_workers_of_a_cluster(tmp_path, monkeypatch):
+    """Each is written once, though a worker is killed after every other one."""
+    model = "random:gpt2:n_embd=4,n_head=1,n_layer=1,n_positions=16,vocab_size=300"
+    spec: dict[str, Any] = {"models": model, "maps": "margin", "dtypes": "float64", "samples": 2}
+    spec |= {"lengths": [3], "decisions": "token"}
+    ls.sweep(spec, tmp_path / "local", workers=cores())
+    add_value, written = RunFolder.add_value, list[str]()
+    with LocalCluster(
+        n_workers=2,
+        threads_per_worker=1,
+        processes=True,
+        host="127.0.0.1",
+        dashboard_address=None,
+        silence_logs=50,
+    ) as cluster:
+
+        def kill(self: RunFolder, part: str, key: str, content: Any) -> Any:
+            if part == "radii":
+                written.append(key)
+                if len(written) % 2:
+                    os.kill(next(iter(cluster.workers.values())).pid, signal.SIGKILL)
+            return add_value(self, part, key, content)
+
+        monkeypatch.setattr(RunFolder, "add_value", kill)
+        ls.sweep(spec, tmp_path / "run", cluster=cluster.scheduler_address)
+    assert len(written) == len(set(written)) == 6
+    same_run(tmp_path / "run", tmp_path / "local")
 
 
 def test_no_scheduler_is_one_line(tmp_path, monkeypatch):

@@ -335,10 +335,21 @@ def test_certified_radii_reach_the_page(tmp_path: Path) -> None:
     data = Content([read_run(decided(written(tmp_path / "run", grown(1))))]).as_plain()
     (one,) = data["decided"]
     assert (one["decision"], one["margin"], one["n"]) == ("good", 0.5, row(layer=0).num_tokens)
-    assert [(t["text"], t["radius"]) for t in one["tokens"]] == [("[CLS]", 0.4812), ("cat", 0.2)]
-    ball = {"ball": "joint", "count": 2, "words": 3, "radius": 0.1, "attack": 0.9}
-    each = ball | {"ball": "each", "radius": None}
+    # What all may move together, one of them may move alone; the words were counted within 0.2.
+    found = [(t["text"], t["radius"], t["words"]) for t in one["tokens"]]
+    assert found == [("[CLS]", 0.4812, 3), ("cat", 0.25, None)]
+    ball = {"ball": "joint", "count": 2, "words": 3, "radius": 0.25, "attack": 0.9}
+    each = ball | {"ball": "each", "radius": 0.1}
     assert one["balls"] == [ball, each] and not one["stopped"]
+
+
+def test_a_radius_on_the_page_is_at_least_that_of_every_ball_that_holds_it(tmp_path: Path) -> None:
+    folder = decided(written(tmp_path / "run", grown(1)))
+    held = [*read_run(folder).contents("radii").values()]
+    valued(folder, "radii", [*held, held[-1] | {"tokens": [0], "radius": math.inf}])
+    (one,) = Content([read_run(folder)]).as_plain()["decided"]
+    assert [t["radius"] for t in one["tokens"]] == [None, 0.25]  # None: any
+    assert [ball["radius"] for ball in one["balls"]] == [0.25, 0.1, None]
 
 
 def test_two_questions_with_one_answer_stand_apart_on_the_page(tmp_path: Path) -> None:

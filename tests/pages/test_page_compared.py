@@ -83,11 +83,13 @@ def test_a_page_has_the_sections_that_its_folders_fill(anew: Opened) -> None:
     assert shaded.nth(1).get_attribute("class") == "top"
     together = anew.page.locator("#decided-balls tbody tr").all_inner_texts()
     assert [text.split("\t") for text in together] == [
-        ["all together", "2", "0.1000", "0.9000", "3"],
-        ["every one by", "2", "any", "0.9000", "3"],
+        ["all together", "2", "0.2500", "0.9000", "3"],
+        ["every one by", "2", "0.1000", "0.9000", "3"],
     ]
+    anew.page.evaluate("() => { D.decided[0].balls[1].radius = null; return drawAll(); }")
+    assert "\tany\t" in anew.page.inner_text("#decided-balls")
     alone = anew.page.locator("#decided-tokens tbody tr").all_inner_texts()
-    assert [text.split("\t")[3] for text in alone] == ["0.4812", "0.2000"]  # rounded down
+    assert [text.split("\t")[3] for text in alone] == ["0.4812", "0.2500"]  # rounded down
     title = anew.page.locator("#decided-title")
     assert title.inner_text() == "Text shaded by certified radius"
     for radii in (

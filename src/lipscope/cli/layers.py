@@ -531,7 +531,9 @@ def sweep(
         found = engine.estimate(spec, place, **options)
         say([f"{found.jobs:,} jobs: {found.done:,} done, {found.jobs - found.done:,} to go."])
         if found.jobs > found.done:
-            say([f"About {in_words(found.seconds)}. {found.basis}"])
+            count = f"{found.decisions:,} decision{'s' * (found.decisions > 1)}"
+            besides = f", besides {count}, whose time is not known before" * bool(found.decisions)
+            say([f"About {in_words(found.seconds)}{besides}. {found.basis}"])
         return
     with resumable(), bar() as progress:
         rows = engine.sweep(spec, place, progress=progress.update, **options)

@@ -131,6 +131,12 @@ def radius_key(id: str | None, ball: DecisionBall, tokens: Sequence[int], **aske
     return stable_id(usual | asked | {"ball": ball, "id": id, "tokens": list(tokens)})
 
 
+def certificate_of(held: Mapping[str, Any]) -> DecisionCertificate:
+    """The certificate from its value in a run folder."""
+    lists: dict[str, Any] = {name: tuple(held[name]) for name in ("tokens", "words")}
+    return DecisionCertificate(**{**held, **lists})
+
+
 def missing_radius(id: str, ball: DecisionBall, reason: str) -> Bound:
     """The record of a decision that was not certified."""
     about: dict[str, Any] = {"theorem": f"decision_{ball}", "statement": "the decision stays"}
@@ -302,6 +308,28 @@ class ModelDecision(Shown):
             at_layer=self.at_layer,
             map=self.map,
         )
+
+    def certificates(
+        self,
+        ball: DecisionBall,
+        groups: Sequence[tuple[int, ...]],
+        held: Mapping[str, Mapping[str, Any]],
+        named: Mapping[str, Any],
+        progress: Callable[[str], None] | None = None,
+        **asked: Any,
+    ) -> Iterator[tuple[str, DecisionCertificate, bool]]:
+        """Certificates of groups of tokens one by one, with their keys, and whether they are new.
+
+        Those ``held`` are not computed again; stopped ones are continued. ``named`` has their
+        ``id`` and ``question``.
+        """
+        for group in groups:
+            key = radius_key(named["id"], ball, group, **asked)
+            found = certificate_of(held[key]) if key in held else None
+            new = found is None or found.stopped
+            if found is None or found.stopped:
+                found = replace(self.certified(ball, group, progress, found), **named)
+            yield key, found, new
 
     def display_lines(self) -> Iterator[tuple[str, str]]:
         """Lines of the display."""

@@ -125,7 +125,7 @@ class LocalRun:
             self.survey, held = surveyed(known, self.folder, key, look)
             tell_fewer(self.spec, self.survey)
             self.jobs: list[Job] = plan(self.spec, [self.survey])
-            inputs = len({job.window for job in self.jobs if job.input == REAL})
+            inputs = sum(map(len, self.survey.items.values()))
             if self._verb.one_input and inputs > 1:  # a batch, or pictures of several sizes
                 raise InputError(
                     f"`data` should be one input here. Found {inputs}; give one of them."

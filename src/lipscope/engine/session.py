@@ -322,12 +322,13 @@ class MapAtInput:
 
 
 class Result(NamedTuple):
-    """The result of a job."""
+    """The result of a job, or a certified radius of a row that is still in progress."""
 
     job: str  # its id
     model: int  # index of its model
     about: dict[str, Any]  # model metadata for its rows; empty if the model could not be loaded
-    finished: list[Finished]  # its rows
+    finished: list[Finished]  # its rows; none before the last radius
+    radius: tuple[str, dict[str, Any]] | None = None  # a certified decision with its key
 
 
 def failed(spec: Spec, job: Job, shape: Shape, error: str) -> Result:

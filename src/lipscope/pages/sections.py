@@ -271,6 +271,7 @@ def decided_of(
 
 
 _DECISION = ("id", "question")
+_WIDER = ("token", "joint", "each")  # of one radius, each ball lies in the next
 
 
 def _decision_record(s: int, some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -289,12 +290,12 @@ def _decision_record(s: int, some: Sequence[Mapping[str, Any]]) -> dict[str, Any
                 "index": one["tokens"][0],
                 "text": visible(one["words"][0]),
                 "rival": visible(one["rival_name"]),
-                **_ball_record(one),
+                **_ball_record(one, some),
             }
             for one in alone
         ],
         "balls": [
-            {"ball": one["ball"], "count": len(one["tokens"]), **_ball_record(one)}
+            {"ball": one["ball"], "count": len(one["tokens"]), **_ball_record(one, some)}
             for one in some
             if one["ball"] != "token"
         ],
@@ -309,10 +310,14 @@ def _decided_place(one: Mapping[str, Any]) -> str:
     return f"from the input of layer {one['at_layer']} on" if one["at_layer"] else ""
 
 
-def _ball_record(one: Mapping[str, Any]) -> dict[str, Any]:
+def _ball_record(one: Mapping[str, Any], some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Its radius is the largest of all balls that hold this one: what is certified there holds."""
+    place, tokens = _WIDER.index(one["ball"]), {*one["tokens"]}
+    wider = [o for o in some if _WIDER.index(o["ball"]) >= place and tokens.issubset(o["tokens"])]
+    radius = max(o["radius"] for o in wider)
     return {
-        "words": one["words_within"],
-        "radius": short(rounded_down(one["radius"])),
+        "words": one["words_within"] if radius == one["radius"] else None,
+        "radius": short(rounded_down(radius)),
         "attack": short(one["attack"]),
     }
 

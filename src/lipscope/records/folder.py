@@ -69,7 +69,6 @@ class Finished(NamedTuple):
     tokens: tuple[TokenShare, ...] = ()
     bounds: tuple[Bound, ...] = ()
     directions: tuple[Direction, ...] = ()
-    radii: tuple[tuple[str, dict[str, Any]], ...] = ()  # certified decisions with their keys
 
 
 class RunFolder:

@@ -16,6 +16,7 @@ from lipscope.engine.spec import Request, spec_of
 from lipscope.engine.sweeps.pool import (
     Batches,
     Decisions,
+    Radii,
     decoded_jobs,
     decoded_result,
     encoded_jobs,
@@ -53,19 +54,25 @@ class Sessions(WorkerPlugin):
 
 
 def cluster_results(
-    request: Request, shapes: Sequence[Shape], jobs: Sequence[Job], address: str
+    request: Request,
+    shapes: Sequence[Shape],
+    jobs: Sequence[Job],
+    address: str,
+    held: Mapping[str, Radii],
 ) -> Iterator[list[Result]]:
     """Run jobs on the cluster with this scheduler address; yield results as they come.
 
     Dask reassigns the jobs of a worker that dies. Jobs that repeatedly kill workers are tried one
-    by one, and then fail.
+    by one, and then fail. Radii ``held`` of the jobs, by id, are not computed again; new ones are
+    added.
     """
     name = f"lipscope-{uuid4().hex}"
     with _connected(address) as client:
         try:
             client.register_plugin(Sessions(request.spec.as_dict(), request.sources), name=name)
             workers = max(1, len(client.nthreads()))
-            yield from _Running(request, shapes, Batches(jobs, workers), client, name).results()
+            batches = Batches(jobs, workers)
+            yield from _Running(request, shapes, batches, client, name, held).results()
             client.unregister_worker_plugin(name)
         except (CancelledError, OSError, TimeoutError) as problem:
             raise InputError(
@@ -88,10 +95,14 @@ class _Running:
         batches: Batches,
         client: Any,  # its methods have the types of their async versions
         name: str,
+        held: Mapping[str, Radii],
     ) -> None:
         self.spec, self.shapes, self.batches = request.spec, shapes, batches
-        self.client, self.name = client, name
-        self.alone: list[Job] = []
+        self.client, self.name, self.held = client, name, held
+        # Batches to be submitted again, and the worker that has what they need.
+        self.again: list[tuple[list[Job], str | None]] = []
+        # Radii are answered one by one, each in turn with its driver: none from another row between
+        self.ahead = 1 if request.spec.decisions else _AHEAD
         self.running: dict[Future, list[Job]] = {}
 
     def results(self) -> Iterator[list[Result]]:
@@ -118,36 +129,52 @@ class _Running:
                 remark(f"Waiting for workers at {self.client.scheduler.address}: there are none.")
 
     def _submit(self) -> None:
-        room = _AHEAD * max(1, len(self.client.nthreads()))
+        room = self.ahead * max(1, len(self.client.nthreads()))
         while len(self.running) < room:
-            jobs = [self.alone.pop()] if self.alone else self.batches.take(None, ())
+            jobs, worker = self.again.pop() if self.again else (self.batches.take(None, ()), None)
             if not jobs:
                 return
-            line = encoded_jobs(jobs, self.shapes[jobs[0].model])
-            self.running[self.client.submit(_answers, self.name, line, pure=False)] = jobs
+            line = encoded_jobs(jobs, self.shapes[jobs[0].model], self.held)
+            how: Any = {"pure": False, "workers": worker, "allow_other_workers": worker is not None}
+            self.running[self.client.submit(_answers, self.name, line, **how)] = jobs
 
     def _of(self, future: Future, jobs: list[Job]) -> list[Result]:
         """The results of a batch; if it killed its workers, its jobs are tried one by one."""
         try:
-            return [decoded_result(line) for line in future.result()]
+            worker, lines = future.result()
         except KilledWorker as problem:
             if len(jobs) > 1:
-                self.alone += jobs
+                self.again += [([job], None) for job in jobs]
                 return []
             error = (
                 f"It killed {problem.allowed_failures + 1} workers, perhaps out of memory; {AGAIN}"
             )
             (job,) = jobs
             return [failed(self.spec, job, self.shapes[job.model], error)]
+        results = [decoded_result(line) for line in lines]
+        if results[-1].radius is not None:
+            self.held[results[-1].job].update([results[-1].radius])
+            self.again.append((jobs[len(results) - 1 :], worker))
+        return results
 
 
-def _answers(name: str, line: str) -> list[str]:
-    """Answer jobs in a worker."""
-    here = get_worker().plugins[name]
+def _answers(name: str, line: str) -> tuple[str, list[str]]:
+    """Answer jobs in a worker, up to the next radius; returns the worker and the answers.
+
+    So a radius is at the driver before the next is computed. Dask repeats what a dead worker had
+    begun as it was submitted, without what came of it.
+    """
+    worker = get_worker()
+    here = worker.plugins[name]
     assert isinstance(here, Sessions)
-    jobs, shape = decoded_jobs(line)
+    (jobs, shape), lines = decoded_jobs(line), list[str]()
     with here.lock:
-        return [encoded_result(here.session.result(job, shape)) for job in jobs]
+        for job, held in jobs:
+            for one in here.session.results(job, shape, held):
+                lines.append(encoded_result(one))
+                if one.radius is not None:
+                    return worker.address, lines
+    return worker.address, lines
 
 
 def _connected(address: str) -> Any:

@@ -20,6 +20,7 @@ from lipscope.engine.runs import (
     Held,
     Progress,
     as_callback,
+    as_voice,
     folder_of,
     survey_key,
     surveyed,
@@ -27,7 +28,7 @@ from lipscope.engine.runs import (
 )
 from lipscope.engine.session import Result, Session
 from lipscope.engine.spec import Request, read_spec, spec_of
-from lipscope.engine.sweeps.pool import Decisions, cores, local_results, start_time, threads_of
+from lipscope.engine.sweeps.pool import Radii, cores, local_results, start_time, threads_of
 from lipscope.errors import InputError, install
 from lipscope.models import device_of
 from lipscope.pages import Rows
@@ -76,7 +77,7 @@ def sweep(
         folder.planned(ids)
         todo = left_over(jobs, shapes, folder.done)
         if todo:
-            results = _results(request, shapes, todo, count, cluster)
+            results = _results(request, shapes, todo, count, cluster, _held(folder, todo))
             _write_results(request, folder, results, progress, ids)
         return Rows(
             [folder.done[one] for one in ids],
@@ -109,9 +110,10 @@ def _results(
     jobs: Sequence[Job],
     workers: int,
     cluster: str | None,
+    held: Mapping[str, Radii],
 ) -> Iterator[list[Result]]:
     if cluster is None:
-        return local_results(request, shapes, jobs, workers)
+        return local_results(request, shapes, jobs, workers, held)
     if importlib.util.find_spec("distributed") is None:
         raise InputError(
             f"`cluster` needs Dask. Found none; run `{install('cluster')}` in the folder of "
@@ -119,7 +121,16 @@ def _results(
         )
     from lipscope.engine.sweeps.cluster import cluster_results
 
-    return cluster_results(request, shapes, jobs, cluster)
+    return cluster_results(request, shapes, jobs, cluster, held)
+
+
+def _held(folder: records.RunFolder, jobs: Sequence[Job]) -> dict[str, Radii]:
+    """The radii in the folder of each job, whose row has the same id."""
+    held: dict[str, Radii] = {job.id: {} for job in jobs}
+    for key, content in folder.values(records.RADII).items():
+        if content["id"] in held:
+            held[content["id"]][key] = content
+    return held
 
 
 def _write_results(
@@ -129,19 +140,22 @@ def _write_results(
     progress: Progress | None,
     ids: Sequence[str],
 ) -> None:
-    tell, total = as_callback(progress), len(ids)
+    tell, total, radii = as_callback(progress), len(ids), 0
     done = sum(one in folder.done for one in ids)
     tell(done, total, None)
     for some in results:
         for one in some:
             if one.about:
                 folder.add_model(request.spec.models[one.model].name, one.about)
+            if one.radius is not None:
+                folder.add_value(records.RADII, *one.radius)
+                radii += 1
+                as_voice(tell)(f"radii: {radii}")
         new = [each for one in some for each in one.finished if each.row.id not in folder.done]
-        for key, content in (radius for one in new for radius in one.radii):
-            folder.add_value(records.RADII, key, content)
-        folder.extend(new)
-        done += len(new)
-        tell(done, total, some[-1].finished[-1].row)
+        if new:
+            folder.extend(new)
+            done += len(new)
+            tell(done, total, new[-1].row)
 
 
 # --- surveys of models before jobs are listed: layers, heads and inputs ---
@@ -190,8 +204,9 @@ class Estimate(NamedTuple):
 
     jobs: int  # all jobs
     done: int  # those whose rows are in the folder
-    seconds: float  # expected time for the others
+    seconds: float  # expected time for the others, without their decisions
     basis: str  # basis of the time, as a sentence
+    decisions: int = 0  # those to be certified, whose time is not known before
 
 
 def estimate(
@@ -210,6 +225,7 @@ def estimate(
     The current times to survey the models, start a worker and load models are added.
     For workers with one thread and no accelerator, all of these are processor times: other load on
     the machine hardly affects them, and the sweep takes longer by the time its workers wait.
+    Certificates of decisions are counted, not timed: at one length they differ by the window.
 
     Arguments and errors are those of `sweep`; on a cluster the estimate is for one worker.
     """
@@ -239,7 +255,8 @@ def estimate(
     if beyond:
         words += f"; {_lengths_in_words(beyond)} tokens by interpolation or extrapolation"
     words += f". It includes {start:.0f} s to start and to load."
-    return Estimate(len(jobs), len(jobs) - len(todo), start + working, words)
+    decisions = len(todo) * len(request.spec.decisions)
+    return Estimate(len(jobs), len(jobs) - len(todo), start + working, words, decisions)
 
 
 def seconds_at(times: Mapping[int, float], num_tokens: int) -> float:
@@ -306,7 +323,7 @@ def _calibrated(
     for job in jobs:
         first.setdefault((job.num_tokens or 0, _kind(job)), job)
     times: Times = {}
-    session, before = Decisions(request.spec, request.sources), torch.get_num_threads()
+    session, before = Session(request.spec, request.sources), torch.get_num_threads()
     torch.set_num_threads(threads)
     began = time.perf_counter()
     kinds = {kind for _, kind in first}

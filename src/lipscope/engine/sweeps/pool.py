@@ -2,7 +2,8 @@
 
 A worker communicates by its standard streams, one JSON object per line, without pickles. The first
 line of its input holds the specification and the texts, each further one a batch of jobs. It
-reports the start of each job and its answer, and sends heartbeats. It ends when its input does.
+reports the start of each job, its radii one by one, and its rows, and sends heartbeats. It ends
+when its input does.
 """
 
 from __future__ import annotations
@@ -17,17 +18,23 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any, TextIO
 
+from lipscope.certificates import DecisionBall
 from lipscope.engine.answer import explained
 from lipscope.engine.checks import FREE
-from lipscope.engine.model_decision import decision_at, missing_radius, radius_key
+from lipscope.engine.model_decision import (
+    DecisionCertificate,
+    ModelDecision,
+    decision_at,
+    missing_radius,
+)
 from lipscope.engine.plan import Job, Shape
-from lipscope.engine.session import Result, Session, failed
-from lipscope.engine.spec import Request, spec_of
+from lipscope.engine.session import Result, Session, failed, keep_last
+from lipscope.engine.spec import Request, Spec, spec_of
 from lipscope.errors import InputError, remark
 from lipscope.records import AGAIN, Bound, Finished, Measurement, TokenShare
 
@@ -44,24 +51,31 @@ _UNBORN = 5  # maximum number of consecutive deaths per worker before a job star
 _LARGEST = 64  # maximum number of jobs in a batch: the cost of a lost message
 _SHARES = 4  # number of batches per worker, so that none works alone at the end for long
 _Messages = queue.SimpleQueue[tuple["_Worker", bytes | None]]
+Radii = dict[str, dict[str, Any]]
+"""Certified decisions of a job, by key."""
 
 
 def local_results(
-    request: Request, shapes: Sequence[Shape], jobs: Sequence[Job], workers: int
+    request: Request,
+    shapes: Sequence[Shape],
+    jobs: Sequence[Job],
+    workers: int,
+    held: Mapping[str, Radii],
 ) -> Iterator[list[Result]]:
     """Run jobs in worker processes; yield results as they come, grouped by arrival.
 
     The jobs of a worker that dies, or is silent for long, are reassigned; the job that it had
-    started is tried three times.
+    started is tried three times. Radii ``held`` of the jobs, by id, are not computed again; new
+    ones are added.
     """
-    pool = _Pool(request, shapes, Batches(jobs, workers), workers)
+    pool = _Pool(request, shapes, Batches(jobs, workers), workers, held)
     left = len(jobs)
     try:
         for _ in range(pool.count):
             pool.start_one()
         while left:
             results = pool.wait()
-            left -= len(results)
+            left -= sum(one.radius is None for one in results)
             if results:
                 yield results
     finally:
@@ -128,6 +142,10 @@ class Batches:
             model = free[0] if free else max(left, key=lambda m: left[m])
         return self._waiting[model].popleft()
 
+    def goes_on(self, job: Job) -> None:
+        """Forget the deaths of workers during a job whose next radius is known."""
+        del self._tries[job.id]
+
     def give_back(self, jobs: Sequence[Job], *, begun: bool = True) -> Job | None:
         """Take back the jobs of a worker that died during the first of them.
 
@@ -177,9 +195,14 @@ class _Pool:
     """Workers and their messages."""
 
     def __init__(
-        self, request: Request, shapes: Sequence[Shape], batches: Batches, count: int
+        self,
+        request: Request,
+        shapes: Sequence[Shape],
+        batches: Batches,
+        count: int,
+        held: Mapping[str, Radii],
     ) -> None:
-        self.spec, self.shapes, self.batches = request.spec, shapes, batches
+        self.spec, self.shapes, self.batches, self.held = request.spec, shapes, batches, held
         self.count = min(count, len(batches))
         threads, spec = threads_of(count), request.spec
         if spec.memory == FREE:
@@ -231,9 +254,14 @@ class _Pool:
         if isinstance(message, dict):
             worker.begun, self.unborn = message["begun"], 0
             return []
-        result, job = decoded_result(line), worker.jobs.popleft()
+        result, job = decoded_result(line), worker.jobs[0]
         assert job.id == result.job
         worker.answered = True
+        if result.radius is not None:
+            self.held[job.id].update([result.radius])
+            self.batches.goes_on(job)
+            return [result]
+        worker.jobs.popleft()
         if not worker.jobs:
             self._give(worker)
         return [result]
@@ -262,7 +290,7 @@ class _Pool:
         if jobs:
             worker.model = jobs[0].model
             worker.jobs.extend(jobs)
-            worker.send(encoded_jobs(jobs, self.shapes[worker.model]))
+            worker.send(encoded_jobs(jobs, self.shapes[worker.model], self.held))
 
     def _died(self, worker: _Worker) -> list[Result]:
         status = _closed(worker.process)
@@ -321,36 +349,36 @@ def _closed(process: subprocess.Popen[Any]) -> int:
 def encoded_result(result: Result) -> str:
     """A result as one line."""
     finished = [
-        (one.row.to_dict(), [*map(vars, one.tokens)], [*map(vars, one.bounds)], one.radii)
+        (one.row.to_dict(), [*map(vars, one.tokens)], [*map(vars, one.bounds)])
         for one in result.finished
     ]
-    return json.dumps([*result[:3], finished], ensure_ascii=True)
+    return json.dumps([*result[:3], finished, result.radius], ensure_ascii=True)
 
 
 def decoded_result(line: str | bytes) -> Result:
     """The result from a line."""
-    job, model, about, finished = json.loads(line)
+    job, model, about, finished, radius = json.loads(line)
     rows = [
         Finished(
             Measurement(**row),
             tuple(TokenShare(**one) for one in tokens),
             tuple(Bound(**one) for one in bounds),
-            radii=tuple((key, content) for key, content in radii),
         )
-        for row, tokens, bounds, radii in finished
+        for row, tokens, bounds in finished
     ]
-    return Result(job, model, about, rows)
+    return Result(job, model, about, rows, radius)
 
 
-def encoded_jobs(jobs: Sequence[Job], shape: Shape) -> str:
-    """Jobs of one window as one line."""
-    return json.dumps([jobs, shape])
+def encoded_jobs(jobs: Sequence[Job], shape: Shape, held: Mapping[str, Radii]) -> str:
+    """Jobs of one window as one line, with their radii that are known."""
+    return json.dumps([jobs, shape, [held[job.id] for job in jobs]])
 
 
-def decoded_jobs(line: str | bytes) -> tuple[list[Job], Shape]:
-    """The jobs from a line, and the shape of their model."""
-    jobs, (layers, heads) = json.loads(line)
-    return [Job(*one) for one in jobs], Shape(layers, None if heads is None else tuple(heads))
+def decoded_jobs(line: str | bytes) -> tuple[list[tuple[Job, Radii]], Shape]:
+    """The jobs from a line, each with its radii that are known, and the shape of their model."""
+    jobs, (layers, heads), held = json.loads(line)
+    shape = Shape(layers, None if heads is None else tuple(heads))
+    return [(Job(*job), radii) for job, radii in zip(jobs, held, strict=True)], shape
 
 
 # --- worker side
@@ -362,33 +390,43 @@ class Decisions(Session):
     If a decision cannot be certified, its bound states the reason; the row remains.
     """
 
-    def result(self, job: Job, shape: Shape) -> Result:
-        """The result of a job."""
-        found = super().result(job, shape)
-        if not self.spec.decisions:
-            return found
-        return found._replace(finished=[self._decided(job, one) for one in found.finished])
+    def __init__(self, spec: Spec, sources: Mapping[str, Any]) -> None:
+        super().__init__(spec, sources)
+        self._decision: dict[Job, ModelDecision] = {}  # a cache of size one
 
-    def _decided(self, job: Job, one: Finished) -> Finished:
-        if one.row.sigma is None:
-            return one
-        bounds, radii, decision = [], [], None
-        for ball in self.spec.decisions:
-            try:
-                if decision is None:
-                    at = self.at(job)
-                    special = self.spec.special_tokens
-                    decision = decision_at(at.model, at.item, special_tokens=special)
-                groups = decision.groups(ball, None)
-                found = [replace(decision.certified(ball, g), id=one.row.id) for g in groups]
-                keys = [radius_key(one.row.id, ball, group) for group in groups]
-            except Exception as problem:  # as for a row: the others must go on
-                reason = explained(problem).removesuffix(f"; {AGAIN}")  # the row stays as it is
-                bounds.append(missing_radius(one.row.id, ball, reason))
-                continue
-            bounds += [each.as_bound() for each in found]
-            radii += [(key, asdict(each)) for key, each in zip(keys, found, strict=True)]
-        return one._replace(bounds=(*one.bounds, *bounds), radii=tuple(radii))
+    def close(self) -> None:
+        """Restore the model and release it."""
+        super().close()
+        self._decision.clear()
+
+    def results(self, job: Job, shape: Shape, held: Radii) -> Iterator[Result]:
+        """The radii of a job one by one, except those ``held``, and last its rows."""
+        found, rows = self.result(job, shape), list[Finished]()
+        for one in found.finished:
+            bounds = [*one.bounds]
+            for ball in self.spec.decisions if one.row.sigma is not None else ():
+                try:
+                    for key, each, new in self._certificates(job, one.row.id, ball, held):
+                        if new:
+                            yield found._replace(finished=[], radius=(key, asdict(each)))
+                        bounds.append(each.as_bound())
+                except Exception as problem:  # as for a row: the others must go on
+                    reason = explained(problem).removesuffix(f"; {AGAIN}")  # the row stays as it is
+                    bounds.append(missing_radius(one.row.id, ball, reason))
+            rows.append(one._replace(bounds=tuple(bounds)))
+        self._decision.clear()
+        yield found._replace(finished=rows)
+
+    def _certificates(
+        self, job: Job, id: str, ball: DecisionBall, held: Radii
+    ) -> Iterator[tuple[str, DecisionCertificate, bool]]:
+        def read() -> ModelDecision:
+            at, special = self.at(job), self.spec.special_tokens
+            return decision_at(at.model, at.item, special_tokens=special)
+
+        decision = keep_last(self._decision, job, read)
+        groups = decision.groups(ball, None)
+        return decision.certificates(ball, groups, held, {"id": id})
 
 
 def serve() -> None:
@@ -435,6 +473,7 @@ def _work(start: dict[str, Any], lines: queue.SimpleQueue[bytes], say: _Voice) -
     session = Decisions(spec_of(start["spec"]), start["sources"])
     while True:
         jobs, shape = decoded_jobs(lines.get())
-        for job in jobs:
+        for job, held in jobs:
             say(json.dumps({"begun": job.id}))
-            say(encoded_result(session.result(job, shape)))
+            for one in session.results(job, shape, held):
+                say(encoded_result(one))

@@ -26,10 +26,10 @@ from lipscope.engine.model_decision import (
     BALLS,
     DecisionCertificate,
     ModelDecision,
+    certificate_of,
     check_double,
     decision_at,
     decision_at_layer,
-    radius_key,
     whole_input,
 )
 from lipscope.engine.ready_model import AnyModel, ready_model
@@ -350,10 +350,10 @@ def certify_decision(
         raise InputError("A decision of a layer needs `between` or `read_out`. Found neither.")
     asked |= of_one_input(data, asked, length)
     beside = "margin" if by is None else map  # map of the row that a folder stores with the radii
-    if map == "attention" or out is None:
-        layer = argument(whole_number(0, 10_000), "at_layer", at_layer) if map != "model" else 0
-        beside, asked["layers"] = "attention", [layer]
-    tell, more = as_callback(progress), {"maps": (beside,)}
+    if map == "attention":
+        asked["layers"] = [argument(whole_number(0, 10_000), "at_layer", at_layer)]
+    none = out is None and map == "model"  # no row: no map is surveyed
+    tell, more = as_callback(progress), {"maps": () if none else (beside,)}
     several = {"verb": "certify"}
     with LocalRun(model, data, asked, _DECISION, more=more, out=out, asked=several) as run:
         about: dict[str, Any] = {"between": between, "pool": pool, "at_layer": at_layer}
@@ -361,11 +361,11 @@ def certify_decision(
 
         def find() -> dict[str, Any]:
             how: dict[str, Any] = {"pool": pool, "special_tokens": run.spec.special_tokens}
-            at = run.at(run.jobs[0])
             if map == "attention" and by is not None:
-                decision = decision_at_layer(at, by, **how)
+                decision = decision_at_layer(run.at(run.jobs[0]), by, **how)
             else:
-                decision = decision_at(run.model, at.item, by, at_layer=at_layer, **how)
+                (item,) = run.samples([0])
+                decision = decision_at(run.model, item, by, at_layer=at_layer, **how)
             groups = decision.groups(ball, tokens)
             return {"keys": _certified_groups(run, decision, ball, groups, about, tell)}
 
@@ -374,7 +374,7 @@ def certify_decision(
             keys = run.once("decision", whole, find)["keys"]
         except _StoppedError as stopped:
             (keys,) = stopped.args
-        return tuple(_certificate(run.values(RADII)[key]) for key in keys)
+        return tuple(certificate_of(run.values(RADII)[key]) for key in keys)
 
 
 class _StoppedError(Exception):
@@ -392,26 +392,18 @@ def _certified_groups(
     """Certify groups of tokens, store the certificates, and return their keys."""
     tell(0, len(groups), None)
     rows = run.rows(keep=False) if run.folder is not None else None
-    id, keys = None if rows is None else rows[0].id, list[str]()
+    id, found = None if rows is None else rows[0].id, dict[str, DecisionCertificate]()
     named: Any = {"id": id, "question": stable_id({**about, "id": id})}
+    how: Any = {"held": run.values(RADII), "named": named, "progress": as_voice(tell), **about}
     try:
-        for done, group in enumerate(groups, 1):
-            keys.append(radius_key(id, ball, group, **about))
-            before = run.values(RADII).get(keys[-1])
-            found = None if before is None else _certificate(before)
-            if found is None or found.stopped:
-                found = decision.certified(ball, group, as_voice(tell), found)
-                run.keep_value(RADII, keys[-1], replace(found, **named))
-            if found.stopped:
-                raise _StoppedError(keys)
-            tell(done, len(groups), None)
+        for key, one, new in decision.certificates(ball, groups, **how):
+            found[key] = one
+            if new:
+                run.keep_value(RADII, key, one)
+            if one.stopped:
+                raise _StoppedError([*found])
+            tell(len(found), len(groups), None)
     finally:  # keep results even if a later token fails
         if rows is not None:
-            known = [one for key in keys if (one := run.values(RADII).get(key))]
-            run.keep(rows, rows[0], [_certificate(one).as_bound() for one in known])
-    return keys
-
-
-def _certificate(held: dict[str, Any]) -> DecisionCertificate:
-    lists: dict[str, Any] = {name: tuple(held[name]) for name in ("tokens", "words")}
-    return DecisionCertificate(**held | lists)
+            run.keep(rows, rows[0], [one.as_bound() for one in found.values()])
+    return [*found]
