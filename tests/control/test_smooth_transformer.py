@@ -166,8 +166,8 @@ def test_a_head_of_a_vocabulary_costs_no_square_of_it():
 
 
 class Adapter(nn.Linear):
-    def forward(self, x):
-        return 3 * super().forward(x)
+    def forward(self, input):
+        return 3 * super().forward(input)
 
 
 @pytest.mark.parametrize(

@@ -518,6 +518,21 @@ def test_disagreement_is_refused() -> None:
         check_network(network, lambda h: network(h)[:2], x)
 
 
+def test_embeddings_may_stand_in_the_list_of_blocks() -> None:
+    def layers() -> nn.Module:
+        one, two = (nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True) for _ in range(2))
+        return nn.Sequential(
+            nn.Linear(4, 8), nn.Dropout(), one, two, nn.LayerNorm(8), nn.Linear(8, 3)
+        )
+
+    model: Any = drawn(layers, 1.0)
+    given = random((1, 6, 4))
+    network, x = read_network(model, (given,), pool="last")
+    torch.testing.assert_close(x, model[0](given)[0])
+    for at in (x, x + random((6, 8), 2)):
+        torch.testing.assert_close(network(at), model[2:](at[None])[0, -1])
+
+
 # --- token ids that act beside the stream, and log-probabilities
 
 

@@ -98,7 +98,7 @@ class Attention(Layer):
         cls._copied_as = known[0] if known else None
         names = {name for one in parent.__mro__ if issubclass(one, Layer) for name in vars(one)}
         public = {name for name in names if not name.startswith("_")} - {"extra_repr"}
-        for name in ("__call__", *sorted(public)):
+        for name in ("__call__", "_call_impl", *sorted(public)):
             fixed = inspect.getattr_static(parent, name)
             changed = inspect.getattr_static(cls, name) is not fixed
             if changed and (known or getattr(fixed, "__final__", False)):
@@ -518,9 +518,7 @@ def check_as_written(module: nn.Module, name: str) -> None:
         hooks = [hook for hook in hooks if not type(hook).__module__.startswith("torch.nn.utils.")]
         written = {key: getattr(type(one), key, None) for key in vars(one)}
         own = [k for k, at in written.items() if callable(at) or isinstance(at, Weighting)]
-        held = [one.rotary, *one.norms(), one.entrance()] if isinstance(one, Attention) else []
-        parts: list[Any] = [part for part in held if part is not None]
-        kinds = map(type_before_parametrizations, parts)
+        kinds = map(type_before_parametrizations, _parts(one) if isinstance(one, Attention) else ())
         own += [kind.__name__ for kind in kinds if kind not in (Rotary, TokenNorm, Clip)]
         if hooks or own:
             what = "hooks" if hooks else f"a `{own[0]}` of its own"
@@ -528,6 +526,17 @@ def check_as_written(module: nn.Module, name: str) -> None:
                 f"`{name}` should be computed as its class is written. Found {what} in "
                 f"`{type(one).__name__}`, which may change it; take that away."
             )
+
+
+def _parts(layer: Attention) -> list[Any]:
+    """Rotation, norms and entrance of a layer; asked only of a class that has its own."""
+    found = [layer.rotary, layer.query_norm, layer.key_norm, layer.value_norm]
+    kind = type(layer)
+    if kind.norms is not Layer.norms:
+        found += layer.norms()
+    if kind.entrance is not Layer.entrance:
+        found.append(layer.entrance())
+    return [part for part in found if part is not None]
 
 
 # --- variants

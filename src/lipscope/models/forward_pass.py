@@ -95,7 +95,7 @@ def function_of(record: Trace, *, any_ids: bool = False) -> StreamFunction:
     if call.end.refusal:
         raise InputError(call.end.refusal)
     block, norm = block_of(record.model, call.name), norm_before(record, call)
-    first = None if block is None else record.firsts.get(first_block_of(block))
+    first = None if block is None else record.firsts.get(first_block_of(record.model, block))
     beside = tuple(x for x in _sources(record.inputs) if any_ids or x.is_floating_point())
     if first is not None:
         return _from_part(record, *first, beside)

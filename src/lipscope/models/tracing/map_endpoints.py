@@ -393,7 +393,7 @@ def stack_map(record: Trace, call: AttentionCall) -> LayerMap:
             f"The map `stack` needs a block for every layer. Found that `{block.name}` is called "
             "for several; use the map `block` or `model`."
         )
-    name = first_block_of(block.name)
+    name = first_block_of(record.model, block.name)
     origin = record.firsts[name][1].node if name in record.firsts else None
     if not any(depends(one.node, origin) for one in block.streams):
         raise InputError(
@@ -424,7 +424,9 @@ def _one_stream(block: BlockCall) -> BlockCall:
 
 def _moving(record: Trace, block: BlockCall) -> list[Stream]:
     """The streams of a block that depend on the input of the first block."""
-    _, origin = record.firsts.get(first_block_of(block.name), (None, block.streams[0]))
+    _, origin = record.firsts.get(
+        first_block_of(record.model, block.name), (None, block.streams[0])
+    )
     found = [one for one in block.streams if depends(one.node, origin.node)]
     found = found or block.streams[:1]
     if record.side != "self":
@@ -500,7 +502,7 @@ def _first_block(record: Trace) -> tuple[str, nn.Module, Stream]:
         found = next(iter(record.firsts.items()), None)
     else:
         around = block_of(record.model, site)
-        name = first_block_of(around) if around is not None else ""
+        name = first_block_of(record.model, around) if around is not None else ""
         found = (name, record.firsts[name]) if name in record.firsts else None
     if found is None:
         raise InputError(

@@ -469,11 +469,15 @@ def block_of(model: nn.Module, site: str) -> str | None:
     return None
 
 
-def first_block_of(block: str) -> str:
-    """Path of the first element of the outermost list with the block."""
+def first_block_of(model: nn.Module, block: str) -> str:
+    """Path of the first element in the outermost list with the block, without leaves before it.
+
+    Those are embeddings, which an ``nn.Sequential`` may hold beside its blocks.
+    """
     parts = block.split(".")
     depth = next(i for i, part in enumerate(parts) if part.isdigit())
-    return ".".join([*parts[:depth], "0"])
+    listed = model.get_submodule(".".join(parts[:depth])).named_children()
+    return ".".join([*parts[:depth], next(n for n, one in listed if [*one.children()])])
 
 
 def _matrices(module: nn.Module) -> int:

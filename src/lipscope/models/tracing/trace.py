@@ -151,7 +151,7 @@ def _fill(
             around = dict.fromkeys(filter(None, (block_of(model, site) for site in sites)))
             for name in around:
                 hook_block(recorder, record, name, model.get_submodule(name))
-            for name in dict.fromkeys(first_block_of(block) for block in around):
+            for name in dict.fromkeys(first_block_of(model, block) for block in around):
                 hook_first(recorder, record, name, model.get_submodule(name))
         if by_block is not None:
             _hook_blocks(recorder, record, by_block)
