@@ -16,6 +16,7 @@ from lipscope.errors import InputError
 from lipscope.models.loading import LoadedModel, digest
 
 WindowKind = Literal["spread", "disjoint"]
+_UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _token_ids(
     text: str, tokenizer: Any, special_tokens: bool
 ) -> tuple[list[int], list[int], list[int]]:
     """The ids of a text, and the special ones before and after it."""
-    if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
+    if _UNWRITABLE.search(text):
         raise InputError(
             "The text should be one that UTF-8 can write. Found a zero byte or half a character "
             "(a lone surrogate) in it."
