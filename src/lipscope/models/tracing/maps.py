@@ -240,15 +240,20 @@ def _check_agreement(built: LayerMap, record: Trace) -> None:
     rows = _rows_that_read(built, record)
     if not len(built.output[rows]) or not bool(built.output[rows].isfinite().all()):
         return  # nothing to compare, or reported as non-finite by the solver
-    where = record.calls[built.layer].name if built.layer is not None else "the model"
+    where, why = "the model", "this model has a computation that lipscope does not rebuild"
+    if built.layer is not None:
+        call = record.calls[built.layer]
+        where = call.name
+        if built.attention is not None:
+            kind = type(call.module).__name__
+            why = f"the family of `{kind}` lacks something, such as a norm, a mask, a scale, a bias"
     with torch.no_grad():
         error = distance(_rebuilt(built, where)[rows], built.output[rows])
     limit = _AGREEMENT.get(built.x.dtype, 1e-2)
     if not error <= limit:
         raise InputError(
             f"The rebuilt map `{built.map}` of `{where}` should equal the model's own output to "
-            f"{limit:g}. Found a difference of {error:.2g} (relative to the largest output): "
-            "this model has a computation that lipscope does not rebuild."
+            f"{limit:g}. Found a difference of {error:.2g} (relative to the largest output): {why}."
         )
 
 

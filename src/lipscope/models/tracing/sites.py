@@ -242,8 +242,8 @@ def known_families() -> list[Family]:
 
 _PLUGINS = "lipscope.families"
 _PLAIN = ("torch.nn.", "transformers.pytorch_utils")
-# They compute nothing in eval mode, or hold others, such as parametrizations.
-_SILENT = (nn.Dropout, nn.Identity, nn.ModuleDict, nn.ModuleList)
+# They compute nothing in eval mode, hold others, such as parametrizations, or are the softmax.
+_USUAL = (nn.Dropout, nn.Identity, nn.ModuleDict, nn.ModuleList, nn.Softmax)
 
 
 def family(
@@ -275,19 +275,29 @@ def reader_of(module: nn.Module) -> WeightReader | None:
     if reader is None:
         load_plugins(_PLUGINS)
         reader = _reader_named(kind)
-    plain = all(map(is_plain, linears(module))) and all(map(_is_usual, module.children()))
-    return reader if plain else None
+    return None if _unusual(module) else reader
 
 
-def _is_usual(child: nn.Module) -> bool:
-    """Whether a child of attention is none that replaced another: an activation as dropout, say."""
-    if isinstance(child, nn.Sequential):
-        return all(map(_is_usual, child))
-    written = type_before_parametrizations(child).__module__
-    if is_linear(child) or written.startswith(("transformers.", "lipscope.")):
-        return True
-    torchs = written.startswith("torch.nn.")
-    return torchs and (hasattr(child, "weight") or isinstance(child, _SILENT))
+def _unusual(module: nn.Module) -> str:
+    """The part of attention that replaced another (an activation as dropout), or an adapter."""
+    own = type_before_parametrizations(module).__module__.split(".")[0]
+    packages = ("transformers.", "lipscope.", *(() if own == "torch" else (f"{own}.",)))
+
+    def is_usual(child: nn.Module) -> bool:
+        if isinstance(child, nn.Sequential):
+            return all(map(is_usual, child))
+        written = f"{type_before_parametrizations(child).__module__}."
+        if is_linear(child) or written.startswith(packages):
+            return True
+        torchs = written.startswith("torch.nn.")
+        return torchs and (hasattr(child, "weight") or isinstance(child, _USUAL))
+
+    for name, part in module.named_modules():
+        known = is_plain(part) if is_linear(part) else "." in name or not name or is_usual(part)
+        if not known:
+            kind = type_before_parametrizations(part)
+            return f"`{name}` ({kind.__module__}.{kind.__name__})"
+    return ""
 
 
 def _reader_named(kind: type) -> WeightReader | None:
@@ -299,7 +309,8 @@ def why_run(module: nn.Module) -> str:
     """Why a module has no closed form, as far as its attributes show."""
     kind = type_before_parametrizations(module).__name__
     if kind in _READERS:
-        return f"`{kind}` contains something that its family does not (an adapter, appended keys)"
+        part = _unusual(module) or "appended keys, say"
+        return f"`{kind}` contains an adapter or another part that its family does not: {part}"
     if getattr(module, "attn_logit_softcapping", None):
         return f"no closed form is known for `{kind}`, which soft-caps its scores"
     if any(hasattr(module, name) for name in ("q_norm", "q_layernorm", "query_norm")):
