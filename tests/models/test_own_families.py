@@ -94,3 +94,19 @@ def test_a_family_that_forgets_a_norm_is_told_so() -> None:
         model[0].attention.inner.weight.mul_(2)
     with pytest.raises(InputError, match="family of `ViTLikeAttention` lacks something, such as a"):
         ls.bounds(model, x)
+
+
+def test_a_family_of_another_package_is_named() -> None:
+    class Attention(ViTLikeAttention): ...
+
+    family("Attention")(read_nothing)
+    model, x = drawn()
+    model[0].attention = Attention()
+    with pytest.raises(InputError, match=rf"`Attention` of `{__name__}`, only of `transformers`"):
+        ls.bounds(model, x)
+    family("Attention", package=__name__)(read_nothing)
+    with pytest.raises(InputError, match=r"should return an attention layer. Found `NoneType`"):
+        ls.bounds(model, x)
+
+
+def read_nothing(_: AttentionCall) -> Any: ...

@@ -249,7 +249,12 @@ _USUAL = (nn.Dropout, nn.Identity, nn.ModuleDict, nn.ModuleList, nn.Softmax)
 def family(
     *class_names: str, package: str | tuple[str, ...] = "transformers", scores: Scores = "plain"
 ) -> Callable[[WeightReader], WeightReader]:
-    """Register a weight reader for attention classes of a package, by class name."""
+    """Register a weight reader for attention classes of a package, by class name.
+
+    The reader takes a call of such a module, ``call.module``, and returns the layer that it
+    computes, such as a `DotProduct`. For classes of your own, ``package=__name__`` where they are
+    defined. Example: ``docs/tutorials/measure-my-module.md``.
+    """
     packages = (package,) if isinstance(package, str) else package
 
     def register(reader: WeightReader) -> WeightReader:
@@ -307,7 +312,11 @@ def _reader_named(kind: type) -> WeightReader | None:
 
 def why_run(module: nn.Module) -> str:
     """Why a module has no closed form, as far as its attributes show."""
-    kind = type_before_parametrizations(module).__name__
+    whole = type_before_parametrizations(module)
+    kind = whole.__name__
+    if kind in _READERS and _reader_named(whole) is None:
+        packages = ", ".join(f"`{one}`" for one in _READERS[kind])
+        return f"no closed form is known for `{kind}` of `{whole.__module__}`, only of {packages}"
     if kind in _READERS:
         part = _unusual(module) or "appended keys, say"
         return f"`{kind}` contains an adapter or another part that its family does not: {part}"
@@ -325,9 +334,15 @@ def closed_form(call: AttentionCall) -> Attention | None:
         return None
     call.have()
     try:
-        return reader(call)
+        found = reader(call)
     except NotCoveredError:
         return None
+    if not isinstance(found, Attention):
+        raise InputError(
+            f"The family of `{type(call.module).__name__}` should return an attention layer. "
+            f"Found `{type(found).__name__}`."
+        )
+    return found
 
 
 def attention_sites(
