@@ -106,6 +106,11 @@ def package_folder(name: str) -> Path | None:
 def check_folder(name: str, *, allow_pickle: bool = False) -> Path:
     """The folder of a model in Hugging Face format; refused if invalid or not allowed."""
     folder = Path(os.path.expanduser(name))
+    if folder.is_file():
+        raise InputError(
+            f"`{name}` should be a folder in Hugging Face format. Found a file; weights of your "
+            "own module need its code: in Python, load them, and use `ls.measure(module, …)`."
+        )
     if not os.path.isfile(folder / "config.json"):
         raise InputError(
             f"`{name}` should be a folder in Hugging Face format. Found no `config.json` in it."

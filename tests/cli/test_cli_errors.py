@@ -165,6 +165,7 @@ _BEFORE_TORCH = {
     "measure minilm --device abacus": "Found `abacus`",
     "measure minilm --text nothing.txt": "Found `nothing.txt`",
     "measure ./nothing": "Found no `config.json` in it.",
+    f"measure {__file__}": "own module need its code",
     "measure random:bert:num_hidden_layers=2 --layers 1,2": "between 0 and 1",
     "certify minilm --head 12": "`--head` should be between 0 and 11",
     "directions minilm --among nothing.txt": "Found `nothing.txt`",

@@ -388,3 +388,17 @@ def test_an_array_of_layers_is_a_list(unchecked):
     rows = ls.measure(model_of("bert"), IDS, layers=layers)
     assert [row.layer for row in rows[:2]] == [1, 0]
     assert json.loads(rows[0].to_json())["layer"] == 1
+
+
+@pytest.mark.parametrize("real", [[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [1, 0, 1, 1, 0, 1]])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "mistral"])
+def test_the_closed_form_of_a_padded_layer_is_that_of_its_real_tokens(family, real):
+    batch = {"input_ids": IDS, "attention_mask": torch.tensor([real])}
+    at = ls.load_model(model_of(family)).at(batch, dtype="float64")
+    with torch.no_grad():
+        assert torch.allclose(at.attention(at.x), at.output, atol=1e-12)
+    jacobian = dense_jacobian(at.attention, at.x)
+    assert math.isclose(at.sigma, top(jacobian), rel_tol=1e-3)
+    assert at.certify(1e-3).value >= at.sigma
+    (bound,) = at.bounds(theorems="local_rows").bounds
+    assert bound.value is not None and bound.value >= at.sigma

@@ -189,6 +189,47 @@ def test_a_causal_mask_is_that_of_the_decision_and_of_the_network() -> None:
             assert same is (causal is True)
 
 
+def test_a_token_without_influence_has_no_linear_margin() -> None:
+    class Masked(Tagger):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            x = self.encoder(self.words(input_ids), src_key_padding_mask=input_ids == 0)
+            return self.head(x[:, 0])
+
+    found = ls.load_model(Masked()).decision(torch.tensor([[3, 7, 0]]))
+    assert found.certify(ball="token", token=2).first_order == np.inf
+
+
+class Letters:
+    """A tokenizer as people write it for a model of their own."""
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(one) % 20 for one in text]}
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [chr(97 + one) for one in ids]
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(self.convert_ids_to_tokens(ids))
+
+
+class OfIds(Tagger):
+    """The same with another name of its argument, and an output for every token."""
+
+    def forward(self, idx: torch.Tensor) -> torch.Tensor:
+        return self.encoder(self.words(idx))
+
+
+def test_a_module_reads_a_text_whatever_its_argument_is_called() -> None:
+    model = ls.load_model(OfIds(), tokenizer=Letters())
+    asked: Any = {"between": ["abc", "bcd"], "pool": "mean"}
+    found = model.decision("fgh", **asked)
+    same = model.decision(torch.tensor([Letters()("fgh")["input_ids"]]), **asked)
+    assert found.margin == pytest.approx(same.margin, rel=1e-9)
+    at = model.at("fgh", length=3)
+    assert at.decision(**asked).margin > 0
+    assert at.directions().directions  # its words need no special tokens
+
+
 def test_a_run_folder_keeps_radii_beside_the_margin_s_sigma(
     tmp_path: Path, monkeypatch: Any
 ) -> None:

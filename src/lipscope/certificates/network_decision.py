@@ -104,7 +104,8 @@ class _Question:
         self.slopes = apart.sum(-1) if ball == "each" else apart.norm(dim=-1)
         quotient = self.margins / self.slopes.clamp_min(1e-300)
         self.others.sort(key=lambda c: float(quotient[c]))
-        self.first_order = float(quotient[self.others[0]])
+        first = self.others[0]
+        self.first_order = float(quotient[first]) if self.slopes[first] > 0 else math.inf
         self.far = _FAR * float(x.norm() + 1)
         norms = (one.norm for one in net.branches)
         self.bends = _blocks(net) > 1 or any(isinstance(n, Norm) and n.scaled for n in norms)

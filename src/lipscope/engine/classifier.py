@@ -74,7 +74,7 @@ def classifier_of_texts(
     reader, longest, each = model.loaded.reader_of_text(), model.loaded.max_tokens, []
     for text in texts:
         ids = whole_text(text, reader, special_tokens=special_tokens, longest=longest)
-        (at,) = maps_at(model, {"input_ids": ids}, layers=[layer], dtype="float64", device="cpu")
+        (at,) = maps_at(model, ids, layers=[layer], dtype="float64", device="cpu")
         with torch.no_grad():
             y = at.attention(at.x)
         each.append(y.mean(0) if pool == "mean" else y[0])

@@ -40,6 +40,7 @@ from lipscope.models import (
     eval_mode,
     first_tensor,
     implementation_for,
+    inputs_of_ids,
     layer_network,
     prepared,
     read_network,
@@ -382,9 +383,7 @@ def check_double(asked: Mapping[str, Any]) -> None:
         )
 
 
-def whole_input(
-    model: ReadyModel, data: AnyData, *, special_tokens: bool = True
-) -> dict[str, Tensor]:
+def whole_input(model: ReadyModel, data: AnyData, *, special_tokens: bool = True) -> Tensor:
     """The token ids of a text, truncated to 64 tokens."""
     text = checked_data(data)
     longest = min(_LONGEST, model.loaded.max_tokens or _LONGEST)
@@ -393,7 +392,7 @@ def whole_input(
     ids = whole_text(text, model.loaded.reader_of_text(), **how)
     if not ids.numel():
         raise InputError("The text should not be empty. Found no words in it.")
-    return {"input_ids": ids}
+    return ids
 
 
 def decision_at(
@@ -517,7 +516,7 @@ def _texts(
 
         def output(ids: Tensor) -> Tensor:
             with torch.no_grad():
-                return first_tensor(run(own, {"input_ids": ids}))[0][read[pool]]
+                return first_tensor(run(own, inputs_of_ids(own, ids)))[0][read[pool]]
 
         return mean_outputs(texts, model.loaded, special_tokens, output)
 

@@ -563,7 +563,8 @@ def loaded_model(model: AnyModel, *, tokenizer: Any = None, **how: Any) -> Loade
         return loaded
     if not (callable(tokenizer) and hasattr(tokenizer, "convert_ids_to_tokens")):
         raise InputError(
-            "`tokenizer` should be a tokenizer of transformers, or behave like one. Found "
+            "`tokenizer` should be one of transformers or, for a text, return a dictionary with "
+            "`input_ids`, and have `convert_ids_to_tokens` and `decode`. Found "
             f"`{type(tokenizer).__name__}`."
         )
     return replace(loaded, tokenizer=tokenizer)

@@ -52,7 +52,8 @@ def sigma(
         layer: An attention layer (chunked, so that long inputs fit), any module, or a function
             without trainable weights. ``nn.MultiheadAttention`` is used as self-attention:
             query, key and value are ``x``.
-        x: One input: ``(n, d)`` for an attention layer.
+        x: One input: ``(n, d)`` for an attention layer, else what the module takes, such as
+            ``(1, n, d)``.
         tol: Relative tolerance of the solver; the error of the gradient is of the order of
             ``tol · sigma_1 / (sigma_1 - sigma_2)``.
         memory: Bytes for chunks, stored probabilities and the solver's basis.

@@ -321,7 +321,7 @@ def top_singular(
     near ``sigma``; only the upper ends bound the largest one.
 
     Args:
-        tol: Relative tolerance; at least 1e-5 in float32 and 1e-12 in float64.
+        tol: Relative tolerance; at least 2e-5 in float32 and 2e-12 in float64.
         delta: Failure probability of ``upper``, in (0, 1).
         max_steps: Maximum number of steps (two products each).
         memory: Bytes for the basis; a longer run restarts from its best vector.

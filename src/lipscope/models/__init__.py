@@ -66,6 +66,7 @@ from lipscope.models.readings import (
 from lipscope.models.samples import (
     checked_data as checked_data,
     inputs_of as inputs_of,
+    inputs_of_ids as inputs_of_ids,
     later_positions as later_positions,
     remarks_on as remarks_on,
 )

@@ -106,23 +106,27 @@ def _text_samples(
         kind=windows,
         special_tokens=special_tokens,
     )
-    takes = signature_of(loaded.model).parameters
-    return [_window_input(w, takes, loaded.config) for w in cut]
+    return [_window_input(w, loaded.model, loaded.config) for w in cut]
 
 
 # What the input of a decoder starts with: the first that its configuration says.
 _STARTS = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
 
 
-def _window_input(w: Sample, takes: Collection[str], config: Any) -> Sample:
+def _window_input(w: Sample, model: nn.Module, config: Any) -> Sample:
     """A window; an encoder-decoder reads it twice, its decoder one token later."""
-    arguments: Any = {"input_ids": w.ids} if "input_ids" in takes else (w.ids,)
-    if "decoder_input_ids" in takes:
+    arguments: Any = inputs_of_ids(model, w.ids)
+    if "decoder_input_ids" in signature_of(model).parameters:
         starts = (getattr(config, name, None) for name in _STARTS)
         start = next((one for one in starts if isinstance(one, int)), 0)
         first = torch.full_like(w.ids[:, :1], start)
         arguments["decoder_input_ids"] = torch.cat([first, w.ids[:, :-1]], dim=1)
     return replace(w, arguments=arguments)
+
+
+def inputs_of_ids(model: nn.Module, ids: Tensor) -> dict[str, Tensor] | tuple[Tensor]:
+    """Token ids by their usual name or, for a model without it, as its first argument."""
+    return {"input_ids": ids} if "input_ids" in signature_of(model).parameters else (ids,)
 
 
 def _batch_samples(loaded: LoadedModel, data: Any) -> list[Sample]:
@@ -132,7 +136,10 @@ def _batch_samples(loaded: LoadedModel, data: Any) -> list[Sample]:
         arguments = {_argument_name(data, signature_of(loaded.model).parameters): data}
     tensors = [v for v in arguments.values() if isinstance(v, Tensor) and v.ndim > 1]
     if not tensors or not tensors[0].numel():
-        raise InputError("`data` should hold at least one tensor with a batch axis. Found none.")
+        raise InputError(
+            "`data` should hold at least one tensor with a batch axis. Found none; add the axis to "
+            "a single input, as with `data[None]`."
+        )
     _check_masks(arguments)
     axis = _batch_axis(loaded.model, arguments)
     count = next((v for v in tensors if is_tokens(v)), tensors[0]).shape[axis]

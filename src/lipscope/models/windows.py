@@ -156,7 +156,7 @@ class WindowDecoder:
         self._tokenizer = tokenizer
         before, after = special_tokens_of(tokenizer) if special_tokens else ([], [])
         self._around = len(before), len(after)
-        self._special = set(tokenizer.all_special_ids)
+        self._special = set(getattr(tokenizer, "all_special_ids", ()))
 
     def text(self, ids: Sequence[int]) -> str:
         """The text, without the special tokens around it."""
@@ -229,5 +229,5 @@ def _ordinary(loaded: LoadedModel) -> Tensor:
     size = getattr(loaded.config, "vocab_size", None)
     if size is None:
         raise InputError(f"`{loaded.name}` should read token ids. Found no vocabulary.")
-    special = set() if loaded.tokenizer is None else set(loaded.tokenizer.all_special_ids)
+    special = set(getattr(loaded.tokenizer, "all_special_ids", ()))
     return torch.tensor([i for i in range(size) if i not in special])

@@ -492,7 +492,10 @@ def _block_around(record: Trace, call: AttentionCall) -> BlockCall:
     name, later = block_of(record.model, call.name), record.blocks[call.blocks_before :]
     found = next((block for block in later if block.name == name), None)
     if found is None:
-        raise InputError(f"The map `block` needs a block around `{call.name}`. Found none.")
+        raise InputError(
+            f"The map `block` needs a block around `{call.name}`. Found none; use the map "
+            "`residual`, or make one module of attention and feed-forward network."
+        )
     return found
 
 
@@ -507,7 +510,7 @@ def _first_block(record: Trace) -> tuple[str, nn.Module, Stream]:
     if found is None:
         raise InputError(
             "A map of the whole model needs blocks in a list, from the first of which it starts. "
-            f"Found none around `{site}`."
+            f"Found none around `{site}`; make one module of attention and feed-forward network."
         )
     return found[0], *found[1]
 

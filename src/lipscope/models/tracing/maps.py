@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope.attention import Attention
+from lipscope.attention import Attention, Rotary
 from lipscope.errors import InputError, out_of_memory
 from lipscope.linalg import Operator, compose, linearise, plus_identity, restrict
 from lipscope.models.tracing.calls import (
@@ -240,15 +240,20 @@ def _check_agreement(built: LayerMap, record: Trace) -> None:
     rows = _rows_that_read(built, record)
     if not len(built.output[rows]) or not bool(built.output[rows].isfinite().all()):
         return  # nothing to compare, or reported as non-finite by the solver
-    where = record.calls[built.layer].name if built.layer is not None else "the model"
+    where, why = "the model", "this model has a computation that lipscope does not rebuild"
+    if built.layer is not None:
+        call = record.calls[built.layer]
+        where = call.name
+        if built.attention is not None:
+            kind = type(call.module).__name__
+            why = f"the family of `{kind}` lacks something, such as a norm, a mask, a scale, a bias"
     with torch.no_grad():
         error = distance(_rebuilt(built, where)[rows], built.output[rows])
     limit = _AGREEMENT.get(built.x.dtype, 1e-2)
     if not error <= limit:
         raise InputError(
             f"The rebuilt map `{built.map}` of `{where}` should equal the model's own output to "
-            f"{limit:g}. Found a difference of {error:.2g} (relative to the largest output): "
-            "this model has a computation that lipscope does not rebuild."
+            f"{limit:g}. Found a difference of {error:.2g} (relative to the largest output): {why}."
         )
 
 
@@ -427,6 +432,8 @@ def without_padding(built: LayerMap, record: Trace) -> LayerMap:
     def build(x: Tensor, memory: int, per_head: bool) -> Operator:
         return restrict(built.build(whole(x), memory, per_head), move=moved, read=read)
 
+    if record.side == "self" and layer is not None and moved is not None:
+        layer = _on_tokens(layer, call, moved)
     x = built.x if moved is None else built.x[moved]
     left_out = built.x.shape[0] - x.shape[0]
     notes = [built.note, f"{left_out} padding tokens are held fixed and not read"]
@@ -437,9 +444,34 @@ def without_padding(built: LayerMap, record: Trace) -> LayerMap:
         function=lambda x: picked(built.function(whole(x))),
         build=build,
         head_outputs=lambda: picked(built.head_outputs()),
+        attention=layer,
         ends=replace(built.ends, moved=moved, read=read) if built.ends is not None else None,
         note="; ".join(filter(None, notes if left_out else notes[:1])) or None,
     )
+
+
+def _on_tokens(layer: Attention, call: AttentionCall, kept: Tensor) -> Attention | None:
+    """The layer on some tokens of its input; None if their outputs depend on others too."""
+    n, fields = call.num_tokens, layer.fields()
+
+    def pairs(t: Tensor) -> Tensor:
+        return t[..., kept, :][..., kept]
+
+    seen = layer.visible(slice(0, n), slice(0, n), call.x.device)
+    if seen is None:
+        return None
+    seen = pairs(seen)
+    causal = bool((seen == torch.ones_like(seen).tril()).all())
+    changes = {"causal": causal, "mask": None if causal or bool(seen.all()) else seen}
+    if fields.get("window") is not None:
+        changes["window"] = None
+    if (bias := fields.get("score_bias")) is not None:
+        changes["score_bias"] = pairs(bias)
+    if (rotary := fields.get("rotary")) is not None:
+        changes["rotary"] = Rotary(rotary.cos[kept], rotary.sin[kept])
+    found = layer.replace(**changes)
+    with torch.no_grad():
+        return found if close(found(call.x[kept]), call.end.output[kept]) else None
 
 
 def _whose_tokens(built: LayerMap, record: Trace) -> tuple[str, str]:

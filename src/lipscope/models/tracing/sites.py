@@ -242,14 +242,19 @@ def known_families() -> list[Family]:
 
 _PLUGINS = "lipscope.families"
 _PLAIN = ("torch.nn.", "transformers.pytorch_utils")
-# They compute nothing in eval mode, or hold others, such as parametrizations.
-_SILENT = (nn.Dropout, nn.Identity, nn.ModuleDict, nn.ModuleList)
+# They compute nothing in eval mode, hold others, such as parametrizations, or are the softmax.
+_USUAL = (nn.Dropout, nn.Identity, nn.ModuleDict, nn.ModuleList, nn.Softmax)
 
 
 def family(
     *class_names: str, package: str | tuple[str, ...] = "transformers", scores: Scores = "plain"
 ) -> Callable[[WeightReader], WeightReader]:
-    """Register a weight reader for attention classes of a package, by class name."""
+    """Register a weight reader for attention classes of a package, by class name.
+
+    The reader takes a call of such a module, ``call.module``, and returns the layer that it
+    computes, such as a `DotProduct`. For classes of your own, ``package=__name__`` where they are
+    defined. Example: ``docs/tutorials/measure-my-module.md``.
+    """
     packages = (package,) if isinstance(package, str) else package
 
     def register(reader: WeightReader) -> WeightReader:
@@ -271,38 +276,50 @@ def reader_of(module: nn.Module) -> WeightReader | None:
     packed weights), may compute something else: they are replayed, not read.
     """
     kind = type_before_parametrizations(module)
-    found = _reader_named(kind)
-    if found is None:
+    reader = _reader_named(kind)
+    if reader is None:
         load_plugins(_PLUGINS)
-        found = _reader_named(kind)
-    package, reader = found or ("", None)
-    usual = all(_is_usual(child, package) for child in module.children())
-    return reader if usual and all(map(is_plain, linears(module))) else None
+        reader = _reader_named(kind)
+    return None if _unusual(module) else reader
 
 
-def _is_usual(child: nn.Module, package: str) -> bool:
-    """Whether a child of attention is none that replaced another: an activation as dropout, say."""
-    if isinstance(child, nn.Sequential):
-        return all(_is_usual(one, package) for one in child)
-    if is_linear(child) or isinstance(child, Attention):
-        return True
-    written = f"{type_before_parametrizations(child).__module__}."
-    if written.startswith("torch.nn."):
-        return hasattr(child, "weight") or isinstance(child, _SILENT)
-    return written.startswith((f"{package}.", "transformers.", "lipscope."))
+def _unusual(module: nn.Module) -> str:
+    """The part of attention that replaced another (an activation as dropout), or an adapter."""
+    own = type_before_parametrizations(module).__module__.split(".")[0]
+    packages = ("transformers.", "lipscope.", *(() if own == "torch" else (f"{own}.",)))
+
+    def is_usual(child: nn.Module) -> bool:
+        if isinstance(child, nn.Sequential):
+            return all(map(is_usual, child))
+        written = f"{type_before_parametrizations(child).__module__}."
+        if isinstance(child, Attention) or is_linear(child) or written.startswith(packages):
+            return True
+        torchs = written.startswith("torch.nn.")
+        return torchs and (hasattr(child, "weight") or isinstance(child, _USUAL))
+
+    for name, part in module.named_modules():
+        known = is_plain(part) if is_linear(part) else "." in name or not name or is_usual(part)
+        if not known:
+            kind = type_before_parametrizations(part)
+            return f"`{name}` ({kind.__module__}.{kind.__name__})"
+    return ""
 
 
-def _reader_named(kind: type) -> tuple[str, WeightReader] | None:
-    """The reader of a class, with the package that it was registered for."""
+def _reader_named(kind: type) -> WeightReader | None:
     known, here = _READERS.get(kind.__name__, {}).items(), f"{kind.__module__}."
-    return next((one for one in known if here.startswith(f"{one[0]}.")), None)
+    return next((read for package, read in known if here.startswith(f"{package}.")), None)
 
 
 def why_run(module: nn.Module) -> str:
     """Why a module has no closed form, as far as its attributes show."""
-    kind = type_before_parametrizations(module).__name__
+    whole = type_before_parametrizations(module)
+    kind = whole.__name__
+    if kind in _READERS and _reader_named(whole) is None:
+        packages = ", ".join(f"`{one}`" for one in _READERS[kind])
+        return f"no closed form is known for `{kind}` of `{whole.__module__}`, only of {packages}"
     if kind in _READERS:
-        return f"`{kind}` contains something that its family does not (an adapter, appended keys)"
+        part = _unusual(module) or "appended keys, say"
+        return f"`{kind}` contains an adapter or another part that its family does not: {part}"
     if getattr(module, "attn_logit_softcapping", None):
         return f"no closed form is known for `{kind}`, which soft-caps its scores"
     if any(hasattr(module, name) for name in ("q_norm", "q_layernorm", "query_norm")):
@@ -317,9 +334,15 @@ def closed_form(call: AttentionCall) -> Attention | None:
         return None
     call.have()
     try:
-        return reader(call)
+        found = reader(call)
     except NotCoveredError:
         return None
+    if not isinstance(found, Attention):
+        raise InputError(
+            f"The family of `{type(call.module).__name__}` should return an attention layer. "
+            f"Found `{type(found).__name__}`."
+        )
+    return found
 
 
 def attention_sites(
