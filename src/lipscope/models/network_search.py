@@ -141,8 +141,8 @@ class Search:
             InputError: If there is none.
         """
         unknown = ", ".join(self.view.unknown)
+        instead = "certify one layer" if self.of_scores else self.meant[1]
         if unknown and not self.centred:
-            instead = "certify one layer"
             if self.of_scores and unknown == "Softmax":
                 instead = "return the scores before it, which decide alike"
             raise InputError(
@@ -155,7 +155,7 @@ class Search:
             raise InputError(
                 "A network should depend on its stream by functions that have derivatives, and on "
                 f"its input by the stream alone. Found that `{how}` reads {source}: the network "
-                "may be another one at other times; certify one layer."
+                f"may be another one at other times; {instead}."
             )
         own = self._as_network()
         self.own = own if self.linked else copy.deepcopy(own)
@@ -555,8 +555,8 @@ def _agreeing(call: AttentionCall, layer: Attention | None, kind: type[_Kind]) -
         agrees = same(layer(call.x), call.end.output)
     if not agrees:
         raise InputError(
-            f"`{call.name}` should be what its family computes, for every token. Found "
-            "another output; leave out padding, which may read no token."
+            f"`{call.name}` should be what its family computes, for every token. Found another "
+            "output; mend its description, or leave out padding, which may read no token."
         )
     return layer
 
