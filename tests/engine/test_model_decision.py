@@ -215,7 +215,7 @@ class Letters:
 class OfIds(Tagger):
     """The same with another name of its argument, and an output for every token."""
 
-    def forward(self, idx: torch.Tensor) -> torch.Tensor:
+    def forward(self, idx: torch.Tensor) -> torch.Tensor:  # pyright: ignore
         return self.encoder(self.words(idx))
 
 
