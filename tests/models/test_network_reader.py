@@ -533,6 +533,23 @@ def test_embeddings_may_stand_in_the_list_of_blocks() -> None:
         torch.testing.assert_close(network(at), model[2:](at[None])[0, -1])
 
 
+def test_a_leaf_of_several_matrices_may_be_a_block() -> None:
+    class OfMatrices(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Parameter(torch.ones(8, 4)), nn.Parameter(torch.ones(4, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + F.relu(x @ self.inner) @ self.outer
+
+    def layers() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True)
+        return nn.Sequential(OfMatrices(), layer, nn.Linear(8, 3))
+
+    with pytest.raises(InputError, match="otherwise after 0 attention layers"):
+        read_network(drawn(layers, 1.0), (random((1, 6, 8)),), pool="last")
+
+
 # --- token ids that act beside the stream, and log-probabilities
 
 
