@@ -613,6 +613,16 @@ def test_padding_that_inference_sets_to_zero_is_refused() -> None:
             read_network(model, (torch.tensor(RIGHT),))
 
 
+def test_a_module_that_needs_gradients_is_refused() -> None:
+    def needing(x: Tensor, _: Tensor) -> Tensor:
+        assert torch.is_grad_enabled()
+        return x.mean(1)
+
+    model = drawn(lambda: OfWords(needing), 1.0)
+    with pytest.raises(InputError, match="raised AssertionError"):
+        read_network(model, (torch.tensor(FULL),))
+
+
 def test_a_mask_of_the_stream_is_refused() -> None:
     def few(x: Tensor, real: Tensor) -> Tensor:
         return x.masked_fill((x < -5.0).any(-1, keepdim=True), 0.0).mean(1)
