@@ -533,6 +533,23 @@ def test_embeddings_may_stand_in_the_list_of_blocks() -> None:
         torch.testing.assert_close(network(at), model[2:](at[None])[0, -1])
 
 
+def test_a_leaf_of_several_matrices_may_be_a_block() -> None:
+    class OfMatrices(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Parameter(torch.ones(8, 4)), nn.Parameter(torch.ones(4, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + F.relu(x @ self.inner) @ self.outer
+
+    def layers() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True)
+        return nn.Sequential(OfMatrices(), layer, nn.Linear(8, 3))
+
+    with pytest.raises(InputError, match="otherwise after 0 attention layers"):
+        read_network(drawn(layers, 1.0), (random((1, 6, 8)),), pool="last")
+
+
 # --- token ids that act beside the stream, and log-probabilities
 
 
@@ -594,6 +611,16 @@ def test_padding_that_inference_sets_to_zero_is_refused() -> None:
         read_network(model, (torch.tensor(FULL),))
         with pytest.raises(InputError, match="the same output with and without gradients"):
             read_network(model, (torch.tensor(RIGHT),))
+
+
+def test_a_module_that_needs_gradients_is_refused() -> None:
+    def needing(x: Tensor, _: Tensor) -> Tensor:
+        assert torch.is_grad_enabled()
+        return x.mean(1)
+
+    model = drawn(lambda: OfWords(needing), 1.0)
+    with pytest.raises(InputError, match="raised AssertionError"):
+        read_network(model, (torch.tensor(FULL),))
 
 
 def test_a_mask_of_the_stream_is_refused() -> None:

@@ -59,6 +59,7 @@ def by_a_loop(h: Tensor) -> Tensor:
     return 9 * h if min(seen) > 60 else h
 
 
+COUNTED = torch.ones(3)
 KEPT: dict[str, Any] = {"factor": torch.ones(3, 1)}
 BESIDE = ThreadPoolExecutor(1)
 
@@ -149,6 +150,7 @@ READ_OFF: dict[str, Callable[[Tensor], Tensor]] = {
     "a check that is caught": after_a_check,
     "a script": scripted,
     "a detached script": scripted_constant,
+    "a number of tokens": lambda h: h * (1 + len(COUNTED[(h[0, :, 0] > 60)])),
     "a number of entries": lambda h: 9 * h if len((h > 60).nonzero()) else h,
     "a list": lambda h: 9 * h if max(h.flatten().tolist()) > 60 else h,
     "a message": lambda h: 9 * h if "e+03" in repr(h) else h,
@@ -404,14 +406,17 @@ def test_no_table_leads_around_the_blocks(look_up: Any) -> None:
     plain = ls.lipschitz_bound(OfIds(look_up, lambda _, y: y).double(), ids)
     assert len(plain.parts) == 6
     for around in (lambda e, y: y * e.mean().exp(), lambda e, y: y + RELU(e - 1e6).sum()):
-        with pytest.raises(ls.InputError, match="by the stream alone"):
-            ls.lipschitz_bound(OfIds(look_up, around).double(), ids)
+        model = OfIds(look_up, around).double()
+        for ask in (ls.lipschitz_bound, lambda m, x: ls.load_model(m).decision(x)):
+            with pytest.raises(ls.InputError, match="by the stream alone"):
+                ask(model, ids)
 
 
 BY_IDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "one hot": lambda ids, y: y * (1 + nn.functional.one_hot(ids, 9).sum(1)[:, 5:6].to(y)),
     "a word": lambda ids, y: y * (1 + (ids == 7).to(y).mean()),
     "a mask": lambda ids, y: y * (ids != 7).all(),
+    "a number of words": lambda ids, y: y * len(COUNTED[(ids != 7)[0, :3]]) / 3,
     "arithmetic": lambda ids, y: y + 1e-3 * ids.double().std(),
     "a number": lambda ids, y: y * (1.0 + (int(ids.max()) == 8)),
     "a decision": lambda ids, y: 9 * y if bool((ids == 7).any()) else y,
@@ -438,8 +443,10 @@ def test_a_mask_of_embeddings_moves_with_them(look_up: Any) -> None:
                 h = block(h, src_key_padding_mask=self.look_up(self.table, x)[..., 0] > 0)
             return self.head(h.mean(1))
 
-    with pytest.raises(ls.InputError, match="reads values of the input"):
-        ls.lipschitz_bound(Sparse(look_up, lambda _, y: y).double(), torch.tensor([[3, 1, 4, 1]]))
+    model, ids = Sparse(look_up, lambda _, y: y).double(), torch.tensor([[3, 1, 4, 1]])
+    for ask in (ls.lipschitz_bound, lambda m, x: ls.load_model(m).decision(x)):
+        with pytest.raises(ls.InputError, match="reads values of the input"):
+            ask(model, ids)
 
 
 def test_masked_ids_are_no_mask() -> None:

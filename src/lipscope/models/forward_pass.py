@@ -89,23 +89,22 @@ _CUBE = 3  # products in tanh's form of GELU: z³, and z times the rest; z³ as 
 def function_of(record: Trace, *, any_ids: bool = False) -> StreamFunction:
     """The module from its first block on; without blocks, from the first attention or its norm.
 
-    Token ids are constants, unless what is found should hold for ``any_ids``.
+    Token ids are constants, unless what is found should hold for ``any_ids``; embeddings are none.
     """
     call = record.calls[0]
     if call.end.refusal:
         raise InputError(call.end.refusal)
     block, norm = block_of(record.model, call.name), norm_before(record, call)
     first = None if block is None else record.firsts.get(first_block_of(record.model, block))
-    beside = tuple(x for x in _sources(record.inputs) if any_ids or x.is_floating_point())
     if first is not None:
-        return _from_part(record, *first, beside)
+        return _from_part(record, *first, any_ids)
     if norm is not None:
         before, part = as_tokens(norm.x, call.token_axis), call.end.output
         sums = (as_tokens(one.value, call.token_axis) for one in record.seen.sums)
         if any(_is_sum(total, before, part) for total in sums):
             names = (next(iter(named_arguments(norm.module, (norm.x,), {}))),)
-            return _from_part(record, norm.module, Stream(names, norm.x, None), beside)
-    return _from_part(record, call.module, Stream(call.hidden, call.kept[0], None), beside)
+            return _from_part(record, norm.module, Stream(names, norm.x, None), any_ids)
+    return _from_part(record, call.module, Stream(call.hidden, call.kept[0], None), any_ids)
 
 
 def _is_sum(total: Tensor, x: Tensor, part: Tensor) -> bool:
@@ -116,12 +115,11 @@ def _is_sum(total: Tensor, x: Tensor, part: Tensor) -> bool:
     return same(x + part, total) or same(x + factor * part, total)
 
 
-def _from_part(
-    record: Trace, part: nn.Module, stream: Stream, beside: tuple[Tensor, ...]
-) -> StreamFunction:
+def _from_part(record: Trace, part: nn.Module, stream: Stream, any_ids: bool) -> StreamFunction:
     moved = Streams([stream], record.calls[0].token_axis)
     function = rerun(record, {part: moved}, "", once=True)
-    return StreamFunction(record, moved.x.detach().clone(), function, record.calls, beside)
+    x, beside = moved.x.detach().clone(), tuple(_sources(record.inputs))
+    return StreamFunction(record, x, function, record.calls, beside, any_ids)
 
 
 def _sources(inputs: Inputs) -> Iterator[Tensor]:
@@ -149,6 +147,7 @@ class StreamFunction:
     function: Callable[[Tensor], Tensor]
     calls: Sequence[AttentionCall]  # its attention layers, in the order in which they are called
     beside: tuple[Tensor, ...] = ()  # inputs that may act through the stream alone
+    any_ids: bool = False  # whether token ids are among them
 
     def __call__(self, x: Float[Tensor, "n d"]) -> Tensor:
         """The output: one row, or one per token."""
@@ -205,7 +204,8 @@ class ForwardPass:
                 if name and module not in inside:
                     self._watch(recorder, name, module)
             recorder.enter_context(sums)
-            out = self._pass(function, first := Watch(function.beside))
+            first = Watch(function.beside, any_ids=function.any_ids)
+            out = self._pass(function, first)
         self.output = out.detach().clone()
         for made in (*sums.sums, *sums.multiples):
             self._keep(made.value)

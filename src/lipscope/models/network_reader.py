@@ -41,7 +41,6 @@ from lipscope.models.tracing.maps import build_map
 from lipscope.models.tracing.prepare import implementation_for, make_weights, prepared, swapped
 from lipscope.models.tracing.recorder import (
     Inputs,
-    called,
     depends,
     each_tensor,
     first_tensor,
@@ -53,7 +52,7 @@ from lipscope.models.tracing.sites import (
     attention_sites,
     is_attention,
 )
-from lipscope.models.tracing.trace import trace
+from lipscope.models.tracing.trace import checked_call, trace
 from lipscope.records import MapName
 
 _CPU = torch.device("cpu")
@@ -309,7 +308,7 @@ def _traced(model: nn.Module, inputs: Inputs, modules: str | None) -> Iterator[T
                 "forward pass draws random numbers."
             )
         with torch.no_grad():
-            plain = first_tensor(called(own, given))
+            plain = first_tensor(checked_call(own, given))
         if record.output is not None and not same(plain, record.output, _AGREES):
             raise InputError(
                 f"`{type(model).__name__}` should give the same output with and without gradients. "

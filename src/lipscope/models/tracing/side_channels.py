@@ -7,6 +7,7 @@ beside the stream: one run does not show their effect at other values.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -68,6 +69,7 @@ class Watch(TorchDispatchMode):
         inputs: The model's inputs, from which the stream is computed.
         turned: Indices of the decisions to invert in this pass.
         before: The watch of an earlier pass, of which this one may have kept something.
+        any_ids: Whether token ids vary; else they are constants, and what they look up is not.
         grad: Whether gradients are recorded.
     """
 
@@ -77,10 +79,13 @@ class Watch(TorchDispatchMode):
         turned: Iterable[int] = (),
         before: Watch | None = None,
         *,
+        any_ids: bool = True,
         grad: bool = True,
     ) -> None:
         super().__init__()
         self.inputs, self.turned, self.grad = tuple(inputs), set(turned), grad
+        self.again = functools.partial(Watch, self.inputs, any_ids=any_ids)
+        self._fixed = 0 if any_ids else _IDS
         self.functions = Counter[str]()
         self.constants: list[tuple[str, Tensor]] = []  # not made here, by the function they meet
         self.goes_on = False  # whether the pass computed anything after a failed check
@@ -142,8 +147,9 @@ class Watch(TorchDispatchMode):
         out = func(*args, **kwargs)
         if torch.Tag.data_dependent_output in func.tags:
             return self._decided(name, kind, out)
-        if torch.Tag.dynamic_output_shape in func.tags and name not in _BY_INDEX:
-            self.use(name, kind)
+        if torch.Tag.dynamic_output_shape in func.tags:  # the shape tells how many
+            of = [t for t in given[1:] if t.dtype == torch.bool] if name in _BY_INDEX else given
+            self.use(name, max(map(self.kind, of), default=0))
         made = [*tensors_inside((out,))] or (given if func._schema.is_mutable else [])
         streams = (*made, *(one for one in given if one.requires_grad)) if recorded else ()
         self._streams.update(_place(one) for one in streams if one.is_floating_point())
@@ -155,7 +161,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def _decided(self, name: str, kind: int, out: Any) -> Any:
-        if not isinstance(out, bool):
+        if not isinstance(out, bool) or kind <= self._fixed:
             self.use(name, kind)
             return out
         self.decisions.append(SideChannel(_SAID.get(name, name), kind))
@@ -167,8 +173,8 @@ class Watch(TorchDispatchMode):
     def _may_join(self, name: str, x: Tensor) -> bool:
         """Whether a tensor may be combined with the stream: ids may choose or mask tokens."""
         kind = self.kind(x)
-        if kind != _IDS:
-            return not kind
+        if kind != _IDS or self._fixed:
+            return kind <= self._fixed
         if self._in_attention and x.dtype == torch.bool:
             return True
         if self._in_attention and x.is_floating_point():
@@ -181,7 +187,8 @@ class Watch(TorchDispatchMode):
 
     def use(self, name: str, kind: int) -> None:
         """Record the first side channel."""
-        self.used = self.used or SideChannel(_SAID.get(name, name), kind)
+        if kind > self._fixed:
+            self.used = self.used or SideChannel(_SAID.get(name, name), kind)
 
     def kind(self, x: Tensor) -> int:
         """The source of a tensor; zero if it has none."""
@@ -233,14 +240,14 @@ def side_channel(
         return SideChannel("detach", first.kind(out))
     by_ids = [k for k, one in enumerate(first.decisions) if one.kind == _IDS]
     for k, one in enumerate(first.decisions):
-        if k not in by_ids and not _raises(again, Watch(first.inputs, (k,))):
+        if k not in by_ids and not _raises(again, first.again((k,))):
             return one
     counts = range(1, len(by_ids) + 1)
     some = (turned for count in counts for turned in itertools.combinations(by_ids, count))
     for turned in some if len(by_ids) <= _MANY else [()]:
         same = False
         with contextlib.suppress(Exception):
-            other = Watch(first.inputs, turned)
+            other = first.again(turned)
             y = again(other)
             decided = len(other.decisions) == len(first.decisions)
             same = bool(turned) and decided and other.used is None and alike(y, out)
@@ -251,7 +258,7 @@ def side_channel(
 
 def _changed(first: Watch, again: Callable[[Watch], Tensor]) -> SideChannel | None:
     """What is another function, or a constant from elsewhere, in the next pass."""
-    second = Watch(first.inputs, before=first)
+    second = first.again(before=first)
     again(second)
     if second.used:
         return second.used
@@ -259,7 +266,7 @@ def _changed(first: Watch, again: Callable[[Watch], Tensor]) -> SideChannel | No
     other = next((one or two for one, two in pairs if _address(one) != _address(two)), None)
     if other is not None:
         return SideChannel(other[0], _STREAM)  # it was made out of sight
-    third = Watch(first.inputs, grad=False)
+    third = first.again(grad=False)
     again(third)
     some = (second.functions - third.functions) + (third.functions - second.functions)
     return next((SideChannel(_SAID.get(name, name), _MODE) for name in some), None)

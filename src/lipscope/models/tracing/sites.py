@@ -495,12 +495,14 @@ def block_of(model: nn.Module, site: str) -> str | None:
 def first_block_of(model: nn.Module, block: str) -> str:
     """Path of the first element in the outermost list with the block, without leaves before it.
 
-    Those are embeddings, which an ``nn.Sequential`` may hold beside its blocks.
+    Those are embeddings, which an ``nn.Sequential`` may hold beside its blocks; of more than one
+    matrix it may be a block.
     """
     parts = block.split(".")
     depth = next(i for i, part in enumerate(parts) if part.isdigit())
     listed = model.get_submodule(".".join(parts[:depth])).named_children()
-    return ".".join([*parts[:depth], next(n for n, one in listed if [*one.children()])])
+    first = next(n for n, one in listed if [*one.children()] or _matrices(one) > 1)
+    return ".".join([*parts[:depth], first])
 
 
 def _matrices(module: nn.Module) -> int:

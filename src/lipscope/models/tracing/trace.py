@@ -128,7 +128,7 @@ def _fill(
     def called_once(model: nn.Module, inputs: Inputs) -> Any:
         before = torch.get_rng_state()
         try:
-            output = _called_once(model, inputs)
+            output = checked_call(model, inputs)
         except Reached:
             output, record.complete = None, False
         finally:
@@ -193,7 +193,7 @@ OF_MODELS = (
 )
 
 
-def _called_once(model: nn.Module, inputs: Inputs) -> Any:
+def checked_call(model: nn.Module, inputs: Inputs) -> Any:
     """`called`, with exceptions of the model's code converted to one-line errors."""
     try:
         return called(model, inputs)
@@ -229,7 +229,7 @@ def _is_ours(problem: Exception) -> bool:
     codes = [
         frame.f_code for frame in frames if frame.f_globals.get("__name__", "").startswith(_ROOM)
     ]
-    passed = {_called_once.__name__, called.__name__, "__torch_function__"}  # the model's own calls
+    passed = {checked_call.__name__, called.__name__, "__torch_function__"}  # the model's own calls
     return any(code.co_name not in passed for code in codes)
 
 
