@@ -493,16 +493,20 @@ def block_of(model: nn.Module, site: str) -> str | None:
 
 
 def first_block_of(model: nn.Module, block: str) -> str:
-    """Path of the first element in the outermost list with the block, without leaves before it.
+    """Path of the first element in the outermost list with the block.
 
-    Those are embeddings, which an ``nn.Sequential`` may hold beside its blocks; of more than one
-    matrix it may be a block.
+    Not of an embedding that an ``nn.Sequential`` holds there, directly before its blocks.
     """
     parts = block.split(".")
     depth = next(i for i, part in enumerate(parts) if part.isdigit())
-    listed = model.get_submodule(".".join(parts[:depth])).named_children()
-    first = next(n for n, one in listed if [*one.children()] or _matrices(one) > 1)
+    listed = [*model.get_submodule(".".join(parts[:depth])).named_children()]
+    count = next(i for i, (_, one) in enumerate(listed) if not _embeds(one))
+    first = listed[count if [*listed[count][1].children()] else 0][0]
     return ".".join([*parts[:depth], first])
+
+
+def _embeds(module: nn.Module) -> bool:
+    return is_linear(module) or isinstance(module, nn.Embedding | nn.Dropout | nn.Identity)
 
 
 def _matrices(module: nn.Module) -> int:
