@@ -106,7 +106,7 @@ def package_folder(name: str) -> Path | None:
 def check_folder(name: str, *, allow_pickle: bool = False) -> Path:
     """The folder of a model in Hugging Face format; refused if invalid or not allowed."""
     folder = Path(os.path.expanduser(name))
-    if folder.is_file():
+    if os.path.isfile(folder):  # an overlong name is no file, and no error
         raise InputError(
             f"`{name}` should be a folder in Hugging Face format. Found a file; weights of your "
             "own module need its code: in Python, load them, and use `ls.measure(module, …)`."
