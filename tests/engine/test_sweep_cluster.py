@@ -28,18 +28,23 @@ def local(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.filterwarnings("ignore")  # of Dask, about a worker that was killed
-@pytest.mark.slow
-def test_rows_of_a_cluster_that_loses_a_worker_are_those_of_this_machine(tmp_path, local):
-    killed: list[int] = []
-    with LocalCluster(
+def two_processes() -> LocalCluster:
+    """Workers that can be killed."""
+    return LocalCluster(
         n_workers=2,
         threads_per_worker=1,
         processes=True,
         host="127.0.0.1",
         dashboard_address=None,
         silence_logs=50,
-    ) as cluster:
+    )
+
+
+@pytest.mark.filterwarnings("ignore")  # of Dask, about a worker that was killed
+@pytest.mark.slow
+def test_rows_of_a_cluster_that_loses_a_worker_are_those_of_this_machine(tmp_path, local):
+    killed: list[int] = []
+    with two_processes() as cluster:
 
         def kill(done: int, total: int, row: object) -> None:
             del total, row
@@ -62,14 +67,7 @@ def test_radii_outlive_killed_workers_of_a_cluster(tmp_path, monkeypatch):
     spec |= {"lengths": [3], "decisions": "token"}
     ls.sweep(spec, tmp_path / "local", workers=cores())
     add_value, written = RunFolder.add_value, list[str]()
-    with LocalCluster(
-        n_workers=2,
-        threads_per_worker=1,
-        processes=True,
-        host="127.0.0.1",
-        dashboard_address=None,
-        silence_logs=50,
-    ) as cluster:
+    with two_processes() as cluster:
 
         def kill(self: RunFolder, part: str, key: str, content: Any) -> Any:
             if part == "radii":
