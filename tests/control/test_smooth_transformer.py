@@ -15,7 +15,6 @@ import lipscope as ls
 from agreement import gaussian
 from lipscope import InputError, SmoothTransformer, lipschitz_bound
 from lipscope.control import NormCap
-from lipscope.linalg import max_token_norm
 
 KINDS: dict[str, dict[str, Any]] = {
     "dot-product": {},
@@ -105,18 +104,33 @@ def test_no_input_found_by_ascent_moves_the_scores_by_more_than_the_bound(varian
     for seed, pool in enumerate(("mean", None)):
         model = smooth(variant, seed, cap=1.5, causal=causal, pool=pool).double().eval()
         steps(model, 2)
-        bound = float(model.bound.detach())
-        x = torch.randn(4, 6, 8, dtype=torch.float64, requires_grad=True)
-        e = torch.randn(4, 6, 8, dtype=torch.float64, requires_grad=True)
-        adam = torch.optim.Adam([x, e], lr=0.1)
-        for _ in range(25):
-            move = e / e.norm(dim=-1, keepdim=True)
-            moved = torch.func.jvp(model.scores, (x,), (move,))[1]
-            found = moved.reshape(4, -1, 3).norm(dim=-1).amax(-1)
-            assert float(found.detach().max()) <= bound
-            adam.zero_grad()
-            (-found.log().sum()).backward()
-            adam.step()
+        found, tokens = model.attack(6, steps=25)
+        assert tokens.shape == (6, 8) and found <= float(model.bound.detach())
+
+
+@pytest.mark.parametrize("pool", ["mean", None])
+@pytest.mark.parametrize("of", [{"vocabulary": 5}, {"vocabulary": None, "features": 4}])
+def test_sigma_is_the_norm_of_the_jacobian_that_the_bound_bounds(of, pool):
+    """Of one score per row it is a sum of norms; an attack finds more than inputs at random."""
+    model = smooth(outputs=1, pool=pool, **of)  # in training, and in float32
+    before = copy.deepcopy(model.state_dict())
+    double = copy.deepcopy(model).double()
+    read, moves = torch.randn(6, 4), model
+    if of["vocabulary"]:
+        read, moves = IDS[0], model.scores
+    x = (model.tokens(read) if of["vocabulary"] else read).detach()
+    rows = torch.autograd.functional.jacobian(lambda x: moves(x[None]).flatten(), x)
+    known = model.sigma(read)
+    assert known.lower == pytest.approx(float(rows.norm(dim=-1).sum(-1).max()), rel=1e-5)
+    assert known.upper == pytest.approx(known.lower, rel=1e-4)
+    most, where = model.attack(5, steps=20)
+    assert where.shape == (5, x.shape[-1]) and where.dtype == torch.float32
+    moves = double.scores if of["vocabulary"] else double
+    rows = torch.autograd.functional.jacobian(lambda x: moves(x[None]).flatten(), where.double())
+    assert most == pytest.approx(float(rows.norm(dim=-1).sum(-1).max()), rel=1e-9)
+    assert known.lower < most <= float(double.bound.detach())
+    assert all(torch.equal(before[name], one) for name, one in model.state_dict().items())
+    assert all(one.grad is None for one in model.parameters())
 
 
 def test_the_bound_knows_the_most_tokens():
@@ -126,19 +140,15 @@ def test_the_bound_knows_the_most_tokens():
     assert known.value.item() < 0.5 * free.value.item()
     for variant in ("sigmoid", "sinkhorn", "lipschitz-norm"):  # no bound for any number of tokens
         own = SmoothTransformer(8, 2, 1, variant=variant, outputs=3, length=6, vocabulary=5)
-        op = ls.linearise(
-            lambda x, own=own: own.scores(x[None])[0], own.double().tokens(IDS[:1])[0]
-        )
-        assert max_token_norm(op).lower <= own.bound.item() < math.inf
+        assert own.double().sigma(IDS[0]).lower <= own.bound.item() < math.inf
 
 
 def test_the_bound_of_vectors_is_of_the_vectors():
     model = smooth(vocabulary=None, features=4, pool="mean").double().eval()
-    x = torch.randn(1, 6, 4, dtype=torch.float64)
-    op = ls.linearise(lambda t: model(t[None]), x[0])
     inside = float(ls.lipschitz_bound(model).value.detach())
     norm = float(torch.linalg.matrix_norm(model.embedding.weight.detach(), 2))
-    assert max_token_norm(op).lower <= float(model.bound.detach()) == pytest.approx(inside * norm)
+    sigma = model.sigma(torch.randn(6, 4, dtype=torch.float64))
+    assert sigma.lower <= float(model.bound.detach()) == pytest.approx(inside * norm)
 
 
 @pytest.mark.parametrize("variant", KINDS)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipscope import InputError
 from lipscope.errors import install
@@ -23,6 +24,8 @@ AG_NEWS_TITLE = "AG_NEWS"
 _SHARE = 10  # one character of so many is held out, the last ones
 _HELD = 64  # windows of the held-out part
 _FOLDER = "LIPSCOPE_DEEPT"  # the environment variable that names what is not shipped
+WORDS = 16
+"""How many words of a sentence are read, the first ones."""
 _DIGITS = 1347  # to train on, of 1,797; the others are by other writers
 
 
@@ -73,6 +76,24 @@ class Corpus:
         hits = (counts.argmax(1)[before] == after).double().mean()
         bits = (counts / counts.sum(1, keepdim=True))[before, after].log2()
         return float(hits), -float(bits.mean())
+
+    @torch.no_grad()
+    def predicted(
+        self, scores: Callable[[Tensor], Tensor], length: int, blocks: int
+    ) -> tuple[list[float], list[float]]:
+        """Accuracy, and bits per character, on the rest, in windows side by side, by block."""
+        windows = self.rest[: len(self.rest) // length * length].view(-1, length)
+        hits, bits = [], []
+        for block in windows.tensor_split(blocks):
+            found = scores(block[:, :-1])
+            bits.append(float(nats(found, block)) / math.log(2))
+            hits.append(float((found.argmax(-1) == block[:, 1:]).double().mean()))
+        return hits, bits
+
+
+def nats(scores: Tensor, windows: Tensor) -> Tensor:
+    """The mean cross-entropy of the next characters of windows ``(w, length + 1)``."""
+    return nn.functional.cross_entropy(scores.mT, windows[:, 1:])
 
 
 @dataclass(frozen=True)
@@ -151,6 +172,21 @@ def sentences(folder: Path, part: str) -> list[tuple[list[str], int]]:
     """The words of sentences of SST, with their labels."""
     found: list[dict[str, Any]] = json.loads((folder / f"{part}.json").read_text("utf-8"))
     return [(one["sentence"].lower().split(), one["label"]) for one in found]
+
+
+def first_words(folder: Path) -> Task:
+    """Sentences of SST as the ids of their first words, frequent ones; 1 is another, 0 is none."""
+    parts = [sentences(folder, part) for part in ("train", "test")]
+    counts = Counter(w for words, _ in parts[0] for w in words)
+    index = {w: i + 2 for i, w in enumerate(sorted(w for w, k in counts.items() if k > 9))}
+
+    def as_ids(words: list[str]) -> list[int]:
+        ids = [index.get(w, 1) for w in words[:WORDS]]
+        return ids + [0] * (WORDS - len(ids))
+
+    pairs = ([(as_ids(words), label) for words, label in part] for part in parts)
+    (x, y), (tested, labels) = (map(torch.tensor, zip(*some, strict=True)) for some in pairs)
+    return Task((x, y), (tested, labels), len(index) + 2)
 
 
 def digits() -> Task:

@@ -26,22 +26,28 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def train(
-    model: SmoothTransformer, loss_of: Callable[[], Tensor], steps: int
-) -> Iterator[tuple[int, float]]:
-    """Muon on the matrices, AdamW on the rest, rates that fall to zero; steps and losses."""
-    kinds = ((Muon, model.matrices), (AdamW, model.others))
-    optimisers = [kind(weights, lr=1.0, weight_decay=0.0) for kind, weights in kinds]
+def train(model: Any, loss_of: Callable[[], Tensor], steps: int) -> Iterator[tuple[int, float]]:
+    """Muon on the matrices, AdamW on the rest, rates that fall to zero; steps and losses.
+
+    Of a module that has no caps AdamW trains all.
+    """
+    capped = isinstance(model, SmoothTransformer)
+    optimisers: list[Any] = [
+        AdamW(model.others if capped else model.parameters(), weight_decay=0.0)
+    ]
+    if capped:
+        optimisers.insert(0, Muon(model.matrices, weight_decay=0.0))
     for step in range(steps):
         loss = loss_of()
-        for optimiser, rate in zip(optimisers, _RATES, strict=True):
+        for optimiser, rate in zip(optimisers, _RATES[-len(optimisers) :], strict=True):
             optimiser.param_groups[0]["lr"] = rate * (1 - step / steps)
             optimiser.zero_grad()
         loss.backward()
         with _Float32():
             for optimiser in optimisers:
                 optimiser.step()
-        model.cap_weights()
+        if capped:
+            model.cap_weights()
         yield step + 1, float(loss.detach())
 
 

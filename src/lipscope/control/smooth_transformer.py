@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,6 +18,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from lipscope.attention import Attention, Clip, MultiheadAttention, arguments, spectral_norm
 from lipscope.control.restraint import cap_singular_values
 from lipscope.errors import InputError, check_count, check_positive, shown
+from lipscope.linalg import NormInterval, linearise, max_token_norm, start_named
 from lipscope.models import ActivationName, Branch, Chain, Feed, Network, own_parts, scaled
 from lipscope.records import refuse_record
 from lipscope.theorems import lipschitz_bound
@@ -223,7 +226,7 @@ class SmoothTransformer(nn.Module):
         """
         return self.scores(self.tokens(input_ids))
 
-    def tokens(self, input_ids: Tensor) -> Float[Tensor, "b n d"]:
+    def tokens(self, input_ids: Tensor) -> Float[Tensor, "*b n d"]:
         """Token vectors with positions, the inputs to which the bound refers."""
         x = self._embedded(input_ids)
         if x.shape[-2] > len(self.positions):
@@ -253,7 +256,7 @@ class SmoothTransformer(nn.Module):
                 found = f"ids from {int(inputs.min())} to {int(inputs.max())}"
         raise InputError(f"`input_ids` should be {wanted}. Found {found}.")
 
-    def scores(self, tokens: Float[Tensor, "b n d"]) -> Tensor:
+    def scores(self, tokens: Float[Tensor, "*b n d"]) -> Tensor:
         """The scores from these tokens, starting with the clip."""
         with parametrize.cached():
             x = self.clip(tokens)
@@ -354,6 +357,67 @@ class SmoothTransformer(nn.Module):
             return
         for holder, name, factor in self._capped_weights():
             cap_singular_values(getattr(holder, name), self.cap * factor)
+
+    # --- values below the bound
+
+    def sigma(self, input_ids: Tensor, **options: int) -> NormInterval:
+        """How far a row of scores moves at one input, in the norm of `bound`.
+
+        ``max_i max_{|e_j| ≤ 1} |Σ_j ∂y_i/∂x_j e_j|`` for the tokens, or input vectors, that `bound`
+        refers to: a lower value, and an upper one where the Jacobian is small
+        (`lipscope.linalg.max_token_norm`).
+
+        Args:
+            input_ids: Token ids ``(n,)``, or vectors ``(n, features)``.
+            **options: Options of `lipscope.linalg.max_token_norm`.
+        """
+        of_ids = isinstance(self.embedding, nn.Embedding)
+        return self._sigma_at(self.tokens(input_ids) if of_ids else input_ids, **options)
+
+    def attack(
+        self, num_tokens: int | None = None, *, starts: int = 4, steps: int = 100
+    ) -> tuple[float, Float[Tensor, "n d"]]:
+        """The largest `sigma` that an ascent finds, in float64, and where: a value below `bound`.
+
+        Inputs and moves climb together by Adam, from normal inputs, so it need be that of no text.
+
+        Args:
+            num_tokens: Number of tokens; None: 16, or ``length`` if that is smaller.
+            starts: Number of inputs that climb at once.
+            steps: Steps of each.
+        """
+        num_tokens = min(16, len(self.positions)) if num_tokens is None else num_tokens
+        for name, count in (("num_tokens", num_tokens), ("starts", starts), ("steps", steps)):
+            check_count(name, count)
+        of_ids, gen = isinstance(self.embedding, nn.Embedding), start_named(f"{starts} starts")
+        width = self.head.in_features if of_ids else self.embedding.in_features
+        x, e = torch.randn(2, starts, num_tokens, width, generator=gen, dtype=torch.float64).to(
+            self.head.weight
+        )
+        x, e = x.requires_grad_(), e.requires_grad_()
+        adam, most, best = torch.optim.Adam([x, e], lr=0.1), -math.inf, x[0]
+        for step in range(steps):
+            adam.param_groups[0]["lr"] = 0.1 * (1 - step / steps)
+            with torch.enable_grad():
+                move = e / e.norm(dim=-1, keepdim=True)
+                inside = 0.999 * self.clip(x) if of_ids else x
+                moved = torch.func.jvp(self._moving, (inside,), (move,))[1]
+                found = moved.reshape(starts, -1, moved.shape[-1]).norm(dim=-1).amax(-1)
+                x.grad, e.grad = torch.autograd.grad(-found.log().sum(), (x, e))
+            if float(found.detach().max()) > most:
+                most, best = float(found.detach().max()), inside[int(found.argmax())]
+                best = best.detach().clone()
+            adam.step()
+        return copy.deepcopy(self).double()._sigma_at(best.double(), dense=0).lower, best
+
+    @property
+    def _moving(self) -> Callable[[Tensor], Tensor]:
+        """The map that `bound` refers to."""
+        return self.scores if isinstance(self.embedding, nn.Embedding) else self
+
+    def _sigma_at(self, x: Float[Tensor, "n d"], **options: int) -> NormInterval:
+        op = linearise(lambda x: self._moving(x[None]).flatten(0, -2), x.detach())
+        return max_token_norm(op, **options)
 
     # --- files
 

@@ -4,6 +4,7 @@ from lipscope.linalg.gradient import sigma as sigma
 from lipscope.linalg.norms import (
     SPECTRAL as SPECTRAL,
     Metric as Metric,
+    NormInterval as NormInterval,
     bracketed as bracketed,
     eigenvalue as eigenvalue,
     frobenius_interval as frobenius_interval,

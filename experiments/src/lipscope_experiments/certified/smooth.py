@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
@@ -16,9 +15,9 @@ from lipscope.attention import Clip
 from lipscope.charts import Panel
 from lipscope.control import MeanPool
 from lipscope_experiments.certified.crown import peer, peer_radius
-from lipscope_experiments.data import Task, digits, folder_for, sentences
+from lipscope_experiments.data import WORDS, Task, digits, first_words, folder_for
 from lipscope_experiments.experiment import Study, experiment, grid
-from lipscope_experiments.findings import Record, line, middle, percentage, ratios
+from lipscope_experiments.findings import Record, chosen, line, middle, percentage, ratios
 from lipscope_experiments.training import SHARPER, certified_radii, norm_of, seeded, train
 
 CAPS = {"cap 0.5": 0.5, "cap 1": 1.0, "cap 2": 2.0, "ordinary": None}
@@ -28,27 +27,9 @@ _MANY = 20  # of these, for a curve
 _STEPS = (150, 1000)  # of a quick run, and of a full one
 _SIZES: dict[str, Any] = {"width": 16, "heads": 4, "depth": 2}
 _CAPPED: dict[str, Any] = {"pool": "mean", "capped": "after-step", "activation": "relu", **_SIZES}
-_WORDS = 16  # of a sentence, the first ones
-_BY = ("bound", "certificate", "CROWN", "no flip")  # what proves radii, and an attack
+_ALL = "bound, all"  # test inputs, not the first ones
 _PAIRS = (("certificate", "CROWN", "–"), ("no flip", "certificate", "at least 1"))
 _RADII = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-
-
-def task(name: str) -> Task:
-    """The digits as eight rows of eight pixels, or sentences of SST, cut or filled to 16 words."""
-    if name == "digits":
-        return digits()
-    parts = [sentences(folder_for("SST"), part) for part in ("train", "test")]
-    counts = Counter(w for words, _ in parts[0] for w in words)
-    index = {w: i + 2 for i, w in enumerate(sorted(w for w, k in counts.items() if k > 9))}
-
-    def as_ids(words: list[str]) -> list[int]:
-        ids = [index.get(w, 1) for w in words[:_WORDS]]
-        return ids + [0] * (_WORDS - len(ids))
-
-    pairs = ([(as_ids(words), label) for words, label in part] for part in parts)
-    (x, y), (tested, labels) = (map(torch.tensor, zip(*some, strict=True)) for some in pairs)
-    return Task((x, y), (tested, labels), len(index) + 2)
 
 
 def fitted(of: Task, kind: str, steps: int, seed: int) -> Any:
@@ -65,20 +46,14 @@ def fitted(of: Task, kind: str, steps: int, seed: int) -> Any:
     with seeded(seed):
         if kind != LINEAR:
             model: Any = SmoothTransformer(**_CAPPED, **sizes, cap=CAPS[kind])
-            for _ in train(model, loss, steps):
-                pass
-            return model.eval()
-        model, read = nn.Sequential(nn.Flatten()), x[0].numel()
-        if of.vocabulary:
-            words, read = nn.Embedding(of.vocabulary, width), width
-            nn.init.normal_(words.weight)
-            model = nn.Sequential(words, Clip(width**0.5), MeanPool())
-        model.add_module("head", nn.Linear(read, classes, bias=False))
-    adam = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(steps):
-        adam.zero_grad()
-        loss().backward()
-        adam.step()
+        else:
+            model, read = nn.Sequential(nn.Flatten()), x[0].numel()
+            if of.vocabulary:
+                words, read = nn.Embedding(of.vocabulary, width), width
+                model = nn.Sequential(words, Clip(width**0.5), MeanPool())
+            model.add_module("head", nn.Linear(read, classes, bias=False))
+    for _ in train(model, loss, steps):
+        pass
     return model.eval()
 
 
@@ -88,7 +63,7 @@ def slope_before_head(model: Any) -> float:
     Of a linear classifier the slope itself: of an image, or of the mean of words.
     """
     if not isinstance(model, SmoothTransformer):
-        return 1.0 if isinstance(model[0], nn.Flatten) else _WORDS**-0.5
+        return 1.0 if isinstance(model[0], nn.Flatten) else WORDS**-0.5
     num_tokens = len(model.positions)  # which all inputs have
     whole = float(lipschitz_bound(model, norm="frobenius", num_tokens=num_tokens))
     return whole * _entry(model) / norm_of(model.head.weight)
@@ -111,137 +86,85 @@ def beside(model: SmoothTransformer, x: Tensor) -> Record:
     return {name: r and r / _entry(model) for name, r in known.items()}
 
 
-def classified(study: Study, name: str, of: Task) -> list[Record]:
-    """A record a classifier, with the radii of its first inputs by everything that certifies."""
-    steps, asked = study.pick(*_STEPS), [*CAPS][: study.pick(1, None)]
-    model = functools.cache(lambda kind, seed: fitted(of, kind, steps, seed))
+def classified(study: Study, name: str, of: Task) -> Iterator[Record]:
+    """Radii of the right answers of every classifier, by everything that certifies them."""
+    steps, shown = study.pick(*_STEPS), study.pick(1, _ASKED[name])
+    model = functools.cache(lambda kind, seed, **_: fitted(of, kind, steps, seed))
 
-    def whole(kind: str, seed: int, shown: int, **_: Any) -> Record:
-        net, (x, y) = model(kind, seed), of.test
+    def every(**key: Any) -> Record:
+        net, (x, y) = model(**key), of.test
+        slope = slope_before_head(net)
         with torch.no_grad():
-            scores = net(x)
-        sure = certified_radii(scores, net.head.weight, y, slope := slope_before_head(net))
-        return {
-            "accuracy": int((scores.argmax(1) == y).sum()),
-            "tested": len(y),
-            "slope": slope,
-            "certified": [int((sure > r).sum()) for r in _RADII],
-            "first": sure[:shown].tolist(),
-        }
+            return {"radii": certified_radii(net(x), net.head.weight, y, slope).tolist()}
 
-    found, shown = list[Record](), {"shown": study.pick(1, _ASKED[name])}
     keys = grid(task=[name], kind=(*CAPS, LINEAR), steps=[steps], seed=[0])
-    for key, one in zip(keys, study.values(name, [k | shown for k in keys], whole), strict=True):
-        right = [i for i, r in enumerate(one["first"]) if r > 0 and one["kind"] in asked]
+    for key, one in zip(keys, study.values(name, keys, every), strict=True):
+        first = {i: r for i, r in enumerate(one["radii"][:shown]) if r > 0}
+        asked = first if key["kind"] in [*CAPS][: study.pick(1, None)] else {}
         each = study.values(
             f"{name}, inputs",
-            [key | {"index": i} for i in right],
-            lambda kind, seed, index, **_: beside(model(kind, seed), of.test[0][index]),
+            [key | {"index": i} for i in asked],
+            lambda index, **key: beside(model(**key), of.test[0][index]),
         )
-        found.append(one | {"inputs": [r | {"bound": one["first"][r["index"]]} for r in each]})
-    return found
+        radii = {_ALL: [r for r in one["radii"] if r > 0], "bound": [*first.values()]}
+        for by in ("certificate", "CROWN", "no flip"):
+            radii[by] = [r[by] or 0.0 for r in each if by in r]
+        if key["kind"] == LINEAR:
+            radii["certificate"] = radii.pop("bound")  # which is exact
+        for by, right in radii.items():
+            tested = len(one["radii"]) if by == _ALL else shown
+            if right:
+                yield {**key, "by": by, "right": right, "tested": tested, "inputs": each}
 
 
-def by_each(one: Record) -> list[Record]:
-    """Certified accuracy at the first inputs of a classifier, by all that certifies it."""
-    each = {by: [r[by] or 0.0 for r in one["inputs"] if by in r] for by in _BY}
-    if one["kind"] == LINEAR:
-        each["exact"] = [r for r in one["first"] if r > 0]
-    return [
-        {**one, "by": by, "tested": one["shown"], "median": median(known)}
-        | {"certified": [sum(r > at for r in known) for at in (0.0, *_RADII)]}
-        for by, known in each.items()
-        if known
-    ]
+def _share_within(row: Record, radius: float) -> float:
+    return sum(r > radius for r in row["right"]) / row["tested"]
 
 
 @experiment("certified/smooth", cite="newhouse2025", reads_text=False)
 def smooth(study: Study) -> None:
     """Classifiers with a bound: sentences and digits."""
-    found = dict[str, list[Record]]()
-    for name in _ASKED:
+    columns: dict[str, Any] = {"classifier": "kind", "by": "by"}
+    columns["median radius"] = lambda r: median(r["right"])
+    columns["right"] = lambda r: percentage(len(r["right"]), r["tested"])
+    for at in _RADII:
+        columns[f"{at:g}"] = lambda r, at=at: f"{_share_within(r, at):.1%}"
+    panels, axes = list[Panel](), ("radius (joint l2)", "certified accuracy")
+    for name, asked in _ASKED.items():
         try:
-            of = task(name)
+            of = digits() if name == "digits" else first_words(folder_for(name))
         except InputError as why:
             study.missing.append(str(why))
             continue
-        found[name] = classified(study, name, of)
-        _of_task(study, name, found[name])
-    _draw(study, found)
+        rows, shown = [*classified(study, name, of)], study.pick(1, asked)
+        for above, below, said in _PAIRS:
+            both = ((r["kind"], ratios(r["inputs"], above, below)) for r in chosen(rows, by=_ALL))
+            found = "; ".join(f"{kind}: {middle(known)}" for kind, known in both if known)
+            about = f"{name}: {above} over {below}, radii of the same inputs"
+            study.claim(about, said, found or "not found")
+        title = f"{name}: certified accuracy at radii, of all test inputs and of the first {shown}"
+        study.table(title, rows, columns)
+        for by in (_ALL, "certificate")[: 1 + (shown >= _MANY)]:
+            lines = [
+                line(r["kind"], _RADII, [_share_within(r, at) for at in _RADII])
+                for r in chosen(rows, by=by)
+            ]
+            panels.append(Panel(f"{name}: by {by}", lines, *axes, log_y=False))
+    study.draw("smooth", "Certified accuracy", panels, columns=2)
     study.remark(
         f"Width {_SIZES['width']}, {_SIZES['heads']} heads, {_SIZES['depth']} blocks with ReLU, a "
         f"mean pool, {study.pick(*_STEPS)} steps of 64 inputs, one seed; cross-entropy of "
-        f"{SHARPER:g} times the scores. Caps after each step. Ordinary: the same training without "
-        "caps.",
-        f"Radii of SST are joint l2 moves of the vectors of {_WORDS} words (the first ones of a "
-        "sentence, or filled up), each of norm at most 4; of digits, of the image. Linear: the "
-        "mean of word vectors in the same ball, or all pixels, and one linear map: its radius is "
-        "exact.",
-        "By the bound: margin over (slope of what the head reads, times the distance of two rows "
-        "of the head), in the norm frobenius; all test inputs at once.",
+        f"{SHARPER:g} times the scores. Caps after each step. Ordinary: the same without caps.",
+        f"Radii of SST are joint l2 moves of the vectors of {WORDS} words (the first ones, or "
+        "filled up), each of norm at most 4; of digits, of the image. Linear: the mean of word "
+        "vectors in the same ball, or all pixels, and one linear map, whose bound is exact.",
+        "Bound: margin over (slope of what the head reads, times the distance of two rows of the "
+        "head), in the norm frobenius. Medians are over right answers.",
         "Certificate: `certify_decision`, of joint moves of the stream behind the clip, which are "
         "no larger than those before it; of digits its radius over the norm of the first linear "
-        "map, so of the image. No flip: the smallest one found in that stream, above which neither "
-        "certificate can be; it need come from no image. Wrong answers are not certified, and not "
-        "in the medians.",
-        "CROWN: auto_LiRPA on the same parts and stream in float64, by bisection to 2 %, over the "
-        "same norm."
+        "map. No flip: the smallest one found in that stream, above which neither certificate can "
+        "be; it need come from no image.",
+        "CROWN: auto_LiRPA on the same parts and stream in float64, by bisection to 2 %."
         if peer()
         else "CROWN was left out: auto_LiRPA cannot be imported.",
     )
-
-
-def _of_task(study: Study, name: str, found: list[Record]) -> None:
-    """Claims and tables of one task."""
-    study.claim(
-        f"{name}: accuracy",
-        "–",
-        "; ".join(f"{one['kind']}: {one['accuracy'] / one['tested']:.1%}" for one in found),
-    )
-    for above, below, said in _PAIRS:
-        both = ((one["kind"], ratios(one["inputs"], above, below)) for one in found)
-        study.claim(
-            f"{name}: {above} over {below}, radii of the same inputs",
-            said,
-            "; ".join(f"{kind}: {middle(known)}" for kind, known in both if known),
-        )
-    title = f"{name}: accuracy, and certified accuracy by the bound, at radii"
-    lines = [
-        (
-            *(one["kind"], one["slope"], percentage(one["accuracy"], one["tested"])),
-            *(f"{k / one['tested']:.1%}" for k in one["certified"]),
-        )
-        for one in found
-    ]
-    study.table(title, lines, ("classifier", "slope", "accuracy", *map("{:g}".format, _RADII)))
-    title = f"{name}: certified accuracy of the first {found[0]['shown']} test inputs, at radii"
-    columns = ("classifier", "by", "median radius", "right", *map("{:g}".format, _RADII))
-    lines = [
-        (
-            *(row["kind"], row["by"], row["median"]),
-            *(percentage(k, row["tested"], ".0%") for k in row["certified"]),
-        )
-        for one in found
-        for row in by_each(one)
-    ]
-    study.table(title, lines, columns)
-
-
-def _draw(study: Study, found: Mapping[str, list[Record]]) -> None:
-    """Certified accuracy against the radius: by the bound of all, by certificates of the first."""
-    panels, curves, axes = list[Panel](), list[Panel](), ("radius (joint l2)", "certified accuracy")
-    for name, mine in found.items():
-        rows = (row for one in mine for row in by_each(one))
-        proved = [row for row in rows if row["by"] in ("certificate", "exact")]
-        whole, few = (
-            [
-                line(r["kind"], _RADII, [k / r["tested"] for k in r["certified"][-len(_RADII) :]])
-                for r in shown
-            ]
-            for shown in (mine, proved)
-        )
-        panels.append(Panel(f"{name}: by the bound", whole, *axes, log_y=False))
-        if mine[0]["shown"] >= _MANY:
-            title = f"{name}: by certificates, {mine[0]['shown']} inputs"
-            curves.append(Panel(title, few, *axes, log_y=False))
-    study.draw("smooth", "Certified accuracy", panels + curves, columns=2)

@@ -8,16 +8,14 @@ from statistics import fmean, geometric_mean
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lipscope import MultiheadAttention, SmoothTransformer, linearise
+from lipscope import MultiheadAttention, SmoothTransformer
 from lipscope.charts import Panel, Series
-from lipscope.linalg import max_token_norm, start_named
 from lipscope.pages import number
-from lipscope.records import stable_id
-from lipscope_experiments.data import Corpus, corpus
+from lipscope_experiments.data import Corpus, corpus, nats
 from lipscope_experiments.experiment import Study, experiment, grid
-from lipscope_experiments.findings import Record, average, chosen, geometric, grouped, line
+from lipscope_experiments.findings import Record, average, chosen, geometric, grouped, ratios
 from lipscope_experiments.training import SHARPER, norm_of, seeded, train
 
 CAPS = (1.0, 1.25, 1.5, 2.0, None)
@@ -31,6 +29,14 @@ _SEEDS = 3
 _BLOCKS = 20  # of the held-out text, for the interval
 _READINGS = 4  # along training
 _WINDOWS = 2  # of text, at which sigma is measured
+_MEANS = {"as coded": "coded", "heads right": "right", "our bound": "ours", "attack": "attack"}
+_RATIOS = {  # of what, over what, and what is expected
+    "formula as coded over our least bound, no less accurate": ("coded", "least", "below 1: above"),
+    "formula as coded over our bound": ("coded", "ours", "below 1: ours is larger, and a theorem"),
+    "formula put right over our bound": ("right", "ours", "both are true"),
+    "our bound over the largest sigma found by attack": ("ours", "attack", "at least 1"),
+    "largest sigma found over the bound as coded": ("attack", "coded", "at most 1, if it is true"),
+}
 
 
 # --- bounds, and values below them, of the largest root mean square of a token
@@ -38,7 +44,7 @@ _WINDOWS = 2  # of text, at which sigma is measured
 
 def bound_of(model: SmoothTransformer) -> float:
     """The model's own bound."""
-    return _as_rms(model) * float(model.bound.detach())
+    return as_rms(model) * float(model.bound.detach())
 
 
 def formula(model: SmoothTransformer, *, right: bool) -> float:
@@ -70,60 +76,17 @@ def _rms_norm(weight: Tensor) -> float:
     return norm_of(weight) * math.sqrt(columns / rows)
 
 
-def _as_rms(model: SmoothTransformer) -> float:
+def as_rms(model: SmoothTransformer) -> float:
     """What makes of a bound by norms of tokens one by their root mean squares."""
     outputs, width = model.head.weight.shape
     return math.sqrt(width / outputs)
 
 
-def sigma_at(model: SmoothTransformer, tokens: Tensor) -> float:
-    """How far a row of scores moves when tokens move, at one input: a lower value."""
-    op = linearise(lambda x: model.scores(x[None])[0], tokens)
-    return _as_rms(model) * max_token_norm(op, dense=0).lower
-
-
-def largest_found(model: SmoothTransformer, num_tokens: int, starts: int, steps: int) -> float:
-    """The largest `sigma_at` that an ascent in the tokens finds, all of them in the ball.
-
-    Inputs and moves climb together by Adam, from normal inputs; the best one is measured anew.
-    """
-    gen = start_named(f"{starts} starts")
-    width = model.head.in_features
-    x, e = torch.randn(2, starts, num_tokens, width, generator=gen, dtype=torch.float64).float()
-    x, e = x.requires_grad_(), e.requires_grad_()
-    adam, most, best = torch.optim.Adam([x, e], lr=0.1), -math.inf, x
-    for step in range(steps):
-        adam.param_groups[0]["lr"] = 0.1 * (1 - step / steps)
-        move = e / e.norm(dim=-1, keepdim=True)
-        inside = 0.999 * model.clip(x)
-        moved = torch.func.jvp(model.scores, (inside,), (move,))[1]
-        found = moved.reshape(starts, -1, moved.shape[-1]).norm(dim=-1).amax(-1)
-        if float(found.detach().max()) > most:
-            most, best = float(found.detach().max()), inside[int(found.argmax())].detach()
-        x.grad, e.grad = torch.autograd.grad(-found.log().sum(), (x, e))
-        adam.step()
-    return sigma_at(model.double(), best.double())
-
-
-def bounded(model: SmoothTransformer, data: Corpus, *ascent: int) -> Record:
-    """Bounds, the largest sigma found by an ascent of these sizes, and sigmas on text."""
-    attack, dots = largest_found(model, *ascent), model.sizes["variant"] == "dot-product"
-    model = model.double()
-    texts = [model.tokens(one[None, :-1])[0].detach() for one in data.held[:_WINDOWS]]
-    return {
-        "coded": formula(model, right=False) if dots else None,
-        "right": formula(model, right=True) if dots else None,
-        "ours": bound_of(model),
-        "attack": attack,
-        "on_text": [sigma_at(model, one) for one in texts],
-    }
-
-
 # --- training
 
 
-def trained(run: Record, data: Corpus) -> tuple[SmoothTransformer, Record]:
-    """A model, what it predicts of the held-out text by blocks, and bound and sigma on the way."""
+def trained(run: Record, data: Corpus) -> Record:
+    """What a model predicts of the held-out text; bounds and sigmas, also on the way."""
     gen, length = torch.Generator().manual_seed(run["seed"]), run["length"]
     with seeded(run["seed"]):
         model = SmoothTransformer(
@@ -138,32 +101,24 @@ def trained(run: Record, data: Corpus) -> tuple[SmoothTransformer, Record]:
 
     def loss() -> Tensor:
         windows = data.draw(run["batch"], length, gen)
-        return _nats(model(windows[:, :-1]), windows)
+        return nats(SHARPER * model(windows[:, :-1]), windows)
 
     for step, _ in train(model, loss, run["steps"]):
         drawn = run["seed"] == 0 and run["cap"] is None
         if drawn and step % (run["steps"] // _READINGS) == 0:
-            with torch.no_grad():
-                tokens = model.tokens(data.held[:1, :-1])[0, : length // 4]
-            curve.append([step, bound_of(model), sigma_at(model, tokens)])
+            sigma = model.sigma(data.held[0, : length // 4], dense=0).lower
+            curve.append([step, bound_of(model), as_rms(model) * sigma])
     model.eval()
-    return model, held_out(model, data, length) | {"curve": curve}
-
-
-def _nats(scores: Tensor, windows: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(SHARPER * scores.mT, windows[:, 1:])
-
-
-@torch.no_grad()
-def held_out(model: SmoothTransformer, data: Corpus, length: int) -> Record:
-    """Accuracy and bits per character of the held-out text, in windows side by side, by block."""
-    windows = data.rest[: len(data.rest) // length * length].view(-1, length)
-    bits, hits = [], []
-    for block in windows.tensor_split(_BLOCKS):
-        scores = model(block[:, :-1])
-        bits.append(float(_nats(scores, block)) / math.log(2))
-        hits.append(float((scores.argmax(-1) == block[:, 1:]).double().mean()))
-    return {"accuracy": hits, "bits": bits}
+    hits, bits = data.predicted(lambda ids: SHARPER * model(ids), length, _BLOCKS)
+    found = {"accuracy": hits, "bits": bits, "curve": curve}
+    climbed = model.attack(run["num_tokens"], starts=run["starts"], steps=run["steps_of_ascent"])
+    found["attack"], model = as_rms(model) * climbed[0], model.double()
+    sigmas = [model.sigma(ids[:-1], dense=0).lower for ids in data.held[:_WINDOWS]]
+    found |= {"ours": bound_of(model), "on_text": [as_rms(model) * one for one in sigmas]}
+    dots = run["variant"] == "dot product"
+    for name in ("coded", "right"):
+        found[name] = formula(model, right=name == "right") if dots else None
+    return found
 
 
 @experiment("newhouse2025/shakespeare")
@@ -185,98 +140,51 @@ def _compare(study: Study, whole: Record, seeds: int) -> None:
     size = study.pick({"steps": 300, "width": 32, "length": 32, "batch": 8}, whole)
     data = corpus(study.texts[-1], size["length"])
     size |= {"heads": 4, "depth": 3, "text": data.text.name, "sha256": data.text.sha256}
-    ascent = {"num_tokens": study.pick(8, 16), "starts": 4, "steps_of_ascent": study.pick(40, 100)}
-    runs = grid(seed=range(study.pick(1, seeds)), cap=CAPS, variant=VARIANTS)
-    runs = [one | size for one in runs]
-
-    def weights(run: Record) -> Any:
-        return study.folder.path / f"{stable_id(run)}.safetensors"
-
-    def one_run(**run: Any) -> Record:
-        model, found = trained(run, data)
-        model.save(weights(run))
-        return found
-
-    def one_bound(num_tokens: int, starts: int, steps_of_ascent: int, **run: Any) -> Record:
-        model = SmoothTransformer.load(weights(run))
-        return bounded(model, data, num_tokens, starts, steps_of_ascent)
-
-    learnt = study.values("runs", runs, one_run)
-    bounds = study.values("bounds", [one | ascent for one in runs], one_bound)
-    found = [one | other for one, other in zip(bounds, learnt, strict=True)]
+    size |= {"num_tokens": study.pick(8, 16), "starts": 4, "steps_of_ascent": study.pick(40, 100)}
+    seeds = study.pick(1, seeds)
+    runs = grid(seed=range(seeds), cap=CAPS, variant=VARIANTS)
+    found = study.values("runs", [run | size for run in runs], lambda **run: trained(run, data))
     for one in found:  # of networks of the same seed that are as accurate, or more
         same, least = chosen(found, seed=one["seed"]), fmean(one["accuracy"])
         one["least"] = min(r["ours"] for r in same if fmean(r["accuracy"]) >= least)
-    _say(study, data, found)
-    _draw(study, found)
-
-
-def _name_of(cap: float | None) -> str:
-    return "none" if cap is None else f"{cap:g}"
-
-
-def _say(study: Study, data: Corpus, found: Sequence[Record]) -> None:
-    """How the bounds compare, and what every setting learnt."""
     hits, bits = data.by_pairs
     about = "accuracy and bits per character of a table of pairs of characters"
     study.claim(about, "what a model that reads one character can reach", f"{hits:.3f}, {bits:.2f}")
-    capped = [one for one in found if one["cap"] is not None]
-    dots = chosen(capped, variant="dot product")
-    study.claim(
-        "how many times the least of our bounds, of all networks that are at least as accurate, is "
-        "below the formula as coded",
-        "below 1: it is above",
-        _by_cap(chosen(found, variant="dot product"), "coded", "least"),
-    )
-    study.claim(
-        "how many times our bound is smaller than the formula as coded: same dot-product networks, "
-        "so equal accuracy",
-        "below 1: ours is larger; ours is a theorem",
-        _by_cap(dots, "coded", "ours"),
-    )
-    about = "how many times it is smaller than the formula put right"
-    study.claim(about, "both are true", _by_cap(dots, "right", "ours"))
-    for variant in VARIANTS:
-        about = f"our bound over the largest sigma found by attack, {variant}"
-        study.claim(about, "at least 1", _by_cap(chosen(capped, variant=variant), "ours", "attack"))
-    about = "largest sigma found over the bound as coded"
-    study.claim(about, "at most 1, if the formula were true", _by_cap(dots, "attack", "coded"))
-    means = {"as coded": "coded", "heads right": "right", "our bound": "ours", "attack": "attack"}
-    lines = [
-        (
-            *(variant, _name_of(cap), _of_blocks(mine, "accuracy"), _of_blocks(mine, "bits")),
-            *(_mean(mine, what) for what in means.values()),
-            geometric([s for one in mine for s in one["on_text"]]),
-        )
-        for (variant, cap), mine in grouped(found, "variant", "cap")
-    ]
-    columns = ("attention", "w_max", "accuracy", "bits per character", *means, "sigma on text")
+    for about, (above, below, said) in _RATIOS.items():
+        for variant, mine in grouped(found, "variant"):
+            if values := _by_cap(mine, above, below):
+                study.claim(f"{variant}: {about}", said, values)
+    columns: dict[str, Any] = {"attention": "variant"}
+    columns["w_max"] = lambda key, _: f"{key[1]:g}" if key[1] else "none"
+    for name in ("accuracy", "bits"):
+        columns[name] = lambda _, mine, name=name: _of_blocks(mine, name)
+    for name, what in _MEANS.items():
+        columns[name] = lambda _, mine, what=what: _mean([one[what] for one in mine])
+    columns["sigma on text"] = lambda _, mine: geometric([s for r in mine for s in r["on_text"]])
     title = "What was learnt, and what can move (root mean squares, largest over tokens)"
-    study.table(title, lines, columns)
-    one = found[0]
+    study.table(title, grouped(found, "variant", "cap"), columns)
+    _draw(study, found)
     study.remark(
         f"{data.text.name}: the last tenth, {len(data.rest):,} characters, is held out and read "
-        f"whole, in windows of {one['length']} side by side; intervals are over {_BLOCKS} blocks "
-        "of it, of means over seeds.",
-        f"Here: width {one['width']}, {one['depth']} blocks, {one['heads']} heads, windows of "
-        f"{one['length']}, {one['batch']} a step, {one['steps']:,} steps, "
-        f"seeds: {len({r['seed'] for r in found})}; Muon at 0.1 and AdamW at 0.01, linear decay; "
-        "caps after each step, on all singular values. Positions are learnt, not rotary. In the "
-        f"loss, and in bits per character, scores are multiplied by {SHARPER:g}: capped scores are "
-        "small, and accuracy and ratios of bounds do not change.",
+        f"whole, in windows of {size['length']} side by side; bits are per character; intervals "
+        f"are over {_BLOCKS} blocks of it, of means over seeds.",
+        f"Here: width {size['width']}, {size['depth']} blocks, {size['heads']} heads, windows of "
+        f"{size['length']}, {size['batch']} a step, {size['steps']:,} steps, seeds: {seeds}; Muon "
+        "at 0.1 and AdamW at 0.01, linear decay; caps after each step, on all singular values. "
+        f"Positions are learnt, not rotary. In the loss scores are multiplied by {SHARPER:g}: "
+        "capped scores are small, and accuracy and ratios of bounds do not change.",
         "The code's own size is width 256 and 2,000 steps of 64 windows of 256, some 4.5 s of one "
         "core each: two and a half hours a network. 60 % accuracy (abstract) is of that size."
         + (" Not run: the full size of this command." if study.quick else ""),
-        "Bound as coded: phess2/lipschitz-transformers, commit 9173461, from norms of whole "
-        "matrices. Its parts as we read them have no factor for heads, whose scores are divided by "
-        "the head's width, and divide the slope of GELU out twice. Heads right: the same formula "
-        "with these factors. The paper's printed proof was not read: it may define norms of heads "
-        "in another way.",
+        "As coded: phess2/lipschitz-transformers, commit 9173461, from norms of whole matrices. "
+        "Its parts as we read them have no factor for heads, whose scores are divided by the "
+        "head's width, and divide the slope of GELU out twice. Heads right: with these factors. "
+        "The printed proof was not read: it may define norms of heads in another way.",
         "Bounds and sigmas are of the map from token vectors with positions, before they are "
         "brought into the ball of root mean square 1, to the scores of a token, in the largest "
         "root mean square over tokens. Sigmas are lower values (alternating maximisation); the "
-        f"attack climbs {one['starts']} inputs of {one['num_tokens']} tokens for "
-        f"{one['steps_of_ascent']} steps. Sigma on text: {_WINDOWS} held-out windows a model.",
+        f"attack climbs {size['starts']} inputs of {size['num_tokens']} tokens for "
+        f"{size['steps_of_ascent']} steps. Sigma on text: {_WINDOWS} held-out windows a model.",
     )
 
 
@@ -284,10 +192,14 @@ def _by_cap(found: Sequence[Record], above: str, below: str) -> str:
     """The geometric mean of a ratio at every cap, with smallest and largest of several seeds."""
     said = []
     for cap, mine in grouped(found, "cap"):
-        values = [one[above] / one[below] for one in mine]
-        mean, low, high = (number(of(values), 3) for of in (geometric_mean, min, max))
-        said.append(f"w_max {_name_of(cap)}: {mean}" + f" ({low} to {high})" * (len(values) > 1))
+        if cap is not None and (values := ratios(mine, above, below)):
+            mean, low, high = (number(of(values), 3) for of in (geometric_mean, min, max))
+            said.append(f"w_max {cap:g}: {mean}" + f" ({low} to {high})" * (len(values) > 1))
     return "; ".join(said)
+
+
+def _mean(values: Sequence[Any]) -> str:
+    return "–" if None in values else number(geometric_mean(values), 3)
 
 
 def _of_blocks(found: Sequence[Record], what: str) -> str:
@@ -295,21 +207,15 @@ def _of_blocks(found: Sequence[Record], what: str) -> str:
     return average([fmean(each) for each in zip(*(one[what] for one in found), strict=True)])
 
 
-def _mean(found: Sequence[Record], what: str) -> str:
-    values = [one[what] for one in found]
-    return "–" if None in values else number(geometric_mean(values), 3)
-
-
 def _draw(study: Study, found: Sequence[Record]) -> None:
     """Accuracy against bound, and bound and sigma along training."""
-    shown = [(variant, variant, "ours") for variant in VARIANTS]
-    shown.append(("dot product, as coded", "dot product", "coded"))
     series = []
-    for name, variant, what in shown:
+    for variant, what in [*((one, "ours") for one in VARIANTS), ("dot product", "coded")]:
         caps = [mine for _, mine in grouped(chosen(found, variant=variant), "cap")]
         bounds = [geometric_mean([one[what] for one in mine]) for mine in caps]
         hits = [100 * fmean([h for one in mine for h in one["accuracy"]]) for mine in caps]
-        series.append(line(name, bounds, hits))
+        points = list(zip(bounds, hits, strict=True))
+        series.append(Series(variant + ", as coded" * (what == "coded"), points))
     axes = {"x": "bound, root mean squares", "y": "accuracy, %", "log_y": False}
     panels = [Panel("Accuracy against bound", series, **axes)]
     for index, name in enumerate(("Our bound", "Sigma on text"), 1):
