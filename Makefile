@@ -51,7 +51,7 @@ demo: $(VENV)/.demo  ## set up and measure a real model on real text (writes run
 test: export OMP_NUM_THREADS = 1
 test: export HF_HUB_OFFLINE = 1
 test: chromium  ## every check: style, types, floors, tests, doctests, examples, pages
-	$(MAKE) -j$(JOBS) docs lint examples
+	$(MAKE) -j$(JOBS) docs lint
 	$(BIN)/python -m pytest -n $(JOBS) $(SHARE)
 
 examples: $(EXAMPLES)

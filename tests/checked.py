@@ -4,7 +4,7 @@ Its own decorator binds the arguments of each call and checks them twice, once b
 after it: that was half the time of the tests. Here beartype wraps the function itself: arguments
 before the call, the result after it, all within one scope of axis names; at its first call, and
 once for all the functions that a line of code makes. The first calls of a function are all checked,
-of those that follow every eighth: the rest of the checks were a tenth of the time of the tests.
+of those that follow a few: the rest of the checks were a tenth of the time of the tests.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def jaxtyped(fn: Any = None, *, typechecker: Callable[[Any], Any]) -> Any:
         if dataclasses.is_dataclass(fn) and not hasattr(fn.__init__, "__wrapped__"):
             fn.__init__ = jaxtyped(fn.__init__, typechecker=typechecker)
         return fn
-    if not isinstance(fn, FunctionType) or inspect.isgeneratorfunction(fn):
-        # What a generator yields would be checked outside of its scope.
+    if not isinstance(fn, FunctionType):
         return original(fn, typechecker=typechecker)
     return _checked(fn, typechecker)
 
@@ -72,13 +71,15 @@ class _Guard(NamedTuple):
     has_axes: bool
 
 
-ALL, EACH = 500, 8  # calls of a function that are all checked, and which of those that follow
+ALL, EACH = 200, 32  # calls of a function that are all checked, and which of those that follow
 _scope = original("context")  # it holds nothing: entering it begins a scope
 _nested: dict[CodeType, _Guard] = {}  # the first of every function that is made in another
 
 
 def _guarded(fn: Any, typechecker: Callable[[Any], Any]) -> _Guard:
     """Made once for a function in a function, however often that is made: it is slow."""
+    if inspect.isgeneratorfunction(fn):  # what it yields would be checked outside of its scope
+        return _Guard(fn, original(fn, typechecker=typechecker), has_axes=False)
     known = _nested.get(fn.__code__)
     if known is not None:
         given = known.inner.__kwdefaults__.items()

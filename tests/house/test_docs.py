@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import json
 import re
+import runpy
 import shlex
 import sys
 import tomllib
@@ -43,6 +44,20 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch) -> None:
         else:
             for line in code.strip().splitlines():
                 _command(line, monkeypatch)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+def test_every_example_runs(script: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    """In this process, which has imported what each of them would import for seconds."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    status = None
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:  # what it needs is not installed, and it says so
+        status = end.code
+    assert status is None and capsys.readouterr().out
 
 
 SMALL = "random:bert:hidden_size=16,num_attention_heads=4,num_hidden_layers=4,intermediate_size=16"

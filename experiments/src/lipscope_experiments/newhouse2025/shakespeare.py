@@ -18,7 +18,7 @@ from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, average, chosen, geometric, grouped, ratios
 from lipscope_experiments.training import SHARPER, norm_of, seeded, train
 
-CAPS = (1.0, 1.25, 1.5, 2.0, None)
+CAPS = (1, 1.25, 1.5, 2, None)
 VARIANTS: dict[str, dict[str, Any]] = {
     "dot product": {},
     "L2, tied": {"variant": "l2"},
@@ -155,7 +155,7 @@ def _compare(study: Study, whole: Record, seeds: int) -> None:
             if values := _by_cap(mine, above, below):
                 study.claim(f"{variant}: {about}", said, values)
     columns: dict[str, Any] = {"attention": "variant"}
-    columns["w_max"] = lambda key, _: f"{key[1]:g}" if key[1] else "none"
+    columns["w_max"] = lambda key, _: str(key[1] or "none")
     for name in ("accuracy", "bits"):
         columns[name] = lambda _, mine, name=name: _of_blocks(mine, name)
     for name, what in _MEANS.items():
@@ -192,9 +192,10 @@ def _by_cap(found: Sequence[Record], above: str, below: str) -> str:
     """The geometric mean of a ratio at every cap, with smallest and largest of several seeds."""
     said = []
     for cap, mine in grouped(found, "cap"):
-        if cap is not None and (values := ratios(mine, above, below)):
+        if (cap or below == "least") and (values := ratios(mine, above, below)):
             mean, low, high = (number(of(values), 3) for of in (geometric_mean, min, max))
-            said.append(f"w_max {cap:g}: {mean}" + f" ({low} to {high})" * (len(values) > 1))
+            ends = f" ({low} to {high})" * (len(values) > 1)
+            said.append(f"w_max {cap or 'none'}: {mean}{ends}")
     return "; ".join(said)
 
 
