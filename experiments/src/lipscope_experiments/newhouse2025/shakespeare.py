@@ -171,8 +171,8 @@ def _compare(study: Study, whole: Record, seeds: int) -> None:
         f"Here: width {size['width']}, {size['depth']} blocks, {size['heads']} heads, windows of "
         f"{size['length']}, {size['batch']} a step, {size['steps']:,} steps, seeds: {seeds}; Muon "
         "at 0.1 and AdamW at 0.01, linear decay; caps after each step, on all singular values. "
-        f"Positions are learnt, not rotary. In the loss scores are multiplied by {SHARPER:g}: "
-        "capped scores are small, and accuracy and ratios of bounds do not change.",
+        "Positions are learnt, not rotary. In loss and bits scores are multiplied by "
+        f"{SHARPER:g}: capped scores are small, and accuracy and ratios of bounds do not change.",
         "The code's own size is width 256 and 2,000 steps of 64 windows of 256, some 4.5 s of one "
         "core each: two and a half hours a network. 60 % accuracy (abstract) is of that size."
         + (" Not run: the full size of this command." if study.quick else ""),
