@@ -321,7 +321,7 @@ class SmoothTransformer(nn.Module):
             rows, columns = getattr(holder, name).shape
             yield holder, name, factor * (rows / columns) ** 0.5
 
-    # --- training
+    # --- training, and values beside the bound
 
     @property
     def bound(self) -> Float[Tensor, ""]:
@@ -358,14 +358,11 @@ class SmoothTransformer(nn.Module):
         for holder, name, factor in self._capped_weights():
             cap_singular_values(getattr(holder, name), self.cap * factor)
 
-    # --- values below the bound
-
     def sigma(self, input_ids: Tensor, **options: int) -> NormInterval:
         """How far a row of scores moves at one input, in the norm of `bound`.
 
         ``max_i max_{|e_j| ≤ 1} |Σ_j ∂y_i/∂x_j e_j|`` for the tokens, or input vectors, that `bound`
-        refers to: a lower value, and an upper one where the Jacobian is small
-        (`lipscope.linalg.max_token_norm`).
+        refers to: a lower value, and an upper one where the Jacobian is small.
 
         Args:
             input_ids: Token ids ``(n,)``, or vectors ``(n, features)``.
@@ -379,34 +376,30 @@ class SmoothTransformer(nn.Module):
     ) -> tuple[float, Float[Tensor, "n d"]]:
         """The largest `sigma` that an ascent finds, in float64, and where: a value below `bound`.
 
-        Inputs and moves climb together by Adam, from normal inputs, so it need be that of no text.
+        Inputs and moves climb together by Adam, from normal inputs: tokens of no text.
 
         Args:
             num_tokens: Number of tokens; None: 16, or ``length`` if that is smaller.
-            starts: Number of inputs that climb at once.
-            steps: Steps of each.
+            starts: Number of inputs that climb at once, ``steps`` steps each.
         """
         num_tokens = min(16, len(self.positions)) if num_tokens is None else num_tokens
         for name, count in (("num_tokens", num_tokens), ("starts", starts), ("steps", steps)):
             check_count(name, count)
         of_ids, gen = isinstance(self.embedding, nn.Embedding), start_named(f"{starts} starts")
         width = self.head.in_features if of_ids else self.embedding.in_features
-        x, e = torch.randn(2, starts, num_tokens, width, generator=gen, dtype=torch.float64).to(
-            self.head.weight
-        )
-        x, e = x.requires_grad_(), e.requires_grad_()
-        adam, most, best = torch.optim.Adam([x, e], lr=0.1), -math.inf, x[0]
+        drawn = torch.randn(2, starts, num_tokens, width, generator=gen, dtype=torch.float64)
+        both = drawn.to(self.positions.detach()).requires_grad_()
+        adam, most, best = torch.optim.Adam([both], lr=0.1), -math.inf, both[0, 0]
         for step in range(steps):
             adam.param_groups[0]["lr"] = 0.1 * (1 - step / steps)
             with torch.enable_grad():
-                move = e / e.norm(dim=-1, keepdim=True)
-                inside = 0.999 * self.clip(x) if of_ids else x
+                inside = 0.999 * self.clip(both[0]) if of_ids else both[0]
+                move = both[1] / both[1].norm(dim=-1, keepdim=True)
                 moved = torch.func.jvp(self._moving, (inside,), (move,))[1]
                 found = moved.reshape(starts, -1, moved.shape[-1]).norm(dim=-1).amax(-1)
-                x.grad, e.grad = torch.autograd.grad(-found.log().sum(), (x, e))
-            if float(found.detach().max()) > most:
-                most, best = float(found.detach().max()), inside[int(found.argmax())]
-                best = best.detach().clone()
+                (both.grad,) = torch.autograd.grad(-found.log().sum(), both)
+            if (value := float(found.detach().max())) > most:
+                most, best = value, inside[int(found.argmax())].detach().clone()
             adam.step()
         return copy.deepcopy(self).double()._sigma_at(best.double(), dense=0).lower, best
 
