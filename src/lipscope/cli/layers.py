@@ -529,7 +529,8 @@ def sweep(
     place = records.Place(options.pop("out"), spec.stem, dated=False, force=options.pop("force"))
     if options.pop("dry_run"):
         found = engine.estimate(spec, place, **options)
-        say([f"{found.jobs:,} jobs: {found.done:,} done, {found.jobs - found.done:,} to go."])
+        jobs = f"{found.jobs:,} job{'s' * (found.jobs != 1)}"
+        say([f"{jobs}: {found.done:,} done, {found.jobs - found.done:,} to go."])
         if found.jobs > found.done:
             count = f"{found.decisions:,} decision{'s' * (found.decisions > 1)}"
             besides = f", besides {count}, whose time is not known before" * bool(found.decisions)

@@ -124,7 +124,7 @@ def resumable() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        errors.print("Stopped. Finished rows are kept; rerun the same command to resume.")
+        errors.print("Stopped. What is finished is kept; rerun the same command to resume.")
         raise typer.Exit(130) from None
 
 
