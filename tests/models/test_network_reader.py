@@ -674,6 +674,8 @@ def test_probabilities_and_single_scores_have_a_remedy() -> None:
     ids = (torch.tensor(FULL),)
     with pytest.raises(InputError, match="return the scores before it"):
         read_network(Then(model, lambda y: y.softmax(-1)), ids)
+    with pytest.raises(InputError, match="certify one layer"):  # in between no remedy
+        read_network(Then(model, lambda y: y.softmax(-1) @ random((3, 3))), ids)
     model.head = nn.Linear(8, 1).double()
     with pytest.raises(InputError, match="if its sign decides"):
         read_network(model, ids)

@@ -143,7 +143,8 @@ class Search:
         unknown = ", ".join(self.view.unknown)
         instead = "certify one layer" if self.of_scores else self.meant[1]
         if unknown and not self.centred:
-            if self.of_scores and unknown == "Softmax":
+            are_shares = bool((self.view.output.sum(-1) - 1).abs().max() < 1e-3)
+            if self.of_scores and unknown == "Softmax" and are_shares:
                 instead = "return the scores before it, which decide alike"
             raise InputError(
                 "A network should be made of attention, norms (modules named so), linear maps and "
