@@ -144,6 +144,14 @@ class Model(nn.Module):
         return self.layers[0](x)
 
 
+class Doubled(nn.MultiheadAttention):
+    """Attention of torch by a name that is none of attention's."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        y, weights = super().forward(*args, **options)
+        return 2 * y, weights
+
+
 def truth(f: Callable[[Tensor], Tensor], x: Tensor = X) -> float:
     jacobian = torch.autograd.functional.jacobian(f, x)
     assert isinstance(jacobian, Tensor)
@@ -333,3 +341,15 @@ def test_a_cut_gradient_is_seen_at_an_input_of_any_seed() -> None:
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     with pytest.raises(InputError, match="should be differentiable"):
         ls.linearise(lambda u: nn.functional.layer_norm(u, (8,)).detach(), x)
+
+
+def test_attention_of_torch_is_found_by_any_name() -> None:
+    """And replayed, for it may compute something else; the other layer keeps its number."""
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double().eval()
+    own = Doubled(WIDTH, 2, batch_first=True).double()
+    own.load_state_dict(model.layers[0].self_attn.state_dict())
+    model.layers[0].self_attn = own
+    rows = ls.measure(model, X, **EXACT)
+    assert [row.module for row in rows] == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert rows[0].sigma == pytest.approx(truth(lambda x: own(x, x, x)[0]), rel=1e-8)

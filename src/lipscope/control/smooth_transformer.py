@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,17 +16,34 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from lipscope.attention import Attention, Clip, MultiheadAttention, arguments, spectral_norm
+from lipscope.attention import (
+    Attention,
+    Clip,
+    MultiheadAttention,
+    arguments,
+    check_as_written,
+    spectral_norm,
+)
 from lipscope.control.restraint import cap_singular_values
-from lipscope.errors import InputError, check_count, check_positive, shown
-from lipscope.linalg import NormInterval, linearise, max_token_norm, start_named
-from lipscope.models import ActivationName, Branch, Chain, Feed, Network, own_parts, scaled
+from lipscope.errors import InputError, check_count, check_finite_numbers, check_positive, shown
+from lipscope.linalg import NormInterval, Operator, linearise, max_token_norm, start_named
+from lipscope.models import (
+    ActivationName,
+    Branch,
+    Chain,
+    Feed,
+    Network,
+    check_finite,
+    own_parts,
+    scaled,
+)
 from lipscope.records import refuse_record
 from lipscope.theorems import lipschitz_bound
 
 Capping = Literal["parametrised", "after-step"]
 _SLOPE = 1.1289  # upper bound of the slope of GELU
 _PATHS = 3  # paths from a token to an output: queries, keys and values
+_DENSE = 2**18  # maximum number of entries of a Jacobian for an ascent from every row
 _SQUARINGS = 5  # of the Gram matrix
 _WEIGHTS = ("query", "key", "value", "output")
 _METADATA = "smooth_transformer"  # the key of the sizes in a file, and in metadata of a state
@@ -229,11 +247,14 @@ class SmoothTransformer(nn.Module):
     def tokens(self, input_ids: Tensor) -> Float[Tensor, "*b n d"]:
         """Token vectors with positions, the inputs to which the bound refers."""
         x = self._embedded(input_ids)
+        self._check_length(x)
+        return x + self.positions[: x.shape[-2]]
+
+    def _check_length(self, x: Tensor) -> None:
         if x.shape[-2] > len(self.positions):
             raise InputError(
                 f"A sequence should have at most {len(self.positions)} tokens. Found {x.shape[-2]}."
             )
-        return x + self.positions[: x.shape[-2]]
 
     def _embedded(self, inputs: Any) -> Tensor:
         rows, columns = self.embedding.weight.shape
@@ -258,6 +279,7 @@ class SmoothTransformer(nn.Module):
 
     def scores(self, tokens: Float[Tensor, "*b n d"]) -> Tensor:
         """The scores from these tokens, starting with the clip."""
+        self._check_length(tokens)
         with parametrize.cached():
             x = self.clip(tokens)
             for block in self.blocks:
@@ -279,23 +301,25 @@ class SmoothTransformer(nn.Module):
         for one in self.sums:
             branches.append(Branch(scaled(_as_part(one.part), one.alpha), skip=1 - one.alpha))
         head = self.head.weight
-        none = head.new_zeros(len(head))
+        bias = _bias_of(self.head)
         if isinstance(self.pool, MeanPool):
             n = len(self.positions)
             share = head.new_full((n,), 1 / n)
-            return Network(tuple(branches), share, head, none, of_any_number=True)
+            return Network(tuple(branches), share, head, bias, of_any_number=True)
         eye = torch.eye(head.shape[1]).to(head)  # over the vocabulary it would be too large
-        last = Branch(Feed(eye, head.new_zeros(len(eye)), head, none, "identity"), skip=False)
+        last = Branch(Feed(eye, head.new_zeros(len(eye)), head, bias, "identity"), skip=False)
         return Chain((*branches, last), len(self.positions))
 
     def _check_parts(self) -> None:
-        """Refuse parts that replaced others: an adapter has a weight, and adds to it."""
+        """Refuse parts that replaced others, as an adapter, or that hooks change."""
+        check_as_written(self, type(self).__name__)
         ends, blocks = (self.clip, self.pool, self.head, self.embedding), list[Any](self.blocks)
         wanted: list[tuple[Any, Any]] = list(zip(ends, _ENDS, strict=True))
-        wanted += [(one, ResidualSum) for block in blocks for one in block]
-        for one in self.sums:
-            if not isinstance(one.part, MultiheadAttention):
-                wanted += zip(one.part, _NETWORK, strict=False)
+        for block in blocks:
+            wanted += [(block, nn.Sequential), *((one, ResidualSum) for one in block)]
+        for part in (one.part for one in self.sums):
+            if not isinstance(part, MultiheadAttention):
+                wanted += [(part, nn.Sequential), *itertools.zip_longest(part, _NETWORK)]
         for one, of in wanted:
             kind = type_before_parametrizations(one)
             if kind not in get_args(of) and kind is not of:
@@ -371,8 +395,16 @@ class SmoothTransformer(nn.Module):
             input_ids: Token ids ``(n,)``, or vectors ``(n, features)``.
             **options: Options of `lipscope.linalg.max_token_norm`.
         """
-        of_ids = isinstance(self.embedding, nn.Embedding)
-        return self._sigma_at(self.tokens(input_ids) if of_ids else input_ids, **options)
+        with torch.inference_mode(False), torch.no_grad():
+            x = self.tokens(input_ids)
+            if x.ndim != 2:
+                raise InputError(
+                    "`input_ids` should be one input, ids (n,) or vectors (n, features). Found the "
+                    f"shape {tuple(input_ids.shape)}."
+                )
+            x = x if isinstance(self.embedding, nn.Embedding) else input_ids
+            check_finite_numbers("input_ids", x)
+            return max_token_norm(self._exact()._jacobian(x), **options)
 
     def attack(
         self, num_tokens: int | None = None, *, starts: int = 4, steps: int = 100
@@ -389,35 +421,48 @@ class SmoothTransformer(nn.Module):
         num_tokens = min(16, len(self.positions)) if num_tokens is None else num_tokens
         for name, count in (("num_tokens", num_tokens), ("starts", starts), ("steps", steps)):
             check_count(name, count)
+        with torch.inference_mode(False), torch.enable_grad():
+            x, e = self._exact()._climbed(num_tokens, starts, steps)
+            x = x.to(self.head.weight)
+            op = self._exact()._jacobian(x)
+            at_e = float(op.matvec(e).norm(dim=-1).max())
+            return max(at_e, max_token_norm(op, dense=_DENSE).lower), x
+
+    def _climbed(self, num_tokens: int, starts: int, steps: int) -> tuple[Tensor, Tensor]:
+        """The input, and the move there, with the largest move of a row of scores."""
         of_ids, gen = isinstance(self.embedding, nn.Embedding), start_named(f"{starts} starts")
         width = self.head.in_features if of_ids else self.embedding.in_features
-        x, e = torch.randn(2, starts, num_tokens, width, generator=gen, dtype=torch.float64).to(
-            self.head.weight
-        )
+        shape = (2, starts, num_tokens, width)
+        x, e = torch.randn(shape, generator=gen, dtype=torch.float64).to(self.head.weight)
         x, e = x.requires_grad_(), e.requires_grad_()
-        adam, most, best = torch.optim.Adam([x, e], lr=0.1), -math.inf, x[0]
+        adam, most, best = torch.optim.Adam([x, e], lr=0.1), -math.inf, (x[0], e[0])
         for step in range(steps):
             adam.param_groups[0]["lr"] = 0.1 * (1 - step / steps)
-            with torch.enable_grad():
-                move = e / e.norm(dim=-1, keepdim=True)
-                inside = 0.999 * self.clip(x) if of_ids else x
-                moved = torch.func.jvp(self._moving, (inside,), (move,))[1]
-                found = moved.reshape(starts, -1, moved.shape[-1]).norm(dim=-1).amax(-1)
-                x.grad, e.grad = torch.autograd.grad(-found.log().sum(), (x, e))
+            move = e / e.norm(dim=-1, keepdim=True)
+            inside = 0.999 * self.clip(x) if of_ids else x
+            moved = torch.func.jvp(self._moving, (inside,), (move,))[1]
+            found = moved.reshape(starts, -1, moved.shape[-1]).norm(dim=-1).amax(-1)
+            x.grad, e.grad = torch.autograd.grad(-found.log().sum(), (x, e))
             if float(found.detach().max()) > most:
-                most, best = float(found.detach().max()), inside[int(found.argmax())]
-                best = best.detach().clone()
+                most, at = float(found.detach().max()), int(found.argmax())
+                best = inside[at].detach().clone(), move[at].detach().clone()
             adam.step()
-        return copy.deepcopy(self).double()._sigma_at(best.double(), dense=0).lower, best
+        return best
+
+    def _exact(self) -> SmoothTransformer:
+        """A copy in float64 without dropout."""
+        check_finite(self)
+        return copy.deepcopy(self).double().eval().requires_grad_(False)
 
     @property
     def _moving(self) -> Callable[[Tensor], Tensor]:
         """The map that `bound` refers to."""
         return self.scores if isinstance(self.embedding, nn.Embedding) else self
 
-    def _sigma_at(self, x: Float[Tensor, "n d"], **options: int) -> NormInterval:
-        op = linearise(lambda x: self._moving(x[None]).flatten(0, -2), x.detach())
-        return max_token_norm(op, **options)
+    def _jacobian(self, x: Float[Tensor, "n d"]) -> Operator:
+        """The Jacobian of that map at one input."""
+        x = x.detach().to(self.head.weight, copy=True)
+        return linearise(lambda x: self._moving(x[None]).flatten(0, -2), x)
 
     # --- files
 
@@ -520,9 +565,16 @@ def _as_part(part: Any) -> Attention | Feed:
     if isinstance(part, MultiheadAttention):
         return part.as_layer()
     inner, act, outer = part
-    none = [w.new_zeros(len(w)) for w in (inner.weight, outer.weight)]
     name: ActivationName = "relu" if isinstance(act, nn.ReLU) else "gelu"
-    return Feed(inner.weight, none[0], outer.weight, none[1], name)
+    if getattr(act, "approximate", "none") == "tanh":
+        name = "gelu_tanh"
+    return Feed(inner.weight, _bias_of(inner), outer.weight, _bias_of(outer), name)
+
+
+def _bias_of(linear: nn.Linear) -> Tensor:
+    """None as built; a map that was put in its place may have one."""
+    none = linear.weight.new_zeros(len(linear.weight))
+    return none if linear.bias is None else linear.bias
 
 
 def _check(sizes: dict[str, Any]) -> None:

@@ -410,8 +410,9 @@ def attention_sites(
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module is attention, by its class name."""
-    return _NAMED.search(type_before_parametrizations(module).__name__) is not None
+    """Whether a module is attention, by its class name, or torch's own under any name."""
+    named = _NAMED.search(type_before_parametrizations(module).__name__) is not None
+    return named or isinstance(module, nn.MultiheadAttention)
 
 
 def _is_whole(module: nn.Module) -> bool:
@@ -495,7 +496,7 @@ def block_of(model: nn.Module, site: str) -> str | None:
 def first_block_of(model: nn.Module, block: str) -> str:
     """Path of the first element in the outermost list with the block.
 
-    Not of an embedding that an ``nn.Sequential`` holds there, directly before its blocks.
+    Not of embeddings, with positions, that an ``nn.Sequential`` holds there before its blocks.
     """
     parts = block.split(".")
     depth = next(i for i, part in enumerate(parts) if part.isdigit())
@@ -506,7 +507,11 @@ def first_block_of(model: nn.Module, block: str) -> str:
 
 
 def _embeds(module: nn.Module) -> bool:
-    return is_linear(module) or isinstance(module, nn.Embedding | nn.Dropout | nn.Identity)
+    """Whether a module is a linear map or embeds: nothing but embeddings, positions, dropout."""
+    alone = nn.Embedding | nn.Dropout | nn.Identity
+    held = [isinstance(one, alone) for one in module.children()]
+    container = bool(held) and all(held) and not module._parameters
+    return is_linear(module) or isinstance(module, alone) or container
 
 
 def _matrices(module: nn.Module) -> int:
