@@ -5,6 +5,7 @@ Truths are dense Jacobians of the module itself by `torch.autograd`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -353,3 +354,31 @@ def test_attention_of_torch_is_found_by_any_name() -> None:
     rows = ls.measure(model, X, **EXACT)
     assert [row.module for row in rows] == ["layers.0.self_attn", "layers.1.self_attn"]
     assert rows[0].sigma == pytest.approx(truth(lambda x: own(x, x, x)[0]), rel=1e-8)
+
+
+@pytest.mark.parametrize("how", ["a hook", "a hook of a part", "a forward", "an activation"])
+def test_attention_that_is_changed_elsewhere_is_replayed(how: str) -> None:
+    """Where the change is silent at the input, a ball certificate from weights would be wrong."""
+    module: Any = nn.MultiheadAttention(WIDTH, 2, batch_first=True).double()
+    model = Model(module, lambda block, x: block.attn(x, x, x, need_weights=False)[0]).double()
+    plain = ls.load_model(model).at(X, dtype="float64")
+    floor, sigma = float(plain.output.min()) - 1e-3, plain.sigma
+    assert plain.certify(0.1).value > sigma
+
+    def bent(y: Tensor) -> Tensor:
+        return torch.where(y > floor, y, 100 * y - 99 * floor)
+
+    if how == "a hook":
+        module.register_forward_hook(lambda _, __, y: (bent(y[0]), None))
+    elif how == "a hook of a part":
+        module.held = nn.Identity()
+        module.held.register_forward_hook(lambda _, __, y: bent(y))
+    elif how == "a forward":
+        forward = module.forward
+        module.forward = lambda *args, **options: (bent(forward(*args, **options)[0]), None)
+    else:
+        module.held = nn.PReLU().double()
+    at = ls.load_model(model).at(X, dtype="float64")
+    assert math.isclose(at.sigma, sigma, rel_tol=1e-6)
+    with pytest.raises(InputError, match=r"part that its family does not: .*(hooks|forward|PReLU)"):
+        at.certify(0.1)

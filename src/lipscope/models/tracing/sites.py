@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from lipscope.attention import Attention
+from lipscope.attention import Attention, change_of
 from lipscope.errors import InputError
 from lipscope.linalg import start_named
 from lipscope.models.tracing.recorder import (
@@ -284,7 +284,10 @@ def reader_of(module: nn.Module) -> WeightReader | None:
 
 
 def _unusual(module: nn.Module) -> str:
-    """The part of attention that replaced another (an activation as dropout), or an adapter."""
+    """The part of attention that replaced another (an activation as dropout), or that hooks change.
+
+    Adapters are among the former.
+    """
     own = type_before_parametrizations(module).__module__.split(".")[0]
     packages = ("transformers.", "lipscope.", *(() if own == "torch" else (f"{own}.",)))
 
@@ -294,10 +297,12 @@ def _unusual(module: nn.Module) -> str:
         written = f"{type_before_parametrizations(child).__module__}."
         if isinstance(child, Attention) or is_linear(child) or written.startswith(packages):
             return True
-        torchs = written.startswith("torch.nn.")
+        torchs = written.startswith("torch.nn.") and not isinstance(child, nn.PReLU)
         return torchs and (hasattr(child, "weight") or isinstance(child, _USUAL))
 
     for name, part in module.named_modules():
+        if changed := change_of(part):
+            return f"{changed} in `{type(part).__name__}`"
         known = is_plain(part) if is_linear(part) else "." in name or not name or is_usual(part)
         if not known:
             kind = type_before_parametrizations(part)
