@@ -523,8 +523,9 @@ def check_as_written(module: nn.Module, name: str) -> None:
 def change_of(module: nn.Module) -> str:
     """What a module has beside what its class is written to compute; empty if nothing."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    # Those of torch make a weight before it is used.
-    if not all(type(hook).__module__.startswith("torch.nn.utils.") for hook in hooks):
+    # Those of torch make a weight before it is used; those of lipscope load one, or look on.
+    of = {getattr(h, "__module__", None) or type(h).__module__ for h in hooks}
+    if not all(f"{one}.".startswith(("torch.nn.utils.", "lipscope.")) for one in of):
         return "hooks"
     written = {key: getattr(type(module), key, None) for key in vars(module)}
     own = [k for k, at in written.items() if callable(at) or isinstance(at, Weighting)]
