@@ -76,7 +76,7 @@ class Called(MultiheadAttention):
 
 
 class Unmasked(MultiheadAttention):
-    def _mask(self, *_: Any) -> None:
+    def _mask(self, *_: Any, **__: Any) -> None:
         return None
 
 
