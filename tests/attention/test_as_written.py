@@ -69,6 +69,23 @@ class Tripled(MultiheadAttention):
         return 3 * y, p
 
 
+class Called(MultiheadAttention):
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        y, p = super().__call__(*args, **options)
+        return 3 * y, p
+
+
+class Unmasked(MultiheadAttention):
+    def _mask(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+@pytest.mark.parametrize("kind", [Called, Unmasked])
+def test_a_class_changes_its_attention_by_any_method(kind: type[MultiheadAttention]) -> None:
+    with pytest.raises(ls.InputError, match="should compute what `MultiheadAttention` computes"):
+        kind(D, 2, batch_first=True).as_layer()
+
+
 @pytest.mark.parametrize("how", ["a class", "a hook", "a forward"])
 def test_a_module_that_changes_its_attention_is_not_that(how: str) -> None:
     kind = Tripled if how == "a class" else MultiheadAttention

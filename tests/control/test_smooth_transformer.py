@@ -180,9 +180,16 @@ class Adapter(nn.Linear):
         return 3 * super().forward(input)
 
 
-@pytest.mark.parametrize(
-    "place", ["pool", "head", "clip", "blocks", "activation", "hook", "scores"]
-)
+class Tripled(nn.Sequential):
+    def forward(self, input):
+        return 3 * super().forward(input)
+
+
+PLACES = ("pool", "head", "clip", "blocks", "activation", "hook", "scores")
+HOOKED = ("", "clip", "head", "blocks.0", "blocks.0.0", "blocks.0.1.part", "blocks.0.1.part.1")
+
+
+@pytest.mark.parametrize("place", [*PLACES, "class", "longer"])
 def test_a_part_that_is_replaced_has_no_bound(place):
     model = smooth(pool="mean")
     block = model.blocks[0]
@@ -198,11 +205,100 @@ def test_a_part_that_is_replaced_has_no_bound(place):
         block[1].part[1] = nn.Hardswish()
     elif place == "hook":
         block[0].part.register_forward_hook(lambda _, __, y: (3 * y[0], None))
+    elif place == "class":
+        model.blocks[0] = Tripled(block[0], block[1])
+    elif place == "longer":
+        block[1].part.append(nn.ReLU())
     else:
         model.scores = lambda tokens: 3 * type(model).scores(model, tokens)
     words = "parts that it was built of|as its class is written|what `SmoothTransformer` computes"
     with pytest.raises(InputError, match=words):
         lipschitz_bound(model)
+
+
+@pytest.mark.parametrize("how", ["hook", "pre-hook", "forward"])
+@pytest.mark.parametrize("path", HOOKED)
+def test_a_part_that_is_hooked_or_patched_has_no_bound(path, how):
+    model = smooth(pool="mean")
+    part = model.get_submodule(path)
+    if how == "hook":
+        part.register_forward_hook(lambda _, __, y: 3 * y)
+    elif how == "pre-hook":
+        part.register_forward_pre_hook(lambda _, x: (3 * x[0],))
+    else:
+        part.forward = lambda x: 3 * type(part).forward(part, x)
+    words = "as its class is written|should tell what `SmoothTransformer` computes"
+    with pytest.raises(InputError, match=words):
+        _ = model.bound
+
+
+def test_hooks_for_all_modules_leave_no_bound():
+    handle = nn.modules.module.register_module_forward_hook(lambda _, __, y: None)
+    try:
+        with pytest.raises(InputError, match="Found hooks for all modules"):
+            _ = smooth().bound
+    finally:
+        handle.remove()
+
+
+def test_a_map_with_a_bias_is_refused():
+    """It adds to the norm of tokens, on which constants of attention depend; as other GELUs do."""
+    for change in ("bias", "tanh"):
+        model = smooth(cap=1.5)
+        network = model.blocks[0][1].part
+        if change == "bias":
+            network[2] = nn.Linear(*network[2].weight.T.shape)
+        else:
+            network[1].approximate = "tanh"
+        with pytest.raises(InputError, match="should have the parts that it was built of") as told:
+            _ = model.bound
+        assert change in str(told.value)
+
+
+def test_sigma_and_attack_read_one_input_of_at_most_the_length():
+    """In any dtype, with dropout, under inference mode; nothing random is drawn."""
+    model = smooth("l2", dropout=0.5).train()
+    before = torch.get_rng_state()
+    most, where = model.attack(6, steps=3)
+    assert torch.equal(before, torch.get_rng_state()) and model.training
+    with torch.inference_mode():
+        assert model.attack(6, steps=3)[0] == most
+        assert model.sigma(IDS[0].clone()).lower == model.eval().sigma(IDS[0]).lower
+    half = copy.deepcopy(model).bfloat16()
+    assert half.attack(6, steps=3)[1].dtype == torch.bfloat16
+    assert half.sigma(IDS[0]).lower == pytest.approx(model.sigma(IDS[0]).lower, rel=0.05)
+    assert where.shape == (6, 8)
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda model: model.attack(7, steps=1), "at most 6 tokens. Found 7"),
+        (lambda model: model.attack(0), "`num_tokens` should be a positive integer"),
+        (lambda model: model.attack(True), "`num_tokens` should be a positive integer"),
+        (lambda model: model.attack(steps=0), "`steps` should be a positive integer"),
+        (lambda model: model.attack(starts=False), "`starts` should be a positive integer"),
+        (lambda model: model.scores(torch.zeros(7, 8)), "at most 6 tokens. Found 7"),
+        (lambda model: model.sigma(IDS), r"should be one input. Found shape torch.Size\("),
+        (lambda model: model.sigma([1, 2]), "`input_ids` should be ids.* Found list"),
+    ],
+)
+def test_mistakes_about_inputs_are_told_in_one_line(ask, words, unchecked):
+    with pytest.raises(InputError, match=words) as told:
+        ask(smooth("l2"))
+    assert "\n" not in str(told.value)
+
+
+def test_vectors_and_weights_are_numbers(unchecked):
+    model = smooth(vocabulary=None, features=4)
+    for wrong in (torch.full((2, 4), torch.nan), torch.randn(4), [[1.0] * 4]):
+        with pytest.raises(InputError, match=r"`(input_ids|scores)` should be "):
+            model.sigma(wrong)
+    with torch.no_grad():
+        model.positions[0, 0] = torch.nan
+    for ask in (model.attack, lambda: model.sigma(torch.randn(2, 4))):
+        with pytest.raises(InputError, match="`scores` should be finite"):
+            ask()
 
 
 def test_a_decoder_reads_no_later_token():

@@ -533,11 +533,47 @@ def test_embeddings_may_stand_in_the_list_of_blocks() -> None:
         torch.testing.assert_close(network(at), model[2:](at[None])[0, -1])
 
 
-def test_a_leaf_of_several_matrices_may_be_a_block() -> None:
+class Positions(nn.Module):
+    """Sinusoids or learnt ones, and dropout, as in torch's tutorial."""
+
+    def __init__(self, learnt: bool) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(6, 8) if learnt else nn.Identity()
+        self.register_buffer("angles", torch.outer(torch.arange(6.0), torch.rand(8)).sin())
+        self.dropout = nn.Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        added = self.angles if isinstance(self.rows, nn.Identity) else self.rows.weight
+        return self.dropout(8**0.5 * x + added)
+
+
+@pytest.mark.parametrize("learnt", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_positions_may_stand_before_the_blocks(learnt: bool, whole: bool) -> None:
+    """Beside an embedding in a Sequential: the stream is what enters the first layer."""
+
+    def layers() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True)
+        blocks = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False) if whole else layer
+        return nn.Sequential(nn.Embedding(9, 8), Positions(learnt), blocks, nn.Linear(8, 3))
+
+    model: Any = drawn(layers, 1.0)
+    ids = torch.tensor([[1, 5, 2, 8, 3, 1]])
+    network, x = read_network(model, (ids,), pool="last")
+    torch.testing.assert_close(x, model[:2](ids)[0])
+    at = x + random((6, 8), 2)
+    torch.testing.assert_close(network(at), model[2:](at[None])[0, -1])
+    assert float(ls.lipschitz_bound(model, ids, radius=3.0)) > 0
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_a_leaf_of_several_matrices_may_be_a_block(dropout: bool) -> None:
     class OfMatrices(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner, self.outer = nn.Parameter(torch.ones(8, 4)), nn.Parameter(torch.ones(4, 8))
+            if dropout:
+                self.dropout = nn.Dropout()
 
         def forward(self, x: Tensor) -> Tensor:
             return x + F.relu(x @ self.inner) @ self.outer
@@ -609,8 +645,19 @@ def test_padding_that_inference_sets_to_zero_is_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # nested tensors are a prototype
         read_network(model, (torch.tensor(FULL),))
-        with pytest.raises(InputError, match="the same output with and without gradients"):
+        with pytest.raises(InputError, match=r"with and without gradients.*set_fastpath_enabled"):
             read_network(model, (torch.tensor(RIGHT),))
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            read_network(model, (torch.tensor(RIGHT),))
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_padding_alone_gives_no_numbers() -> None:
+    model = drawn(lambda: OfWords(POOLS["product"]), 1.0)
+    with pytest.raises(InputError, match=r"finite numbers. Found NaN .* every token is padding"):
+        read_network(model, (torch.zeros_like(torch.tensor(FULL)),))
 
 
 def test_a_module_that_needs_gradients_is_refused() -> None:

@@ -5,11 +5,14 @@ Truths are dense Jacobians of the module itself by `torch.autograd`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import accelerate
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -142,6 +145,14 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers[0](x)
+
+
+class Doubled(nn.MultiheadAttention):
+    """Attention of torch by a name that is none of attention's."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        y, weights = super().forward(*args, **options)
+        return 2 * y, weights
 
 
 def truth(f: Callable[[Tensor], Tensor], x: Tensor = X) -> float:
@@ -333,3 +344,60 @@ def test_a_cut_gradient_is_seen_at_an_input_of_any_seed() -> None:
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     with pytest.raises(InputError, match="should be differentiable"):
         ls.linearise(lambda u: nn.functional.layer_norm(u, (8,)).detach(), x)
+
+
+def test_attention_of_torch_is_found_by_any_name() -> None:
+    """And replayed, for it may compute something else; the other layer keeps its number."""
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double().eval()
+    own = Doubled(WIDTH, 2, batch_first=True).double()
+    own.load_state_dict(model.layers[0].self_attn.state_dict())
+    model.layers[0].self_attn = own
+    rows = ls.measure(model, X, **EXACT)
+    assert [row.module for row in rows] == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert rows[0].sigma == pytest.approx(truth(lambda x: own(x, x, x)[0]), rel=1e-8)
+
+
+@pytest.mark.parametrize("how", ["a hook", "a hook of a part", "a forward", "an activation"])
+def test_attention_that_is_changed_elsewhere_is_replayed(how: str) -> None:
+    """Where the change is silent at the input, a ball certificate from weights would be wrong."""
+    module: Any = nn.MultiheadAttention(WIDTH, 2, batch_first=True).double()
+    model = Model(module, lambda block, x: block.attn(x, x, x, need_weights=False)[0]).double()
+    plain = ls.load_model(model).at(X, dtype="float64")
+    floor, sigma = float(plain.output.min()) - 1e-3, plain.sigma
+    assert plain.certify(0.1).value > sigma
+
+    def bent(y: Tensor) -> Tensor:
+        return torch.where(y > floor, y, 100 * y - 99 * floor)
+
+    if how == "a hook":
+        module.register_forward_hook(lambda _, __, y: (bent(y[0]), None))
+    elif how == "a hook of a part":
+        module.held = nn.Identity()
+        module.held.register_forward_hook(lambda _, __, y: bent(y))
+    elif how == "a forward":
+        forward = module.forward
+        module.forward = lambda *args, **options: (bent(forward(*args, **options)[0]), None)
+    else:
+        module.held = nn.PReLU().double()
+    at = ls.load_model(model).at(X, dtype="float64")
+    assert math.isclose(at.sigma, sigma, rel_tol=1e-6)
+    with pytest.raises(InputError, match=r"part that its family does not: .*(hooks|forward|PReLU)"):
+        at.certify(0.1)
+
+
+def test_hooks_that_change_nothing_leave_the_weights_readable() -> None:
+    """Those by which transformers keeps what layers give, and accelerate's move to a device."""
+    config = transformers.BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    model = transformers.BertModel(config).eval()
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([[1, 2, 3, 4]])
+    known = float(ls.load_model(model).at(ids).sigma)
+    model(ids, output_attentions=True, output_hidden_states=True)
+    attention: Any = model.encoder.layer[0].attention.self
+    assert attention._forward_hooks
+    accelerate.hooks.add_hook_to_module(attention, accelerate.hooks.AlignDevicesHook("cpu"))
+    at = ls.load_model(model).at(ids)
+    assert at.layer is not None and at.sigma == pytest.approx(known)

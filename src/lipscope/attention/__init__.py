@@ -11,6 +11,7 @@ from lipscope.attention.core import (
     Attention as Attention,
     Distance as Distance,
     InnerProduct as InnerProduct,
+    change_of as change_of,
     check_as_written as check_as_written,
     check_layer as check_layer,
     joined as joined,

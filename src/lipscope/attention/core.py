@@ -510,22 +510,34 @@ def check_layer(layer: object) -> None:
     check_as_written(layer, type(layer).__name__)
 
 
+_LOOKING = ("torch.nn.utils.", "lipscope.", "transformers.utils.")  # hooks that change nothing
+
+
 def check_as_written(module: nn.Module, name: str) -> None:
     """Refuse attention that is not computed as its class is written, for no closed form knows."""
     for one in module.modules():
-        hooks = [*one._forward_hooks.values(), *one._forward_pre_hooks.values()]
-        # Those of torch make a weight before it is used.
-        hooks = [hook for hook in hooks if not type(hook).__module__.startswith("torch.nn.utils.")]
-        written = {key: getattr(type(one), key, None) for key in vars(one)}
-        own = [k for k, at in written.items() if callable(at) or isinstance(at, Weighting)]
-        kinds = map(type_before_parametrizations, _parts(one) if isinstance(one, Attention) else ())
-        own += [kind.__name__ for kind in kinds if kind not in (Rotary, TokenNorm, Clip)]
-        if hooks or own:
-            what = "hooks" if hooks else f"a `{own[0]}` of its own"
+        if what := change_of(one):
             raise InputError(
                 f"`{name}` should be computed as its class is written. Found {what} in "
                 f"`{type(one).__name__}`, which may change it; take that away."
             )
+
+
+def change_of(module: nn.Module) -> str:
+    """What a module has beside what its class is written to compute; empty if nothing."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    # Those of torch make a weight before it is used; the others load one, or look on.
+    of = {getattr(h, "__module__", None) or type(h).__module__ for h in hooks}
+    if not all(f"{one}.".startswith(_LOOKING) for one in of):
+        return "hooks"
+    # What moves weights and inputs to a device (accelerate) wraps the method alone.
+    kept = {"forward"} if "_hf_hook" in vars(module) else set[str]()
+    written = {key: getattr(type(module), key, None) for key in vars(module).keys() - kept}
+    own = [k for k, at in written.items() if callable(at) or isinstance(at, Weighting)]
+    parts = _parts(module) if isinstance(module, Attention) else ()
+    kinds = map(type_before_parametrizations, parts)
+    own += [kind.__name__ for kind in kinds if kind not in (Rotary, TokenNorm, Clip)]
+    return f"a `{min(own)}` of its own" if own else ""
 
 
 def _parts(layer: Attention) -> list[Any]:

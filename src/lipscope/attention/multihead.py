@@ -186,10 +186,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         check_as_written(self, type(self).__name__)
         kind = type_before_parametrizations(self)
-        if kind.forward is not MultiheadAttention.forward:
+        fixed = {"__call__", "_call_impl", *vars(MultiheadAttention)} - {"__init__", "extra_repr"}
+        below = kind.__mro__[: kind.__mro__.index(MultiheadAttention)]
+        if (
+            changed := {name for one in below for name in vars(one) if callable(vars(one)[name])}
+            & fixed
+        ):
             raise InputError(
                 f"`{kind.__name__}` should compute what `MultiheadAttention` computes. Found "
-                "another `forward`; give its `attention`, if that is meant."
+                f"another `{min(changed)}`; give its `attention`, if that is meant."
             )
         return self.attention
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from lipscope.attention import Attention, Clip, MultiheadAttention, arguments, spectral_norm
 from lipscope.control.restraint import cap_singular_values
-from lipscope.errors import InputError, check_count, check_positive, shown
+from lipscope.errors import InputError, check_count, check_finite_numbers, check_positive, shown
 from lipscope.linalg import NormInterval, linearise, max_token_norm, start_named
 from lipscope.models import ActivationName, Branch, Chain, Feed, Network, own_parts, scaled
 from lipscope.records import refuse_record
@@ -87,10 +88,8 @@ class ResidualSum(nn.Module):
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
         """The tokens after the sum."""
-        if isinstance(self.part, MultiheadAttention):
-            y = self.part(x, x, x, need_weights=False)[0]
-        else:
-            y = self.part(x)
+        attends = isinstance(self.part, MultiheadAttention)
+        y = self.part(x, x, x, need_weights=False)[0] if attends else self.part(x)
         return (1 - self.alpha) * x + self.alpha * y
 
 
@@ -229,11 +228,14 @@ class SmoothTransformer(nn.Module):
     def tokens(self, input_ids: Tensor) -> Float[Tensor, "*b n d"]:
         """Token vectors with positions, the inputs to which the bound refers."""
         x = self._embedded(input_ids)
-        if x.shape[-2] > len(self.positions):
-            raise InputError(
-                f"A sequence should have at most {len(self.positions)} tokens. Found {x.shape[-2]}."
-            )
+        self._check_length(x.shape[-2])
         return x + self.positions[: x.shape[-2]]
+
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens > len(self.positions):
+            raise InputError(
+                f"A sequence should have at most {len(self.positions)} tokens. Found {num_tokens}."
+            )
 
     def _embedded(self, inputs: Any) -> Tensor:
         rows, columns = self.embedding.weight.shape
@@ -258,6 +260,7 @@ class SmoothTransformer(nn.Module):
 
     def scores(self, tokens: Float[Tensor, "*b n d"]) -> Tensor:
         """The scores from these tokens, starting with the clip."""
+        self._check_length(tokens.shape[-2])
         with parametrize.cached():
             x = self.clip(tokens)
             for block in self.blocks:
@@ -292,16 +295,19 @@ class SmoothTransformer(nn.Module):
         """Refuse parts that replaced others: an adapter has a weight, and adds to it."""
         ends, blocks = (self.clip, self.pool, self.head, self.embedding), list[Any](self.blocks)
         wanted: list[tuple[Any, Any]] = list(zip(ends, _ENDS, strict=True))
-        wanted += [(one, ResidualSum) for block in blocks for one in block]
-        for one in self.sums:
-            if not isinstance(one.part, MultiheadAttention):
-                wanted += zip(one.part, _NETWORK, strict=False)
+        for block in blocks:
+            wanted += [(block, nn.Sequential), *((one, ResidualSum) for one in block)]
+        for part in (one.part for one in self.sums):
+            if not isinstance(part, MultiheadAttention):
+                wanted += [(part, nn.Sequential), *itertools.zip_longest(part, _NETWORK)]
         for one, of in wanted:
             kind = type_before_parametrizations(one)
-            if kind not in get_args(of) and kind is not of:
+            biased = isinstance(one, nn.Linear) and one.bias is not None
+            other = biased or getattr(one, "approximate", "none") != "none"
+            if other or (kind not in get_args(of) and kind is not of):
                 raise InputError(
                     "A `SmoothTransformer` should have the parts that it was built of. Found "
-                    f"`{kind.__name__}` among them; put the original back, or merge an adapter."
+                    f"`{one}` among them; put the original back, or merge an adapter."
                 )
 
     def _capped_weights(self) -> Iterator[tuple[Any, str, float]]:
@@ -333,13 +339,12 @@ class SmoothTransformer(nn.Module):
     @property
     def matrices(self) -> list[nn.Parameter]:
         """The parameters of capped matrices, for an optimiser."""
-        found = []
-        for holder, name, _ in self._capped_weights():
-            capped = parametrize.is_parametrized(holder, name)
-            found.append(
-                holder.parametrizations[name].original if capped else getattr(holder, name)
-            )
-        return found
+        return [
+            holder.parametrizations[name].original
+            if parametrize.is_parametrized(holder, name)
+            else getattr(holder, name)
+            for holder, name, _ in self._capped_weights()
+        ]
 
     @property
     def others(self) -> list[nn.Parameter]:
@@ -358,6 +363,7 @@ class SmoothTransformer(nn.Module):
         for holder, name, factor in self._capped_weights():
             cap_singular_values(getattr(holder, name), self.cap * factor)
 
+    @torch.inference_mode(False)
     def sigma(self, input_ids: Tensor, **options: int) -> NormInterval:
         """How far a row of scores moves at one input, in the norm of `bound`.
 
@@ -368,9 +374,14 @@ class SmoothTransformer(nn.Module):
             input_ids: Token ids ``(n,)``, or vectors ``(n, features)``.
             **options: Options of `lipscope.linalg.max_token_norm`.
         """
-        of_ids = isinstance(self.embedding, nn.Embedding)
-        return self._sigma_at(self.tokens(input_ids) if of_ids else input_ids, **options)
+        with torch.no_grad():
+            x = self.tokens(input_ids)
+        if x.ndim != 2:
+            raise InputError(f"`input_ids` should be one input. Found shape {input_ids.shape}.")
+        own, of_ids = copy.deepcopy(self).eval().double(), isinstance(self.embedding, nn.Embedding)
+        return _norm_at(own.scores, x, **options) if of_ids else _norm_at(own, input_ids, **options)
 
+    @torch.inference_mode(False)
     def attack(
         self, num_tokens: int | None = None, *, starts: int = 4, steps: int = 100
     ) -> tuple[float, Float[Tensor, "n d"]]:
@@ -385,32 +396,24 @@ class SmoothTransformer(nn.Module):
         num_tokens = min(16, len(self.positions)) if num_tokens is None else num_tokens
         for name, count in (("num_tokens", num_tokens), ("starts", starts), ("steps", steps)):
             check_count(name, count)
-        of_ids, gen = isinstance(self.embedding, nn.Embedding), start_named(f"{starts} starts")
+        own, gen = copy.deepcopy(self).eval(), start_named(f"{starts} starts")
+        of_ids = isinstance(self.embedding, nn.Embedding)
         width = self.head.in_features if of_ids else self.embedding.in_features
         drawn = torch.randn(2, starts, num_tokens, width, generator=gen, dtype=torch.float64)
         both = drawn.to(self.positions.detach()).requires_grad_()
         adam, most, best = torch.optim.Adam([both], lr=0.1), -math.inf, both[0, 0]
         for step in range(steps):
             adam.param_groups[0]["lr"] = 0.1 * (1 - step / steps)
-            with torch.enable_grad():
-                inside = 0.999 * self.clip(both[0]) if of_ids else both[0]
-                move = both[1] / both[1].norm(dim=-1, keepdim=True)
-                moved = torch.func.jvp(self._moving, (inside,), (move,))[1]
-                found = moved.reshape(starts, -1, moved.shape[-1]).norm(dim=-1).amax(-1)
-                (both.grad,) = torch.autograd.grad(-found.log().sum(), both)
+            inside = 0.999 * own.clip(both[0]) if of_ids else both[0]
+            move = both[1] / both[1].norm(dim=-1, keepdim=True)
+            moved = torch.func.jvp(own.scores if of_ids else own, (inside,), (move,))[1]
+            found = moved.reshape(starts, -1, moved.shape[-1]).norm(dim=-1).amax(-1)
+            (both.grad,) = torch.autograd.grad(-found.log().sum(), both)
             if (value := float(found.detach().max())) > most:
                 most, best = value, inside[int(found.argmax())].detach().clone()
             adam.step()
-        return copy.deepcopy(self).double()._sigma_at(best.double(), dense=0).lower, best
-
-    @property
-    def _moving(self) -> Callable[[Tensor], Tensor]:
-        """The map that `bound` refers to."""
-        return self.scores if isinstance(self.embedding, nn.Embedding) else self
-
-    def _sigma_at(self, x: Float[Tensor, "n d"], **options: int) -> NormInterval:
-        op = linearise(lambda x: self._moving(x[None]).flatten(0, -2), x.detach())
-        return max_token_norm(op, **options)
+        own = own.double()
+        return _norm_at(own.scores if of_ids else own, best, dense=0).lower, best
 
     # --- files
 
@@ -491,6 +494,12 @@ class SmoothTransformer(nn.Module):
         return model.eval()
 
 
+def _norm_at(f: Callable[[Tensor], Tensor], x: Tensor, **options: int) -> NormInterval:
+    x = x.detach().double().clone()
+    check_finite_numbers("scores", f(x[None]))
+    return max_token_norm(linearise(lambda x: f(x[None]).flatten(0, -2), x), **options)
+
+
 def _refuse(other: Sequence[str]) -> None:
     """Refuse weights of another model, by the first of what is other in it."""
     if other:
@@ -541,10 +550,9 @@ def _check(sizes: dict[str, Any]) -> None:
             f"{' and '.join(f'`{n}`' for n in kinds) or 'neither'}."
         )
     check_count(kinds[0], sizes[kinds[0]])
-    if sizes["hidden"] is not None:
-        check_count("hidden", sizes["hidden"])
-    if sizes["cap"] is not None:
-        check_positive("cap", sizes["cap"])
+    for name, check in (("hidden", check_count), ("cap", check_positive)):
+        if sizes[name] is not None:
+            check(name, sizes[name])
     for name, known in (
         ("pool", ("mean", None)),
         ("capped", get_args(Capping)),

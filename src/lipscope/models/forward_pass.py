@@ -14,8 +14,9 @@ import regex
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.modules import module as _hooks
 
-from lipscope.attention import check_as_written
+from lipscope.attention import change_of, check_as_written
 from lipscope.errors import InputError, shown
 from lipscope.models.network import ActivationName, Chain, Network
 from lipscope.models.tracing.calls import Stream, Streams, Trace
@@ -368,12 +369,25 @@ def same(a: Tensor, b: Tensor, rounding: float = _SAME) -> bool:
 # --- what a module says itself
 
 
+def refuse_hooks_for_all() -> None:
+    """Refuse hooks that torch calls around every module."""
+    if _hooks._global_forward_hooks or _hooks._global_forward_pre_hooks:
+        raise InputError(
+            "A network should be computed as its modules are written. Found hooks for all modules "
+            "(`register_module_forward_hook`), which may change it; take them away."
+        )
+
+
 def own_parts(model: nn.Module) -> Network | Chain | None:
     """What a module says itself that it is made of; None if it has no method ``as_network``."""
     model = getattr(model, "_orig_mod", model)  # what `torch.compile` wraps
     give: Any = getattr(model, "as_network", None)
     if not callable(give):
         return None
+    refuse_hooks_for_all()
+    # What is put in place of a method of the module itself is named below, but for `as_network`.
+    for one in [model] if change_of(model) == "hooks" else model.children():
+        check_as_written(one, type(model).__name__)
     patched = {k for k in vars(model) if callable(getattr(type(model), k, None))} - {"as_network"}
     if changed := _changed_since(type(model), "as_network") or patched:
         raise InputError(
@@ -398,5 +412,5 @@ def _changed_since(kind: type[nn.Module], name: str) -> set[str]:
     """What classes redefine of the class from which they have a method."""
     owner = next((one for one in kind.__mro__ if name in vars(one)), kind)
     below = itertools.takewhile(lambda one: one is not owner, kind.__mro__)
-    own = {key for key in vars(owner) if not key.startswith("__")} | {"forward"}
+    own = {key for key in vars(owner) if not key.startswith("__")} | {"forward", "__call__"}
     return own & {key for one in below for key in vars(one)}

@@ -16,13 +16,17 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.modules import module as _hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lipscope.attention import Attention, DotProduct
 from lipscope.errors import InputError
 from lipscope.linalg import start_named
-from lipscope.models.forward_pass import function_of, function_of_map, same
+from lipscope.models.forward_pass import (
+    function_of,
+    function_of_map,
+    refuse_hooks_for_all,
+    same,
+)
 from lipscope.models.network import Branch, Chain, Network, Norm, scaled, with_plain_sums
 from lipscope.models.network_search import (
     Found,
@@ -281,11 +285,7 @@ def _norm(module: nn.Module, built: LayerMap) -> Norm:
 @contextmanager
 def _traced(model: nn.Module, inputs: Inputs, modules: str | None) -> Iterator[Trace]:
     """A pass of a copy in float64."""
-    if _hooks._global_forward_hooks or _hooks._global_forward_pre_hooks:
-        raise InputError(
-            "A network should be computed as its modules are written. Found hooks for all modules "
-            "(`register_module_forward_hook`), which may change it; take them away."
-        )
+    refuse_hooks_for_all()
     with prepared(
         model,
         dtype=torch.float64,
@@ -307,13 +307,19 @@ def _traced(model: nn.Module, inputs: Inputs, modules: str | None) -> Iterator[T
                 f"`{type(model).__name__}` should give the same output every time. Found that its "
                 "forward pass draws random numbers."
             )
+        if record.output is not None and not bool(record.output.isfinite().all()):
+            raise InputError(
+                f"`{type(model).__name__}` should give finite numbers. Found NaN or Inf in its "
+                "output; where every token is padding, or masked for a query, none is left to read."
+            )
         with torch.no_grad():
             plain = first_tensor(checked_call(own, given))
         if record.output is not None and not same(plain, record.output, _AGREES):
             raise InputError(
                 f"`{type(model).__name__}` should give the same output with and without gradients. "
-                "Found another one without, as in inference: `nn.TransformerEncoder` sets padding "
-                "to zero there; leave out padding, or build it with `enable_nested_tensor=False`."
+                "Found another one without, as in inference, where `nn.TransformerEncoder` sets "
+                "padding to zero and passes over hooks and subclasses; turn its fast path off, "
+                "`torch.backends.mha.set_fastpath_enabled(False)`."
             )
         yield record
 

@@ -277,18 +277,10 @@ class _Run:
         moved = self.value > 0
         return torch.where(moved, self.token / torch.where(moved, self.value, 1.0), 1.0)
 
-    def _multiply(
-        self,
-        what: str,
-        weights: Tensor,
-        rows: Tensor | None = None,
-        norm: Tensor | None = None,
-        stream: Tensor | None = None,
-    ) -> None:
-        """Multiply by a further factor."""
+    def _multiply(self, what: str, weights: Tensor, *by: Tensor) -> None:
+        """Multiply by a further factor: of weights, and of rows, norm and stream if there are."""
         one = torch.ones_like(weights)
-        norm, rows = one if norm is None else norm, one if rows is None else rows
-        stream = 0 * one if stream is None else stream
+        rows, norm, stream = by or (one, one, 0 * one)
         own = stream + norm * weights
         kind = what.split(maxsplit=1)[0].removesuffix(",")
         at = self.counts[kind] = self.counts.get(kind, -1) + 1
@@ -320,11 +312,11 @@ class _Run:
             what, found = _feed_name(part) + name, _feed(part, tokens)
             each = found.constant
         else:
-            what = name.removeprefix(" after ") or "identity"
-            found = Constant(tokens.slope, tokens.size)
+            what, found = name[len(" after ") :] or "identity", Constant(tokens.slope, tokens.size)
             each = found.constant
         kept = torch.as_tensor(branch.skip, dtype=torch.float64, device=slope.device).abs()
-        self._multiply(what, found.constant, found.rows, slope, kept)
+        rows = torch.ones_like(slope) if found.rows is None else found.rows
+        self._multiply(what, found.constant, rows, slope, kept)
         token = reach(self.token, kept + reach(slope, each))
         self.token = torch.minimum(token, self.value)  # a token moves by at most the joint move
         radius = found.radius + reach(kept, self.radius)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from lipscope.attention import Attention
+from lipscope.attention import Attention, change_of
 from lipscope.errors import InputError
 from lipscope.linalg import start_named
 from lipscope.models.tracing.recorder import (
@@ -284,7 +284,10 @@ def reader_of(module: nn.Module) -> WeightReader | None:
 
 
 def _unusual(module: nn.Module) -> str:
-    """The part of attention that replaced another (an activation as dropout), or an adapter."""
+    """The part of attention that replaced another (an activation as dropout), or that hooks change.
+
+    Adapters are among the former.
+    """
     own = type_before_parametrizations(module).__module__.split(".")[0]
     packages = ("transformers.", "lipscope.", *(() if own == "torch" else (f"{own}.",)))
 
@@ -294,10 +297,12 @@ def _unusual(module: nn.Module) -> str:
         written = f"{type_before_parametrizations(child).__module__}."
         if isinstance(child, Attention) or is_linear(child) or written.startswith(packages):
             return True
-        torchs = written.startswith("torch.nn.")
+        torchs = written.startswith("torch.nn.") and not isinstance(child, nn.PReLU)
         return torchs and (hasattr(child, "weight") or isinstance(child, _USUAL))
 
     for name, part in module.named_modules():
+        if changed := change_of(part):
+            return f"{changed} in `{type(part).__name__}`"
         known = is_plain(part) if is_linear(part) else "." in name or not name or is_usual(part)
         if not known:
             kind = type_before_parametrizations(part)
@@ -410,8 +415,9 @@ def attention_sites(
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module is attention, by its class name."""
-    return _NAMED.search(type_before_parametrizations(module).__name__) is not None
+    """Whether a module is attention, by its class name, or torch's own under any name."""
+    named = _NAMED.search(type_before_parametrizations(module).__name__) is not None
+    return named or isinstance(module, nn.MultiheadAttention)
 
 
 def _is_whole(module: nn.Module) -> bool:
@@ -495,7 +501,7 @@ def block_of(model: nn.Module, site: str) -> str | None:
 def first_block_of(model: nn.Module, block: str) -> str:
     """Path of the first element in the outermost list with the block.
 
-    Not of an embedding that an ``nn.Sequential`` holds there, directly before its blocks.
+    Not of embeddings, with positions, that an ``nn.Sequential`` holds there before its blocks.
     """
     parts = block.split(".")
     depth = next(i for i, part in enumerate(parts) if part.isdigit())
@@ -506,7 +512,11 @@ def first_block_of(model: nn.Module, block: str) -> str:
 
 
 def _embeds(module: nn.Module) -> bool:
-    return is_linear(module) or isinstance(module, nn.Embedding | nn.Dropout | nn.Identity)
+    """Whether a module is a linear map or embeds: nothing but embeddings, positions, dropout."""
+    alone = nn.Embedding | nn.Dropout | nn.Identity
+    held = [isinstance(one, alone) for one in module.children()]
+    container = bool(held) and all(held) and not module._parameters
+    return is_linear(module) or isinstance(module, alone) or container
 
 
 def _matrices(module: nn.Module) -> int:
