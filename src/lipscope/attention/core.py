@@ -510,34 +510,36 @@ def check_layer(layer: object) -> None:
     check_as_written(layer, type(layer).__name__)
 
 
-_LOOKING = ("torch.nn.utils.", "lipscope.", "transformers.utils.")  # hooks that change nothing
+# Whose hooks change nothing: torch's make a weight before it is used, others load one or look on.
+_LOOKING = ("torch.nn.utils.", "lipscope.", "transformers.utils.")
 
 
 def check_as_written(module: nn.Module, name: str) -> None:
     """Refuse attention that is not computed as its class is written, for no closed form knows."""
-    for one in module.modules():
-        if what := change_of(one):
-            raise InputError(
-                f"`{name}` should be computed as its class is written. Found {what} in "
-                f"`{type(one).__name__}`, which may change it; take that away."
-            )
+    if what := change_of(*module.modules()):
+        raise InputError(
+            f"`{name}` should be computed as its class is written. Found {what}, which may change "
+            "it; take that away."
+        )
 
 
-def change_of(module: nn.Module) -> str:
-    """What a module has beside what its class is written to compute; empty if nothing."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    # Those of torch make a weight before it is used; the others load one, or look on.
-    of = {getattr(h, "__module__", None) or type(h).__module__ for h in hooks}
-    if not all(f"{one}.".startswith(_LOOKING) for one in of):
-        return "hooks"
-    # What moves weights and inputs to a device (accelerate) wraps the method alone.
-    kept = {"forward"} if "_hf_hook" in vars(module) else set[str]()
-    written = {key: getattr(type(module), key, None) for key in vars(module).keys() - kept}
-    own = [k for k, at in written.items() if callable(at) or isinstance(at, Weighting)]
-    parts = _parts(module) if isinstance(module, Attention) else ()
-    kinds = map(type_before_parametrizations, parts)
-    own += [kind.__name__ for kind in kinds if kind not in (Rotary, TokenNorm, Clip)]
-    return f"a `{min(own)}` of its own" if own else ""
+def change_of(*modules: nn.Module) -> str:
+    """What the first changed module has beside what its class computes; empty if nothing."""
+    for module in modules:
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        of = [getattr(one, "func", one) for one in hooks]
+        of = [getattr(one, "__module__", None) or type(one).__module__ for one in of]
+        # What moves weights and inputs to a device (accelerate) wraps the method alone.
+        kept = {"forward"} if "_hf_hook" in vars(module) else set[str]()
+        written = {key: getattr(type(module), key, None) for key in vars(module).keys() - kept}
+        own = [k for k, at in written.items() if callable(at) or isinstance(at, Weighting)]
+        parts = _parts(module) if isinstance(module, Attention) else ()
+        kinds = map(type_before_parametrizations, parts)
+        own += [kind.__name__ for kind in kinds if kind not in (Rotary, TokenNorm, Clip)]
+        if own or not all(f"{one}.".startswith(_LOOKING) for one in of):
+            what = f"a `{min(own)}` of its own" if own else "hooks"
+            return f"{what} in `{type(module).__name__}`"
+    return ""
 
 
 def _parts(layer: Attention) -> list[Any]:

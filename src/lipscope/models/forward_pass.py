@@ -386,7 +386,7 @@ def own_parts(model: nn.Module) -> Network | Chain | None:
         return None
     refuse_hooks_for_all()
     # What is put in place of a method of the module itself is named below, but for `as_network`.
-    for one in [model] if change_of(model) == "hooks" else model.children():
+    for one in [model] if change_of(model).startswith("hooks") else model.children():
         check_as_written(one, type(model).__name__)
     patched = {k for k in vars(model) if callable(getattr(type(model), k, None))} - {"as_network"}
     if changed := _changed_since(type(model), "as_network") or patched:

@@ -50,8 +50,10 @@ class Recorder(contextlib.ExitStack):
         self._thread = None if all_threads else threading.get_ident()
 
     def _seeing(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        own = self._thread
-        return lambda *call: hook(*call) if own in (None, threading.get_ident()) else None
+        thread = self._thread
+        if thread is None:
+            return hook
+        return lambda *call: hook(*call) if threading.get_ident() == thread else None
 
     def before(self, module: nn.Module, hook: Callable[..., Any]) -> Any:
         """Call ``hook(module, args, kwargs)`` before a call; its result replaces the arguments."""

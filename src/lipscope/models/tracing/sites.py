@@ -300,9 +300,9 @@ def _unusual(module: nn.Module) -> str:
         torchs = written.startswith("torch.nn.") and not isinstance(child, nn.PReLU)
         return torchs and (hasattr(child, "weight") or isinstance(child, _USUAL))
 
+    if changed := change_of(*module.modules()):
+        return changed
     for name, part in module.named_modules():
-        if changed := change_of(part):
-            return f"{changed} in `{type(part).__name__}`"
         known = is_plain(part) if is_linear(part) else "." in name or not name or is_usual(part)
         if not known:
             kind = type_before_parametrizations(part)
