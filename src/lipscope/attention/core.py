@@ -527,7 +527,7 @@ def change_of(*modules: nn.Module) -> str:
     """What the first changed module has beside what its class computes; empty if nothing."""
     for module in modules:
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        of = [getattr(one, "func", one) for one in hooks]
+        of = [getattr(one, "func", one) for one in map(inspect.unwrap, hooks)]
         of = [getattr(one, "__module__", None) or type(one).__module__ for one in of]
         # What moves weights and inputs to a device (accelerate) wraps the method alone.
         kept = {"forward"} if "_hf_hook" in vars(module) else set[str]()

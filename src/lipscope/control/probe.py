@@ -18,13 +18,13 @@ from lipscope.models import (
     LoadedModel,
     Sample,
     Trace,
+    are_read,
     attention_sites,
     checked_data,
     closed_form,
     implementation_for,
     inputs_of,
     prepared,
-    reader_of,
     to_device,
     trace,
     why_run,
@@ -172,7 +172,7 @@ class Probe:
     @memory_for("The model's own forward pass")
     def _traced(self, item: Sample) -> Trace:
         sites = attention_sites(self.model, self.modules)
-        closed = all(reader_of(site) for site in sites.values())
+        closed = are_read(sites)
         first = next(self.model.parameters())
         with (
             torch.autocast(first.device.type, enabled=False),

@@ -33,6 +33,7 @@ from lipscope.models import (
     Side,
     Trace,
     adopt_model,
+    are_read,
     as_chosen,
     attention_sites,
     build_map,
@@ -49,7 +50,6 @@ from lipscope.models import (
     margin_of,
     overflows,
     prepared,
-    reader_of,
     remarks_on,
     run_of_blocks,
     to_device,
@@ -148,7 +148,7 @@ class ReadyModel:
         if not self._ready:
             self.check_unchanged()
         sites = attention_sites(model, setting.modules, side=setting.side)
-        closed = setting.fused and all(reader_of(site) for site in sites.values())
+        closed = setting.fused and are_read(sites)
         given = choices(model)
         dtype, device = getattr(torch, setting.dtype), device_of(setting.device)
         if (dtype, device) not in self._copies:

@@ -122,13 +122,13 @@ from lipscope.models.tracing.sites import (
     NotCoveredError as NotCoveredError,
     Scores as Scores,
     Side as Side,
+    are_read as are_read,
     attention_sites as attention_sites,
     block_of as block_of,
     closed_form as closed_form,
     count_of_layers as count_of_layers,
     family as family,
     known_families as known_families,
-    reader_of as reader_of,
     why_run as why_run,
 )
 from lipscope.models.tracing.trace import (

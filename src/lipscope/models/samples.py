@@ -184,7 +184,7 @@ def _count_packed(arguments: Mapping[str, Any]) -> int | None:
 
 def _entry(name: str, value: Any, axis: int, count: int, sample: int) -> Any:
     """The argument of one sample of a batch: its own entry, or the shared value."""
-    at = axis if is_tokens(value) else 0
+    at = axis if axis and is_tokens(value) else 0
     if not isinstance(value, Tensor) or value.ndim <= at or value.shape[at] != count:
         return value
     if name in _PAIRS and value.ndim == 2 and value.shape[0] == value.shape[1] and count > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -281,6 +281,11 @@ def reader_of(module: nn.Module) -> WeightReader | None:
         load_plugins(_PLUGINS)
         reader = _reader_named(kind)
     return None if _unusual(module) else reader
+
+
+def are_read(sites: Mapping[str, nn.Module]) -> bool:
+    """Whether there is a reader for each of these attention modules."""
+    return all(map(reader_of, sites.values()))
 
 
 def _unusual(module: nn.Module) -> str:
