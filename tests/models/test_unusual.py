@@ -400,3 +400,11 @@ def test_hooks_that_change_nothing_leave_the_weights_readable() -> None:
     assert attention._forward_hooks
     accelerate.hooks.add_hook_to_module(attention, accelerate.hooks.AlignDevicesHook("cpu"))
     assert ls.load_model(model).at(ids).certify(0.1).value == pytest.approx(known)
+
+    class Doubling(accelerate.hooks.ModelHook):
+        def post_forward(self, module: nn.Module, output: Any) -> Any:
+            return 2 * output[0], *output[1:]
+
+    accelerate.hooks.add_hook_to_module(attention, Doubling(), append=True)
+    with pytest.raises(InputError, match="`forward` of its own"):
+        ls.load_model(model).at(ids).certify(0.1)

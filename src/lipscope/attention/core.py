@@ -512,6 +512,7 @@ def check_layer(layer: object) -> None:
 
 # Whose hooks change nothing: torch's make a weight before it is used, others load one or look on.
 _LOOKING = ("torch.nn.utils.", "lipscope.", "transformers.utils.")
+_MOVING = "accelerate.hooks.AlignDevicesHook"  # moves weights and inputs to a device
 
 
 def check_as_written(module: nn.Module, name: str) -> None:
@@ -529,15 +530,18 @@ def change_of(*modules: nn.Module) -> str:
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         of = [getattr(one, "func", one) for one in map(inspect.unwrap, hooks)]
         of = [getattr(one, "__module__", None) or type(one).__module__ for one in of]
-        # What moves weights and inputs to a device (accelerate) wraps the method alone.
-        kept = {"forward"} if "_hf_hook" in vars(module) else set[str]()
+        held = vars(module).get("_hf_hook")  # accelerate's, around the method `forward`
+        kinds = [type(one) for one in getattr(held, "hooks", (held,))]
+        moves = all(f"{one.__module__}.{one.__name__}" == _MOVING for one in kinds)
+        kept = {"forward"} if moves else set[str]()
         written = {key: getattr(type(module), key, None) for key in vars(module).keys() - kept}
         own = [k for k, at in written.items() if callable(at) or isinstance(at, Weighting)]
         parts = _parts(module) if isinstance(module, Attention) else ()
         kinds = map(type_before_parametrizations, parts)
         own += [kind.__name__ for kind in kinds if kind not in (Rotary, TokenNorm, Clip)]
-        if own or not all(f"{one}.".startswith(_LOOKING) for one in of):
-            what = f"a `{min(own)}` of its own" if own else "hooks"
+        hooked = not all(f"{one}.".startswith(_LOOKING) for one in of)
+        if hooked or own:
+            what = "hooks" if hooked else f"a `{min(own)}` of its own"
             return f"{what} in `{type(module).__name__}`"
     return ""
 

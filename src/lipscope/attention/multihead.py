@@ -188,10 +188,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         kind = type_before_parametrizations(self)
         fixed = {"__call__", "_call_impl", *vars(MultiheadAttention)} - {"__init__", "extra_repr"}
         below = kind.__mro__[: kind.__mro__.index(MultiheadAttention)]
-        if (
-            changed := {name for one in below for name in vars(one) if callable(vars(one)[name])}
-            & fixed
-        ):
+        own = {name for one in below for name, value in vars(one).items() if callable(value)}
+        if changed := own & fixed:
             raise InputError(
                 f"`{kind.__name__}` should compute what `MultiheadAttention` computes. Found "
                 f"another `{min(changed)}`; give its `attention`, if that is meant."

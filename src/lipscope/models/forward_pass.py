@@ -369,7 +369,7 @@ def same(a: Tensor, b: Tensor, rounding: float = _SAME) -> bool:
 # --- what a module says itself
 
 
-def refuse_hooks_for_all() -> None:
+def refuse_global_hooks() -> None:
     """Refuse hooks that torch calls around every module."""
     if _hooks._global_forward_hooks or _hooks._global_forward_pre_hooks:
         raise InputError(
@@ -384,7 +384,7 @@ def own_parts(model: nn.Module) -> Network | Chain | None:
     give: Any = getattr(model, "as_network", None)
     if not callable(give):
         return None
-    refuse_hooks_for_all()
+    refuse_global_hooks()
     # What is put in place of a method of the module itself is named below, but for `as_network`.
     for one in [model] if change_of(model).startswith("hooks") else model.children():
         check_as_written(one, type(model).__name__)

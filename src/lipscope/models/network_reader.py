@@ -24,7 +24,7 @@ from lipscope.linalg import start_named
 from lipscope.models.forward_pass import (
     function_of,
     function_of_map,
-    refuse_hooks_for_all,
+    refuse_global_hooks,
     same,
 )
 from lipscope.models.network import Branch, Chain, Network, Norm, scaled, with_plain_sums
@@ -285,7 +285,7 @@ def _norm(module: nn.Module, built: LayerMap) -> Norm:
 @contextmanager
 def _traced(model: nn.Module, inputs: Inputs, modules: str | None) -> Iterator[Trace]:
     """A pass of a copy in float64."""
-    refuse_hooks_for_all()
+    refuse_global_hooks()
     with prepared(
         model,
         dtype=torch.float64,
