@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import tempfile
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
 import torch
-from tables import Raw, Section, Target, say, table
+from tables import Raw, Section, Target, say
 
 from lipscope_experiments import reproduce
 from lipscope_experiments.certified.crown import peer
-from lipscope_experiments.certified.decisions import BALLS, PAIRS, SHARES, gaps_of
-from lipscope_experiments.findings import chosen, grouped, ratios
+from lipscope_experiments.certified.decisions import gaps_of
+from lipscope_experiments.findings import chosen, middle, ratios
 
 # What our radius over CROWN's is to reach: model, ball, ratio.
 GOALS = (
@@ -52,58 +50,25 @@ def measure(*, quick: bool) -> Raw:
 
 
 def render(raw: Raw) -> Section:
-    """Radii beside each other and seconds, by ball; then what the attacks on the bounds found."""
+    """Medians of ratios, with the smallest and the largest; the findings' page has the tables."""
     out = Section("Certified decisions")
-    out.add(
-        """Small text classifiers, trained by the benchmark (A: attention alone, N: blocks without
-variance in their norms, S: with standard LayerNorm; then the number of blocks; 8 tokens, d = 32,
-ReLU and two licences to tell apart unless the name says otherwise), and DeepT's certifiably trained
-networks on sentences of SST. l2 balls of the embeddings, float64; seconds are a processor's.
-Medians over inputs, in brackets the range. *CROWN* and *IBP* are auto_LiRPA's, to 2 % like ours;
-the attack's radius is that of the smallest flip found; the one token that moves is that of the
-largest gradient."""
-    )
-    seconds = [f"seconds, {who}" for who in ("ours", "CROWN", "attack")]
-    for ball, words in BALLS.items():
-        rows = []
-        for name, mine in grouped(chosen(raw, ball=ball), "name"):
-            over = [_spread(ratios(mine, *pair)) for pair in PAIRS]
-            times = [_spread([r[k] for r in mine if k in r]) for k in seconds]
-            attack = _spread([r["attack"] for r in mine])
-            rows.append([name, f"{mine[0]['accuracy']:.2f}", len(mine), attack, *over, *times])
-        heads = ["accuracy", "inputs", "attack", *(" / ".join(pair) for pair in PAIRS)]
-        out.add(table([f"l2, {words}", *heads, *seconds], rows))
-    out.add(
-        """The least margin found in balls of some shares of our radius, less the certified lower
-bound there, over the margin at the input; the least over inputs and balls. Below 0 the bound would
-be wrong."""
-    )
-    rows = []
-    for name, mine in grouped(raw, "name"):
-        gaps = zip(*map(gaps_of, mine), strict=True)
-        least = [min((g for g in some if g is not None), default=math.nan) for some in gaps]
-        rows.append([name, sum(r["points"] for r in mine), *(f"{g:.3f}" for g in least)])
-    out.add(table(["model", "points", *(f"{s:g}" for s in SHARES)], rows))
+    out.add("The findings `certified/decisions`, of the same records, say what was run, in tables.")
     for name, ball, goal in GOALS:
-        found = ratios(chosen(raw, name=name, ball=ball), "ours", "CROWN")
+        mine = chosen(raw, name=name, ball=ball)
+        radii, seconds = (
+            ratios(mine, "ours", "CROWN"),
+            ratios(mine, "seconds, ours", "seconds, CROWN"),
+        )
         about = f"{name}, {ball}: certified radius over CROWN's, median, at least {goal:g}"
-        reached = median(found) >= goal if found else None
-        out.targets.append(Target(about, _spread(found), reached))
-    for name, ball, _ in GOALS:
-        found = ratios(chosen(raw, name=name, ball=ball), "seconds, ours", "seconds, CROWN")
+        out.targets.append(Target(about, middle(radii), median(radii) >= goal if radii else None))
         about = f"{name}, {ball}: seconds over CROWN's, median, at most 1"
-        reached = median(found) <= 1 if found else None
-        out.targets.append(Target(about, _spread(found), reached))
+        out.targets.append(
+            Target(about, middle(seconds), median(seconds) <= 1 if seconds else None)
+        )
     worst = min(gap for r in raw for gap in gaps_of(r) if gap is not None)
     about = "certified lower bounds of the margin above a margin found: none"
     out.targets.append(Target(about, f"least gap {worst:.3g}", worst >= 0))
     return out
-
-
-def _spread(values: Sequence[float]) -> str:
-    if not values:
-        return "–"
-    return f"{median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
 
 
 def main() -> None:

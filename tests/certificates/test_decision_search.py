@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from lipscope import DotProduct
-from lipscope.certificates import NetworkBall, certify_network
-from lipscope.certificates.network_decision import _Question
+from lipscope.certificates import DecisionSearch, NetworkBall, certify_network
 from lipscope.errors import InputError
 from lipscope.models import Branch, Feed, Network, Norm
 
@@ -97,13 +96,13 @@ def test_few_radii_are_tried_whatever_is_lost(
     def holds(radius: float) -> bool:
         return 1 - radius / far > loss(radius)
 
-    def least(asked: _Question, _: object, radius: float, __: object) -> tuple[float, int]:
+    def least(asked: DecisionSearch, _: object, radius: float, __: object) -> tuple[float, int]:
         tried.append(radius)
         rival = asked.others[0]
         return (1 - radius / far - loss(radius)) * float(asked.margins[rival]), rival
 
     monkeypatch.setattr("lipscope.certificates.network_decision._least", least)
-    monkeypatch.setattr(_Question, "smallest_flip", lambda *_: far)
+    monkeypatch.setattr(DecisionSearch, "smallest_flip", lambda *_: far)
     found = certify_network(three_classes(), X)
     low, high = 0.0, far
     for _ in range(60):
@@ -154,7 +153,7 @@ def test_an_anchor_keeps_its_distance_to_the_best_though_another_becomes_the_bes
     monkeypatch,
 ) -> None:
     """Bounds over the margin by anchor, as they stood at three radii of a network."""
-    asked = _Question(three_classes(), X, "joint", torch.ones(2, dtype=torch.bool), lambda _: None)
+    asked = DecisionSearch(three_classes(), X, "joint", torch.ones(2, dtype=torch.bool))
     rival = asked.others[0]
     move, margin = torch.ones(4, dtype=F64), float(asked.margins[rival])
     known, anchors = dict[float, float](), list[float]()

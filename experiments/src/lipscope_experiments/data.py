@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ _HELD = 64  # windows of the held-out part
 _FOLDER = "LIPSCOPE_DEEPT"  # the environment variable that names what is not shipped
 WORDS = 16
 """How many words of a sentence are read, the first ones."""
+LICENCES = tuple(Path("/usr/share/common-licenses", name) for name in ("GPL-3", "MPL-2.0"))
+_SEGMENT, _STRIDE, _MOST = 200, 3, 12_000  # words: of a segment, between windows, of a text
 _DIGITS = 1347  # to train on, of 1,797; the others are by other writers
 
 
@@ -187,6 +191,23 @@ def first_words(folder: Path) -> Task:
     pairs = ([(as_ids(words), label) for words, label in part] for part in parts)
     (x, y), (tested, labels) = (map(torch.tensor, zip(*some, strict=True)) for some in pairs)
     return Task((x, y), (tested, labels), len(index) + 2)
+
+
+def windows_of_words(texts: Sequence[str], n: int) -> Task:
+    """Windows of n words with the text that they are of; every fifth segment is held out."""
+    found = [re.findall(r"[a-z]+|[^\sa-z]", text.lower())[:_MOST] for text in texts]
+    counts = Counter(itertools.chain(*found))
+    index = {word: i + 1 for i, (word, k) in enumerate(counts.most_common()) if k >= 3}
+    parts: tuple[list[tuple[Tensor, Tensor]], ...] = ([], [])
+    for label, words in enumerate(found):
+        ids = torch.tensor([index.get(word, 0) for word in words])
+        segments = ids.unfold(0, _SEGMENT, _SEGMENT)[:, :-1].unfold(1, n, _STRIDE)
+        held = torch.arange(len(segments)) % 5 == 4
+        for part, some in zip(parts, (~held, held), strict=True):
+            windows = segments[some].flatten(0, 1)
+            part.append((windows, torch.full((len(windows),), label)))
+    (x, y), (tested, labels) = (map(torch.cat, zip(*part, strict=True)) for part in parts)
+    return Task((x, y), (tested, labels), len(index) + 1)
 
 
 def digits() -> Task:

@@ -12,10 +12,13 @@ from torch.optim import AdamW, Muon
 from torch.overrides import TorchFunctionMode
 
 from lipscope import SmoothTransformer
+from lipscope_experiments.data import Task
 
 SHARPER = 8.0
 """What scores are multiplied by in a loss: caps would leave them small, and answers unsure."""
-_RATES = (0.1, 0.01)  # of Muon and of AdamW, the largest
+RATE = 0.01
+"""The largest rate of AdamW, unless another is given."""
+_MUON = 0.1  # the largest rate of Muon
 
 
 @contextlib.contextmanager
@@ -26,10 +29,12 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def train(model: Any, loss_of: Callable[[], Tensor], steps: int) -> Iterator[tuple[int, float]]:
+def train(
+    model: Any, loss_of: Callable[[], Tensor], steps: int, rate: float = RATE
+) -> Iterator[tuple[int, float]]:
     """Muon on the matrices, AdamW on the rest, rates that fall to zero; steps and losses.
 
-    Of a module that has no caps AdamW trains all.
+    Of a module that has no caps AdamW trains all. ``rate``: its largest one.
     """
     capped = isinstance(model, SmoothTransformer)
     optimisers: list[Any] = [
@@ -37,10 +42,11 @@ def train(model: Any, loss_of: Callable[[], Tensor], steps: int) -> Iterator[tup
     ]
     if capped:
         optimisers.insert(0, Muon(model.matrices, weight_decay=0.0))
+    rates = (_MUON, rate)[-len(optimisers) :]
     for step in range(steps):
         loss = loss_of()
-        for optimiser, rate in zip(optimisers, _RATES[-len(optimisers) :], strict=True):
-            optimiser.param_groups[0]["lr"] = rate * (1 - step / steps)
+        for optimiser, most in zip(optimisers, rates, strict=True):
+            optimiser.param_groups[0]["lr"] = most * (1 - step / steps)
             optimiser.zero_grad()
         loss.backward()
         with _Float32():
@@ -49,6 +55,21 @@ def train(model: Any, loss_of: Callable[[], Tensor], steps: int) -> Iterator[tup
         if capped:
             model.cap_weights()
         yield step + 1, float(loss.detach())
+
+
+def fit(
+    model: nn.Module, of: Task, steps: int, rate: float, seed: int = 0, sharper: float = 1.0
+) -> nn.Module:
+    """Train a classifier on batches of 64, by the cross-entropy of its scores times a factor."""
+    (x, y), gen = of.train, torch.Generator().manual_seed(seed)
+
+    def loss() -> Tensor:
+        some = torch.randint(len(y), (64,), generator=gen)
+        return nn.functional.cross_entropy(sharper * model(x[some]), y[some])
+
+    for _ in train(model, loss, steps, rate):
+        pass
+    return model.eval()
 
 
 class _Float32(TorchFunctionMode):

@@ -13,6 +13,7 @@ from lipscope.certificates.map_ball import certify_map as certify_map
 from lipscope.certificates.margin import NetworkBall as NetworkBall
 from lipscope.certificates.network_decision import (
     DecisionBall as DecisionBall,
+    DecisionSearch as DecisionSearch,
     NetworkCertificate as NetworkCertificate,
     certify_network as certify_network,
     check_memory as check_memory,

@@ -78,8 +78,8 @@ class NetworkCertificate(Shown):
     stopped: bool = False  # interrupted: a larger radius may be provable
 
 
-class _Question:
-    """A network at a centre, its decision, and the moving tokens."""
+class DecisionSearch:
+    """A decision at a centre: margins in balls of moves of some tokens, and their bounds."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class _Question:
         x: Float[Tensor, "n d"],
         ball: DecisionBall,
         tokens: Tensor,
-        progress: Callable[[str], None],
+        progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.ball: DecisionBall = ball
         self.progress, self.line = progress, ""
@@ -100,7 +100,7 @@ class _Question:
         self.count = int(tokens.sum())
         # a Frobenius ball that contains the product of balls
         self.wide = self.count**0.5 if ball == "each" else 1.0
-        apart = self._gradients().norm(dim=-1)
+        apart = self.gradients().norm(dim=-1)
         self.slopes = apart.sum(-1) if ball == "each" else apart.norm(dim=-1)
         quotient = self.margins / self.slopes.clamp_min(1e-300)
         self.others.sort(key=lambda c: float(quotient[c]))
@@ -116,7 +116,7 @@ class _Question:
         self.line = self.line if line is None else line
         self.progress(self.line)
 
-    def _gradients(self) -> Float[Tensor, "c s d"]:
+    def gradients(self) -> Float[Tensor, "c s d"]:
         """Gradients of all margins in the moving tokens."""
         head, few = self.net.head, len(self.net.head) <= self.net.head.shape[1]
         found = jacobian(self.net if few else self.net.pooled, self.x)[:, self.tokens]
@@ -157,11 +157,6 @@ class _Question:
     ) -> tuple[float, Tensor]:
         """The smallest margin found in the ball, with its move, by normalised gradient descent."""
         generator = torch.Generator().manual_seed(rival)
-
-        def margins(e: Tensor) -> Tensor:
-            scores = self.net(self._moved(e))
-            return scores[..., self.label] - scores[..., rival]
-
         size = starts, self.count, self.x.shape[1]
         e = torch.randn(size, generator=generator, dtype=self.x.dtype)
         e[0] = 0.0
@@ -171,17 +166,19 @@ class _Question:
         for k in range(steps):
             self.tell()
             e = e.detach().requires_grad_(True)
-            (g,) = torch.autograd.grad(margins(e).sum(), e)
+            (g,) = torch.autograd.grad(self.margin(e, rival).sum(), e)
             step = radius * 0.5 * 0.02 ** (k / steps)
             e = self.project(e.detach() - step * g / (self._sizes(g) + 1e-300), radius)
-        found = margins(e)
+        found = self.margin(e, rival)
         found = found.where(found.isfinite(), math.inf)  # an overflow is not a flip
         best = int(found.argmin())
         return float(found[best]), e[best].flatten()
 
-    def _moved(self, e: Float[Tensor, "b s d"]) -> Float[Tensor, "b n d"]:
+    def margin(self, e: Float[Tensor, "b s d"], rival: int) -> Float[Tensor, " b"]:
+        """The margin after each of some moves."""
         index = self.tokens.nonzero()[:, 0]
-        return self.x.expand(len(e), -1, -1).index_add(1, index, e)
+        scores = self.net(self.x.expand(len(e), -1, -1).index_add(1, index, e))
+        return scores[..., self.label] - scores[..., rival]
 
     def smallest_flip(self, rival: int, above: float) -> float | None:
         """Norm of the smallest move found that lets a rival win; none below ``above``."""
@@ -295,7 +292,7 @@ def certify_network(
         raise InputError("A decision should be between two classes at least. Found one score.")
     check_memory(net, x.shape, int(tokens.sum()), ball)
     with few_threads(x.numel(), _SMALL):
-        asked = _Question(net, x.double(), ball, tokens, progress)
+        asked = DecisionSearch(net, x.double(), ball, tokens, progress)
         found = _Found(asked.others[0])
         if before is not None:
             found = _Found(asked.others[0], before.radius, before.attack, before.bound)
@@ -363,7 +360,7 @@ def _bytes_needed(net: Network, shape: tuple[int, ...], count: int) -> int:
     return 8 * (moving**2 * (_MATRICES + n) + pairs + len(net.head) * n * d)
 
 
-def _search(asked: _Question, found: _Found) -> None:
+def _search(asked: DecisionSearch, found: _Found) -> None:
     """Find the radius, the rival that limits it, the smallest flip, and the kind of proof."""
     if not float(min(asked.margins[c] for c in asked.others)) > asked.rounding:
         found.radius, found.attack = 0.0, 0.0
@@ -453,7 +450,7 @@ def _crossing(size: float, lost: float, power: float, most: float, end: float) -
 
 
 def _least(
-    asked: _Question, known: _Found, radius: float, moves: dict[int, Tensor]
+    asked: DecisionSearch, known: _Found, radius: float, moves: dict[int, Tensor]
 ) -> tuple[float, int]:
     """The smallest lower bound of a margin within a radius, as far as needed, and its rival."""
     rivals, least = asked.others, (math.inf, asked.others[0])

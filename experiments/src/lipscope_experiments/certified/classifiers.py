@@ -1,166 +1,109 @@
-"""Small text classifiers, trained here in seconds or by DeepT, as networks of parts."""
+"""Small text classifiers as modules of torch, trained here in seconds, or by DeepT."""
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from lipscope.attention import Clip, DotProduct
-from lipscope.models import ACTIVATIONS, ActivationName, Branch, Feed, Network, Norm
-from lipscope_experiments.data import Task, sentences
+from lipscope import MultiheadAttention
+from lipscope.control import MeanPool
+from lipscope.models import Branch, Chain, Feed, Network, Norm, read_network
+from lipscope_experiments.data import sentences, windows_of_words
+from lipscope_experiments.training import fit, seeded
 
-LICENCES = tuple(Path("/usr/share/common-licenses", name) for name in ("GPL-3", "MPL-2.0"))
-SHOWN = 10  # test windows of a model that are certified and attacked
-_SEGMENT, _STRIDE, _MOST = 200, 3, 12_000  # words: of a segment, between windows, of a text
+SHOWN = 10  # test inputs of a model that are certified and attacked
+_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_LONGEST = {1: 16, 3: 12}  # tokens, by blocks: a certificate of three takes minutes, and gigabytes
+_NAMES = {  # DeepT's, and those of a `_Block` in a sequence
+    r"bert\.encoder\.layer\.": "",
+    r"attention\.output\.LayerNorm": "norm1",
+    r"attention\.(?:self\.)?(\w+)(?:\.dense)?\.weight": r"attention.\1",
+    r"attention\.(?:self\.)?(\w+)(?:\.dense)?\.bias": r"attention.\1_bias",
+    r"intermediate\.dense": "feed.0",
+    r"output\.dense": "feed.2",
+    r"output\.LayerNorm": "norm2",
+}
 
-Linear = tuple[Tensor, Tensor | None]
-"""Weight and bias."""
 
-
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """What to train: kind A (attention), N (norms without variance) or S (LayerNorm), and sizes.
 
     >>> Recipe.of("S2-n16-gelu")
-    Recipe(kind='S', blocks=2, n=16, d=32, activation='gelu')
+    Recipe(kind='S', blocks=2, n=16, d=32, gelu=True)
     """
 
     kind: str = "N"
     blocks: int = 1
     n: int = 8
     d: int = 32
-    activation: ActivationName = "relu"
+    gelu: bool = False
 
     @classmethod
     def of(cls, name: str) -> Recipe:
         """A recipe by its name."""
         first, *rest = name.split("-")
         sizes = {w[0]: int(w[1:]) for w in rest if w[1:].isdigit()}
-        activation: ActivationName = "gelu" if "gelu" in rest else "relu"
-        return cls(first[0], int(first[1:]), **sizes, activation=activation)
+        return cls(first[0], int(first[1:]), **sizes, gelu="gelu" in rest)
+
+    def body(self, *ends: nn.Module) -> nn.Sequential:
+        """Blocks, with weights as they are first drawn, before what reads the last one."""
+        blocks = [_Block(self) for _ in range(self.blocks)]
+        parts = [one.attention for one in blocks] if self.kind == "A" else blocks
+        return nn.Sequential(*parts, *ends, nn.Linear(self.d, 2))
 
 
-# --- networks in torch's own operations, as they are trained and as auto_LiRPA reads them
+class _CentredNorm(nn.Module):
+    """``γ (x - mean(x)) + β`` of every token: a norm without variance."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(d)), nn.Parameter(torch.zeros(d))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x - x.mean(-1, keepdim=True)) + self.bias
 
 
-def first_maps(branch: Branch) -> list[Linear]:
-    """The linear maps by which a branch reads the stream.
+class _Block(nn.Module):
+    """Attention and a network, each added to the stream, with a norm after the sum."""
 
-    Raises:
-        NotImplementedError: For a part that is not written here in operations of torch.
-    """
-    part = branch.part
-    if isinstance(part, Feed) and part.gate is None:
-        return [(part.inner, part.inner_bias)]
-    if isinstance(part, DotProduct) and part.output is not None and not part.causal:
-        names = ("query", "key", "value")
-        return [(getattr(part, name), getattr(part, f"{name}_bias")) for name in names]
-    if part is not None:
-        raise NotImplementedError(f"no form of {type(part).__name__}")
-    return []
+    def __init__(self, of: Recipe) -> None:
+        super().__init__()
+        norm = nn.LayerNorm if of.kind == "S" else _CentredNorm
+        bend, wide = nn.GELU() if of.gelu else nn.ReLU(), 2 * of.d
+        self.attention = MultiheadAttention(of.d, 4).attention
+        self.norm1, self.norm2 = norm(of.d), norm(of.d)
+        self.feed = nn.Sequential(nn.Linear(of.d, wide), bend, nn.Linear(wide, of.d))
 
-
-def scores(network: Network, x: Tensor, known: Sequence[Tensor] = ()) -> Tensor:
-    """The scores ``(b, c)`` of a network at tokens ``(b, n, d)``.
-
-    ``known``: what the maps that read ``x`` first give, if that is there already.
-    """
-    for branch in network.branches:
-        x, known = _stream_after(branch, x, known), ()
-    x = (network.share[:, None] * x).sum(1, keepdim=True)
-    for branch in network.tail:
-        x = _stream_after(branch, x)
-    return nn.functional.linear(x[:, 0], network.head, network.bias)
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + self.attention(x))
+        return self.norm2(x + self.feed(x))
 
 
-def _stream_after(branch: Branch, x: Tensor, known: Sequence[Tensor] = ()) -> Tensor:
-    part, norm, y = branch.part, branch.norm, x
-    assert not isinstance(norm, Clip)
-    if norm is not None:
-        y = x - x.mean(-1, keepdim=True) if norm.centred else x
-        if norm.scaled:
-            # As a power: of a product of two factors, as `Norm` has it, CROWN's bound is looser.
-            y = y / torch.sqrt(y.pow(2).mean(-1, keepdim=True) + norm.eps)
-        y = norm.weight * y + norm.bias
-    read = known or [nn.functional.linear(y, *one) for one in first_maps(branch)]
-    if isinstance(part, DotProduct):
-        q, k, v = (one.unflatten(-1, (part.num_heads, -1)).transpose(1, 2) for one in read)
-        p = (q @ k.transpose(-1, -2) / (1 / part.scale)).softmax(-1)
-        assert part.output is not None
-        y = nn.functional.linear((p @ v).transpose(1, 2).flatten(2), part.output, part.output_bias)
-    elif isinstance(part, Feed):
-        hidden = ACTIVATIONS[part.activation](read[0])
-        y = nn.functional.linear(hidden, part.outer, part.outer_bias)
-    return x + y if branch.skip else y
+class _Embedded(nn.Module):
+    """Vectors of words and places."""
+
+    def __init__(self, vocabulary: int, n: int, d: int) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(vocabulary, d), nn.Parameter(0.1 * torch.randn(n, d))
+        nn.init.normal_(self.words.weight, std=0.5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.words(ids) + self.places
 
 
-# --- weights by DeepT's names, drawn here or its own
+class _First(nn.Module):
+    """The first token."""
 
-_LAYER = "bert.encoder.layer.{}."
-_ATTENTION = [
-    f"attention.{one}" for one in ("self.query", "self.key", "self.value", "output.dense")
-]
-_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-_LONGEST = {1: 16, 3: 12}  # tokens, by blocks: a certificate of three takes minutes, and gigabytes
-
-
-def first_weights(recipe: Recipe) -> dict[str, Tensor]:
-    """Weights to train, drawn as `torch.nn.Linear` does, part after part."""
-    d, found = recipe.d, dict[str, Tensor]()
-    parts: dict[str, tuple[int, ...]] = dict.fromkeys(_ATTENTION, (d, d))
-    parts |= {"attention.output.LayerNorm": (d,), "intermediate.dense": (d, 2 * d)}
-    parts |= {"output.dense": (2 * d, d), "output.LayerNorm": (d,)}
-    layers = map(_LAYER.format, range(recipe.blocks))
-    drawn = [(layer + name, sizes) for layer in layers for name, sizes in parts.items()]
-    if recipe.kind == "A":  # its attention is drawn once more, after a whole block
-        drawn += drawn[: len(_ATTENTION)]
-    for name, sizes in (*drawn, ("classifier", (d, 2))):
-        part = nn.Linear(sizes[0], sizes[1]) if len(sizes) > 1 else nn.LayerNorm(d)
-        found |= part.state_dict(prefix=f"{name}.")
-    return found
-
-
-def network_of(weights: Mapping[str, Tensor], recipe: Recipe, n: int) -> Network:
-    """The network of these weights for ``n`` tokens, to two scores: blocks, mean pool, linear head.
-
-    With ``linear_in``, as in DeepT's networks, a linear map and a norm stand before the blocks, and
-    the first token is read through a tanh pooler.
-    """
-
-    def of(name: str) -> tuple[Tensor, Tensor]:
-        return weights[f"{name}.weight"], weights[f"{name}.bias"]
-
-    head, bias = of("classifier")
-
-    def norm(name: str) -> Branch:
-        return Branch(norm=Norm(*of(f"{name}LayerNorm"), scaled=recipe.kind == "S"), skip=False)
-
-    def map_alone(name: str, activation: ActivationName) -> Branch:
-        nothing = torch.eye(recipe.d).to(head), torch.zeros(recipe.d).to(head)  # a second map
-        return Branch(Feed(*of(name), *nothing, activation), skip=False)
-
-    share, branches, tail = torch.full((n,), 1 / n).to(head), list[Branch](), ()
-    if "linear_in.weight" in weights:
-        branches += [map_alone("linear_in", "identity"), norm("")]
-        share, tail = torch.eye(n)[0].to(head), (map_alone("bert.pooler.dense", "tanh"),)
-    for at in map(_LAYER.format, range(recipe.blocks)):
-        (q, q0), (k, k0), (v, v0), (o, o0) = (of(at + name) for name in _ATTENTION)
-        part = DotProduct(
-            q, k, v, o, heads=4, query_bias=q0, key_bias=k0, value_bias=v0, output_bias=o0
-        )
-        branches.append(Branch(part, skip=recipe.kind != "A"))
-        if recipe.kind != "A":
-            wide = *of(f"{at}intermediate.dense"), *of(f"{at}output.dense")
-            feed = Branch(Feed(*wide, recipe.activation))
-            branches += [norm(f"{at}attention.output."), feed, norm(f"{at}output.")]
-    return Network(tuple(branches), share, head, bias, tail=tail)
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, 0]
 
 
 @dataclass(frozen=True)
@@ -168,85 +111,72 @@ class Trained:
     """A classifier in float64 and the inputs it is asked about, all classified correctly."""
 
     recipe: Recipe
-    weights: Mapping[str, Tensor]
+    body: nn.Module  # from a stream (b, n, d) to two scores
     inputs: list[Tensor]  # embedded, (n, d) each
     labels: list[int]
-    accuracy: float  # on the test windows
+    accuracy: float  # on the test inputs
+    front: tuple[Branch, ...] = ()  # from embedded tokens to the stream
+
+    def network(self, x: Float[Tensor, "n d"]) -> Network:
+        """What lipscope reads at an input."""
+        network, _ = read_network(self.body, (Chain(self.front)(x)[None],))
+        assert isinstance(network, Network)
+        return replace(network, branches=self.front + network.branches)
 
     @classmethod
     def of(cls, recipe: Recipe, texts: Sequence[str], steps: int = 300) -> Trained:
-        """Train a recipe.
+        """Train a recipe: blocks, mean pool, linear head.
 
-        Adam on float32, cosine decay; every fifth segment of 200 words is held out. The inputs are
-        the first of the test windows in an order drawn with seed 0.
+        The inputs are the first of the test windows in an order drawn with seed 0.
         """
-        of = _windows(texts, recipe.n)
-        torch.manual_seed(0)
-        words, weights = nn.Embedding(of.vocabulary, recipe.d), first_weights(recipe)
-        nn.init.normal_(words.weight, std=0.5)
-        places = nn.Parameter(0.1 * torch.randn(recipe.n, recipe.d))
-        network = network_of(weights, recipe, recipe.n)
-        (ids, labels), source = of.train, torch.Generator().manual_seed(0)
-        learnt = [one.requires_grad_() for one in weights.values()]
-        adam = torch.optim.Adam([words.weight, *learnt, places], 2e-3)
-        decay = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
-        for _ in range(steps):
-            some = torch.randint(len(ids), (64,), generator=source)
-            found = scores(network, words(ids[some]) + places)
-            adam.zero_grad()
-            nn.functional.cross_entropy(found, labels[some]).backward()
-            adam.step()
-            decay.step()
-        weights = {name: one.detach().double() for name, one in weights.items()}
-        ids, labels = of.test
+        of, drawn = windows_of_words(texts, recipe.n), torch.Generator().manual_seed(0)
+        with seeded(0):
+            entry = _Embedded(of.vocabulary, recipe.n, recipe.d)
+            body = recipe.body(MeanPool())
+        model, (ids, labels) = fit(nn.Sequential(entry, body), of, steps, 2e-3).double(), of.test
         with torch.no_grad():
-            x = words.double()(ids) + places.double()
-            right = scores(network_of(weights, recipe, recipe.n), x).argmax(1) == labels
-        order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
-        shown = order[right[order]][:SHOWN]
-        accuracy = float(right.double().mean())
-        return cls(recipe, weights, list(x[shown]), labels[shown].tolist(), accuracy)
+            right = model(ids).argmax(1) == labels
+            order = torch.randperm(len(ids), generator=drawn)
+            shown = order[right[order]][:SHOWN]
+            x, accuracy = [*entry(ids[shown])], float(right.double().mean())
+        return cls(recipe, body, x, labels[shown].tolist(), accuracy)
 
     @classmethod
     def deept(cls, folder: Path, blocks: int) -> Trained:
         """A certifiably trained network of Bonaert et al. (2021), from a folder not shipped.
 
-        The inputs are the first sentences of its SST test set that have at most 16 tokens, of three
-        blocks 12, and are classified correctly; accuracy is that on its first 400 sentences.
+        A linear map and a norm stand before the blocks, and the first token is read through a tanh
+        pooler. The inputs are the first sentences of its SST test set that have at most 16 tokens,
+        of three blocks 12, and are classified correctly; accuracy is that on its first 400.
         """
         path = folder / {1: "smaller_1.ckpt", 3: "bert_smaller3.ckpt"}[blocks]
         stored = torch.load(path, map_location="cpu", weights_only=True)
-        recipe, held = Recipe("N", blocks, d=64), stored["state_dict_model_from_embeddings"]
-        weights = {name: one.double() for name, one in held.items()}
         word, position, kind = (t.double() for t in stored["state_dict_embeddings"].values())
+        held = {k: t.double() for k, t in stored["state_dict_model_from_embeddings"].items()}
+        recipe, eye = Recipe("N", blocks, d=word.shape[1]), torch.eye(word.shape[1]).double()
+        first = [
+            f"{one}.{kind}" for one in ("linear_in", "LayerNorm") for kind in ("weight", "bias")
+        ]
+        weight, bias, *scales = map(held.pop, first)
+        entry = Feed(weight, bias, eye, 0 * eye[0], "identity")
+        front = Branch(entry, skip=False), Branch(norm=Norm(*scales, scaled=False), skip=False)
+        body = recipe.body(_First(), nn.Linear(len(eye), len(eye)), nn.Tanh()).double().eval()
+        names = {r"bert\.pooler\.dense": f"{blocks + 1}", "classifier": f"{blocks + 3}", **_NAMES}
+        for theirs, own in names.items():
+            held = {re.sub(theirs, own, name): t for name, t in held.items()}
+        body.load_state_dict(held)
         counts = Counter(w for words, _ in sentences(folder, "train") for w in words)
-        names = [*_SPECIAL, *(w for w, k in counts.items() if k > 1)]
-        if len(names) != len(word):
-            raise AssertionError(f"{len(names)} words, {len(word)} embeddings")
-        index = {name: i for i, name in enumerate(names)}
+        vocabulary = [*_SPECIAL, *(w for w, k in counts.items() if k > 1)]
+        if len(vocabulary) != len(word):
+            raise AssertionError(f"{len(vocabulary)} words, {len(word)} embeddings")
+        index = {name: i for i, name in enumerate(vocabulary)}
         asked, right = sentences(folder, "test")[:400], list[tuple[Tensor, int]]()
         for words, label in asked:
             ids = [index.get(w, 1) for w in ("[CLS]", *words, "[SEP]")]
             x = word[ids] + position[: len(ids)] + kind[0]
-            if int(scores(network_of(weights, recipe, len(x)), x[None]).argmax()) == label:
-                right.append((x, label))
+            with torch.no_grad():
+                answer = int(body(Chain(front)(x)[None]).argmax())
+            right += [(x, label)] if answer == label else []
         shown = [one for one in right if len(one[0]) <= _LONGEST[blocks]][:SHOWN]
         inputs, labels = ([*some] for some in zip(*shown, strict=True))
-        return cls(recipe, weights, inputs, labels, len(right) / len(asked))
-
-
-def _windows(texts: Sequence[str], n: int) -> Task:
-    """Windows of n words with the text that they are of."""
-    found = [re.findall(r"[a-z]+|[^\sa-z]", text.lower())[:_MOST] for text in texts]
-    counts = Counter(itertools.chain(*found))
-    index = {word: i + 1 for i, (word, k) in enumerate(counts.most_common()) if k >= 3}
-    parts: tuple[list[tuple[Tensor, Tensor]], ...] = ([], [])
-    for label, words in enumerate(found):
-        ids = torch.tensor([index.get(word, 0) for word in words])
-        segments = ids.unfold(0, _SEGMENT, _SEGMENT)[:, :-1].unfold(1, n, _STRIDE)
-        held = torch.arange(len(segments)) % 5 == 4
-        for part, some in zip(parts, (~held, held), strict=True):
-            windows = segments[some].flatten(0, 1)
-            part.append((windows, torch.full((len(windows),), label)))
-    (x, y), (tested, labels) = (map(torch.cat, zip(*part, strict=True)) for part in parts)
-    return Task((x, y), (tested, labels), len(index) + 1)
+        return cls(recipe, body, inputs, labels, len(right) / len(asked), front)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 
 import torch
@@ -15,19 +13,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope import InputError
-from lipscope.attacks import of_size
-from lipscope.certificates import DecisionBall, NetworkBall, certify_network
+from lipscope.certificates import DecisionBall, DecisionSearch
 from lipscope.charts import Panel, Series
-from lipscope.models import check_network
-from lipscope_experiments.certified.classifiers import LICENCES, Recipe, Trained, network_of, scores
-from lipscope_experiments.certified.crown import peer, peer_radius
-from lipscope_experiments.data import folder_for
+from lipscope_experiments.certified.classifiers import Recipe, Trained
+from lipscope_experiments.certified.crown import compared, peer
+from lipscope_experiments.data import LICENCES, folder_for
 from lipscope_experiments.experiment import Study, experiment
-from lipscope_experiments.findings import Record, chosen, grouped, middle, ratios
+from lipscope_experiments.findings import Record, Value, chosen, grouped, middle, ratios
 
 BALLS: dict[DecisionBall, str] = {"joint": "all tokens move", "token": "one token moves"}
 SHARES = (0.4, 0.8, 1.0, 1.15, 1.4)  # of our radius: where its lower bound is attacked
-PAIRS = (("ours", "CROWN"), ("ours", "attack"), ("CROWN", "attack"), ("IBP", "attack"))
+_PAIRS = (("ours", "CROWN"), ("ours", "attack"), ("CROWN", "attack"), ("IBP", "attack"))
 _KINDS = {"N": "norms without variance", "S": "standard LayerNorm"}  # those that are drawn
 _AXES = {"blocks": "number of blocks", "d": "width d", "n": "number of tokens n"}
 # Networks with the number of inputs certified while all tokens move, and while one does.
@@ -38,6 +34,7 @@ _FULL |= dict.fromkeys(("N1-gelu", "N1-prose"), _BOTH)
 _FULL |= dict.fromkeys(("S1-gelu", "S1-prose", "N1-n16", "N1-d64", "S1-n16", "S1-d64"), _TOKEN)
 _FULL |= {"S2": _BOTH, "N3": _JOINT, "S3": _JOINT, "DeepT-3": _TOKEN}
 _POINTS = 100_000  # at which the bounds of a network are held against its margins
+_STARTS, _STEPS = 12, 40  # of descents
 _AT_ONCE = 500  # points through a network
 
 
@@ -54,39 +51,44 @@ def decisions(study: Study) -> None:
             "above 1 is sharper" if over == "CROWN" else "at most 1",
             "; ".join(f"{name}: {middle(values)}" for name, values in known if values),
         )
-    gaps = [gap for record in found for gap in gaps_of(record) if gap is not None]
+    worst = _least(gap for record in found for gap in gaps_of(record))
     study.claim(
         "least margin found in a ball, less its certified lower bound, over the margin",
         "at least 0 at every radius",
-        f"{min(gaps):.3g} at the least, in {sum(r['points'] for r in found):,} points",
+        f"{worst:.3g} at the least, in {sum(r['points'] for r in found):,} points",
     )
     _draw(study, found)
-    seconds = [f"seconds, {who}" for who in ("ours", "CROWN", "attack")]
-    lines = [
-        (
-            *(*one, len(mine), f"{mine[0]['accuracy']:.2f}"),
-            *(middle(ratios(mine, *pair)) for pair in PAIRS),
-            *(
-                f"{median(own):.1f}" if (own := [r[k] for r in mine if k in r]) else "–"
-                for k in seconds
-            ),
-        )
-        for one, mine in grouped(found, "name", "ball")
-    ]
-    columns = ("network", "ball", "inputs", "accuracy", *map(" / ".join, PAIRS), *seconds)
-    study.table("Medians, with the smallest and the largest", lines, columns)
+    columns: dict[str, Value] = {"network": "name", "ball": "ball"}
+    columns |= {"inputs": lambda _, mine: len(mine), "accuracy": "accuracy"}
+    for above, below in _PAIRS:
+        of = functools.partial(ratios, above=above, below=below)
+        columns[f"{above} / {below}"] = lambda _, mine, of=of: middle(of(mine))
+    for one in ("attack", "seconds, ours", "seconds, CROWN"):
+        columns[one] = lambda _, mine, one=one: middle([r[one] for r in mine if one in r])
+    by = grouped(found, "name", "ball")
+    study.table("Medians, with the smallest and the largest", by, columns, 2)
+    columns = {"network": "name", "points": lambda _, mine: sum(r["points"] for r in mine)}
+    for k, share in enumerate(SHARES):
+        columns[f"{share:g}"] = lambda _, mine, k=k: _least([gaps_of(r)[k] for r in mine])
+    title = "Least margin found, less the certified bound, over the margin, at shares of our radius"
+    study.table(title, [(name, mine) for name, mine in grouped(found, "name")], columns, 3)
     study.remark(
         "A: attention, mean pool, linear head; N, S: post-norm blocks of four heads and a ReLU "
-        "network, without variance in their norms and with standard LayerNorm; then the number of "
-        "blocks. 8 tokens and d = 32 unless said. Two licences are told apart by windows of words, "
-        "two works of prose where the name says so; the inputs are correctly classified held-out "
-        "windows in an order drawn once. DeepT: certifiably trained networks (Bonaert et al. 2021) "
-        "of 1 and 3 blocks, d = 64, on sentences of SST of at most 16 and 12 tokens.",
-        "l2 balls of the embeddings. The token that moves is that of the largest gradient. The "
-        "attack's radius is that of the smallest flip found, an upper value. A dash: no bound for "
-        "an operation of the network.",
+        "network, norms without variance and standard LayerNorm; then the number of blocks. 8 "
+        "tokens, d = 32 unless said. Two licences are told apart by windows of words, two works of "
+        "prose where the name says so; inputs: held-out windows with the right answer, in an order "
+        "drawn once. DeepT: certifiably trained networks (Bonaert et al. 2021) of 1 and 3 blocks, "
+        "d = 64, on sentences of SST of at most 16 and 12 tokens.",
+        "l2 balls of the embeddings, in float64. The token that moves is that of the largest "
+        "gradient. The attack's radius is that of the smallest flip that `certify_network` found, "
+        "an upper value; CROWN and IBP are auto_LiRPA's, by bisection to 2 %. Seconds are a "
+        "processor's, ours with the attack. A dash: no bound for an operation of the network.",
         *([] if peer() else ["CROWN and IBP were left out: auto_LiRPA cannot be imported."]),
     )
+
+
+def _least(gaps: Iterable[float | None]) -> float | None:
+    return min((gap for gap in gaps if gap is not None), default=None)
 
 
 def _of_network(study: Study, name: str, counts: tuple[int, int]) -> list[Record]:
@@ -131,40 +133,23 @@ def _draw(study: Study, found: Sequence[Record]) -> None:
 
 
 def decided(trained: Trained, ball: DecisionBall, index: int, points: int) -> Record:
-    """Radii and a processor's seconds at an input; margins found beside our bound."""
+    """Radii and a processor's seconds at an input; margins found beside our bounds."""
     x, label = trained.inputs[index], trained.labels[index]
-    network = network_of(trained.weights, trained.recipe, len(x))
-    model = functools.partial(scores, network)
-    check_network(network, lambda z: model(z[None])[0], x)
-    search = Search(model, x, label, torch.ones_like(x[:, :1]))
-    margin, slope = search.with_slopes(torch.zeros_like(x)[None])
+    network, free = trained.network(x), torch.ones(len(x), dtype=torch.bool)
+    search, rival = DecisionSearch(network, x, "joint", free), 1 - label
     if ball == "token":
-        token = int(slope[0].norm(dim=1).argmax())
-        search = replace(search, moves=torch.eye(len(x)).to(x)[:, token, None])
-    began = time.process_time()
-    attack, point = search.smallest_flip()
-    found = {
-        "accuracy": trained.accuracy,
-        "kind": trained.recipe.kind,
-        "blocks": trained.recipe.blocks,
-        "n": len(x),
-        "d": x.shape[1],
-        "margin": float(margin),
-        "attack": attack,
-        "seconds, attack": time.process_time() - began,
-    }
-    for method in ("CROWN", "IBP") if peer() else ():
-        if (theirs := peer_radius(network, x, label, search.moves, attack, method)) is not None:
-            found |= {method: theirs[0], f"seconds, {method}": theirs[1]}
-    began, free = time.process_time(), search.moves[:, 0] > 0
-    ours = certify_network(network, x, ball=ball, tokens=free).radius
-    found |= {"ours": ours, "seconds, ours": time.process_time() - began}
-    bounds, below = NetworkBall(network, x, free), []
-    for radius in (share * ours for share in SHARES):
-        move = 0.3 * of_size(point[free], radius).flatten()
-        low = bounds.lower(move, label, 1 - label)[0] if bounds.grow(radius) else None
-        below.append([low, search.least_margin(radius, point, points)])
-    return found | {"below": below, "points": points * len(SHARES)}
+        free = torch.arange(len(x)) == search.gradients()[rival].norm(dim=1).argmax()
+        search = DecisionSearch(network, x, ball, free)
+    found, below = compared(network, x, free, ball), list[list[float | None]]()
+    for radius in (share * found["ours"] for share in SHARES):
+        least, end = search.descend(rival, radius, starts=_STARTS, steps=_STEPS)
+        some = _moves(end.view(-1, x.shape[1]), radius, points - _STARTS * _STEPS)
+        least = min(least, *(float(search.margin(e, rival).min()) for e in some.split(_AT_ONCE)))
+        low = search.lower(rival, end) if search.bounds.grow(radius) else -math.inf
+        below.append([low if math.isfinite(low) else None, least])
+    known = {"n": len(x), "accuracy": trained.accuracy, "margin": float(search.margins[rival])}
+    found |= {"below": below, "points": points * len(SHARES)}
+    return {**trained.recipe._asdict(), **known, **found}
 
 
 def gaps_of(record: Record) -> list[float | None]:
@@ -174,93 +159,11 @@ def gaps_of(record: Record) -> list[float | None]:
     ]
 
 
-# --- attacks
-
-
-@dataclass(frozen=True)
-class Search:
-    """For moves of some tokens after which a class has the smaller one of two scores."""
-
-    model: Callable[[Tensor], Tensor]  # from tokens ``(b, n, d)`` to two scores
-    x: Float[Tensor, "n d"]
-    label: int
-    moves: Float[Tensor, "n 1"]  # 1 for tokens that may move, 0 for others
-
-    def margins(self, e: Float[Tensor, "b n d"]) -> Float[Tensor, " b"]:
-        """Score of the class minus the other's, after moves."""
-        scores = self.model(self.x + e)
-        return scores[:, self.label] - scores[:, 1 - self.label]
-
-    def with_slopes(self, e: Float[Tensor, "b n d"]) -> tuple[Tensor, Tensor]:
-        """Margins, and their gradients by the tokens that move."""
-        e = e.detach().requires_grad_(True)
-        found = self.margins(e)
-        return found.detach(), torch.autograd.grad(found.sum(), e)[0] * self.moves
-
-    def _drawn(self, count: int, size: Tensor | float, source: torch.Generator) -> Tensor:
-        e = torch.randn(count, *self.x.shape, generator=source).to(self.x)
-        return _sized(e * self.moves, size)
-
-    def smallest_flip(
-        self, restarts: int = 8, steps: int = 250
-    ) -> tuple[float, Float[Tensor, "n d"]]:
-        """Size of the smallest move found that changes the answer, and the move; inf if none did.
-
-        From random moves of several sizes: a step along the gradient of the margin on a sphere that
-        shrinks where the answer has changed and grows where it has not; then bisection along the
-        ray.
-
-        Source: the decoupled direction and norm of Rony et al. (2019); an upper value.
-        """
-        source = torch.Generator().manual_seed(0)
-        margin, slope = self.with_slopes(torch.zeros_like(self.x)[None])
-        size = 2 * float(margin / slope.norm()) * torch.rand(restarts, generator=source).to(self.x)
-        e = self._drawn(restarts, size, source)
-        least, best = torch.full_like(size, math.inf), torch.zeros_like(e)
-        for k in range(steps):
-            margin, slope = self.with_slopes(e)
-            flipped = margin <= 0
-            better = flipped & (size < least)
-            least, best = torch.where(better, size, least), torch.where(_wide(better), e, best)
-            rate = 0.1 * 0.05 ** (k / steps)
-            e = e - _sized(slope, 0.5 * 0.02 ** (k / steps) * size)
-            size = size * torch.where(flipped, 1 - rate, 1 + rate)
-            e = _sized(e, size)
-        low, high = torch.zeros_like(size), torch.ones_like(size)
-        for _ in range(20):
-            middle = (low + high) / 2
-            flipped = self.margins(best * _wide(middle)) <= 0
-            low, high = torch.where(flipped, low, middle), torch.where(flipped, middle, high)
-        at = int((least * high).argmin())
-        return float(least[at] * high[at]), best[at] * high[at]
-
-    def least_margin(self, radius: float, point: Tensor, points: int = 1000) -> float:
-        """The least margin of some points in a ball, at least 600.
-
-        Random points of the sphere, mixtures of them with an attack's end, and descents.
-        """
-        source, few = torch.Generator().manual_seed(0), 12
-        many = points - 40 * few
-        e = self._drawn(many, radius, source)
-        mix = torch.rand(many, 1, 1, generator=source).to(e)
-        mix[::4], mix[1] = 0, 1
-        e = _inside(mix * _sized(point[None], radius) + (1 - mix) * e, radius)
-        with torch.no_grad():  # in parts: a graph of all points would take gigabytes
-            least = min(float(self.margins(some).min()) for some in e.split(_AT_ONCE))
-        e = e[:few]
-        for k in range(40):
-            e = _inside(e - _sized(self.with_slopes(e)[1], 0.4 * radius * 0.03 ** (k / 40)), radius)
-            least = min(least, float(self.margins(e).detach().min()))
-        return least
-
-
-def _sized(e: Tensor, size: Tensor | float) -> Tensor:
-    return e * _wide(size / e.flatten(1).norm(dim=1).clamp_min(1e-12))
-
-
-def _inside(e: Tensor, radius: float) -> Tensor:
-    return _sized(e, e.flatten(1).norm(dim=1).clamp_max(radius))
-
-
-def _wide(scalars: Tensor) -> Tensor:
-    return scalars[:, None, None]
+def _moves(end: Float[Tensor, "s d"], radius: float, count: int) -> Float[Tensor, "b s d"]:
+    """Random moves of the sphere, three of four mixed with the end of a descent."""
+    source = torch.Generator().manual_seed(0)
+    e = torch.randn(count, *end.shape, generator=source).to(end)
+    mix = torch.rand(count, 1, 1, generator=source).to(end)
+    mix[::4] = 0
+    e = mix * end + (1 - mix) * radius * e / e.norm(dim=(1, 2), keepdim=True)
+    return e * (radius / e.norm(dim=(1, 2), keepdim=True)).clamp_max(1)

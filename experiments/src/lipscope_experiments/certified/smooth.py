@@ -14,11 +14,11 @@ from lipscope import InputError, SmoothTransformer, lipschitz_bound, load_model
 from lipscope.attention import Clip
 from lipscope.charts import Panel
 from lipscope.control import MeanPool
-from lipscope_experiments.certified.crown import peer, peer_radius
+from lipscope_experiments.certified.crown import compared, peer
 from lipscope_experiments.data import WORDS, Task, digits, first_words, folder_for
 from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, chosen, line, middle, percentage, ratios
-from lipscope_experiments.training import SHARPER, certified_radii, norm_of, seeded, train
+from lipscope_experiments.training import RATE, SHARPER, certified_radii, fit, norm_of, seeded
 
 CAPS = {"cap 0.5": 0.5, "cap 1": 1.0, "cap 2": 2.0, "ordinary": None}
 LINEAR = "linear"
@@ -34,13 +34,7 @@ _RADII = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 def fitted(of: Task, kind: str, steps: int, seed: int) -> Any:
     """A classifier of a kind, trained: a linear one reads all pixels, or the mean word vector."""
-    (x, y), gen = of.train, torch.Generator().manual_seed(seed)
-    classes, width = int(y.max()) + 1, _SIZES["width"]
-
-    def loss() -> Tensor:
-        some = torch.randint(len(y), (64,), generator=gen)
-        return nn.functional.cross_entropy(SHARPER * model(x[some]), y[some])
-
+    x, classes, width = of.train[0], int(of.train[1].max()) + 1, _SIZES["width"]
     sizes: Record = {"outputs": classes, "length": x.shape[1]}
     sizes |= {"vocabulary": of.vocabulary} if of.vocabulary else {"features": x.shape[-1]}
     with seeded(seed):
@@ -52,9 +46,7 @@ def fitted(of: Task, kind: str, steps: int, seed: int) -> Any:
                 words, read = nn.Embedding(of.vocabulary, width), width
                 model = nn.Sequential(words, Clip(width**0.5), MeanPool())
             model.add_module("head", nn.Linear(read, classes, bias=False))
-    for _ in train(model, loss, steps):
-        pass
-    return model.eval()
+    return fit(model, of, steps, RATE, seed, SHARPER)
 
 
 def slope_before_head(model: Any) -> float:
@@ -77,13 +69,14 @@ def _entry(model: SmoothTransformer) -> float:
 def beside(model: SmoothTransformer, x: Tensor) -> Record:
     """The radii of a certificate, of CROWN and of the smallest flip found, at one input."""
     decision = load_model(model).decision(x[None])
-    found = decision.certify()
-    known = {"certificate": found.radius, "no flip": found.attack}
-    if peer() is not None and found.attack is not None:
-        every, most = torch.ones_like(decision.x[:, :1]), found.attack
-        crown = peer_radius(decision.network, decision.x, found.decision, every, most, "CROWN")
-        known["CROWN"] = None if crown is None else crown[0]
-    return {name: r and r / _entry(model) for name, r in known.items()}
+    free = torch.ones(len(decision.x), dtype=torch.bool)
+    found = compared(decision.network, decision.x, free, methods=("CROWN",))
+    found = {
+        "certificate": found["ours"],
+        "no flip": found.get("attack"),
+        "CROWN": found.get("CROWN"),
+    }
+    return {name: r and r / _entry(model) for name, r in found.items()}
 
 
 def classified(study: Study, name: str, of: Task) -> Iterator[Record]:
@@ -108,7 +101,7 @@ def classified(study: Study, name: str, of: Task) -> Iterator[Record]:
         )
         radii = {_ALL: [r for r in one["radii"] if r > 0], "bound": [*first.values()]}
         for by in ("certificate", "CROWN", "no flip"):
-            radii[by] = [r[by] or 0.0 for r in each if by in r]
+            radii[by] = [r[by] for r in each if by in r]
         if key["kind"] == LINEAR:
             radii["certificate"] = radii.pop("bound")  # which is exact
         for by, right in radii.items():
