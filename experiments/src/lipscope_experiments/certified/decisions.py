@@ -34,8 +34,7 @@ _FULL |= dict.fromkeys(("N1-gelu", "N1-prose"), _BOTH)
 _FULL |= dict.fromkeys(("S1-gelu", "S1-prose", "N1-n16", "N1-d64", "S1-n16", "S1-d64"), _TOKEN)
 _FULL |= {"S2": _BOTH, "N3": _JOINT, "S3": _JOINT, "DeepT-3": _TOKEN}
 _POINTS = 100_000  # at which the bounds of a network are held against its margins
-_STARTS, _STEPS = 12, 40  # of descents
-_AT_ONCE = 500  # points through a network
+_STARTS, _STEPS, _AT_ONCE = 12, 40, 500  # of descents; points through a network
 
 
 @experiment("certified/decisions")
@@ -154,9 +153,8 @@ def decided(trained: Trained, ball: DecisionBall, index: int, points: int) -> Re
 
 def gaps_of(record: Record) -> list[float | None]:
     """Least margins found, less the certified bounds, over the margin: below 0 is wrong."""
-    return [
-        None if low is None else (least - low) / record["margin"] for low, least in record["below"]
-    ]
+    below, size = record["below"], record["margin"]
+    return [None if low is None else (least - low) / size for low, least in below]
 
 
 def _moves(end: Float[Tensor, "s d"], radius: float, count: int) -> Float[Tensor, "b s d"]:
