@@ -170,7 +170,7 @@ _KINDS = {
 
 
 def dressed(chart: Any) -> Any:
-    """Apply the common style; on white, so that it also prints."""
+    """Give a chart the common style; on white, so that it also prints."""
     quiet: dict[str, Any] = {
         "labelColor": QUIET,
         "titleColor": INK,
@@ -184,7 +184,7 @@ def dressed(chart: Any) -> Any:
         "subtitleColor": QUIET,
         "subtitleFontSize": 11,
     }
-    made = chart.configure(
+    chart.config = alt.Config(  # `configure` would copy all of it
         font=FONT,
         background="#ffffff",
         padding={"left": 12, "top": 12, "bottom": 12, "right": _ROOM},
@@ -194,8 +194,8 @@ def dressed(chart: Any) -> Any:
         title=alt.TitleConfig(anchor="start", offset=12, **heading),
     )
     # Altair's own `__setattr__` would write into the chart.
-    object.__setattr__(made, "__class__", _KINDS.get(type(made), type(made)))
-    return made
+    object.__setattr__(chart, "__class__", _KINDS.get(type(chart), type(chart)))
+    return chart
 
 
 # --- shared parts of report charts -------------------------------------------------------------
@@ -249,8 +249,10 @@ class Frame:
         self, parts: Sequence[Any], *params: alt.Parameter, height: int | alt.Step = HEIGHT
     ) -> alt.LayerChart:
         """Combine these parts with the parameters they use."""
-        chart = alt.LayerChart(layer=list(parts)).add_params(*params)
-        return dressed(chart.properties(width=self.width, height=self.height or height))
+        # A copy of a layered chart costs as much as the chart: parameters and sizes come first.
+        first, *others = parts
+        size = {"width": self.width, "height": self.height or height}
+        return dressed(alt.LayerChart(layer=[first.add_params(*params), *others], **size))
 
     def colours(
         self, field: str, inks: Mapping[str, str], drawn: Collection[str] = (), **legend: Any
