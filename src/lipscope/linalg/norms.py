@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.linalg.operator import Operator, Product, start_named, to_dense
-from lipscope.linalg.singular import TopSingular
+from lipscope.linalg.singular import OVERFLOWS, TopSingular
 from lipscope.linalg.torch_state import by_threads
 
 # Metrics of inputs and outputs. ``frobenius``: root of the sum of squares; the norm of a Jacobian
@@ -32,7 +32,7 @@ _EXACT_NORM = 1024  # largest nonnegative matrix (rows) to be decomposed fully
 class NormInterval:
     """Lower and upper bound of an operator norm."""
 
-    lower: float  # attained by some input, never above the norm
+    lower: float  # attained by some input, never above the norm; NaN if a product overflows
     upper: float | None  # never below the norm; None if not computed
 
 
@@ -44,7 +44,9 @@ def bracketed(op: Operator, metric: str, *, tol: float, delta: float, seed: int)
     norm = max_token_norm if metric == "max-token" else infinity_norm
     found = norm(op, seed=seed)
     upper = math.inf if found.upper is None else found.upper
+    finite = math.isfinite(found.lower)
     status = "converged" if upper <= (1 + tol) * found.lower else "max_steps"
+    note = None if found.upper is not None else f"too large for an upper end in {metric}"
     return TopSingular(
         sigma=found.lower,
         upper=upper,
@@ -53,8 +55,8 @@ def bracketed(op: Operator, metric: str, *, tol: float, delta: float, seed: int)
         v=torch.full(op.in_shape, math.nan),
         solver_residual=math.nan,
         products=0,
-        status=status if math.isfinite(found.lower) else "non_finite",
-        note=None if found.upper is not None else f"too large for an upper end in {metric}",
+        status=status if finite else "non_finite",
+        note=note if finite else OVERFLOWS,
     )
 
 
@@ -72,6 +74,8 @@ def infinity_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormIn
     >>> infinity_norm(op).lower
     3.0
     """
+    if _overflows(op):
+        return NormInterval(math.nan, None)
     if op.in_size * op.T.in_size <= dense:
         value = float(to_dense(op).abs().sum(1).max())
         return NormInterval(value, value)
@@ -110,6 +114,8 @@ def max_token_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormI
     >>> max_token_norm(op)
     NormInterval(lower=1.0, upper=1.0)
     """
+    if _overflows(op):
+        return NormInterval(math.nan, None)
     starts = _unit_tokens(_random_batch(op.in_shape, op, seed))
     if op.in_size * op.T.in_size > dense:
         return NormInterval(_alternated(op.matvec, op.rmatvec, starts), None)
@@ -171,6 +177,10 @@ def _unit_tokens(e: Tensor) -> Tensor:
 def _tiny(e: Tensor) -> float:
     """The smallest normal number of the dtype: dividing zero by it gives zero."""
     return torch.finfo(e.dtype).tiny
+
+
+def _overflows(op: Operator) -> bool:
+    return not bool(op.matvec(_random_batch(op.in_shape, op, 0)[0]).isfinite().all())
 
 
 def _random_batch(shape: tuple[int, ...], op: Operator, seed: int) -> Tensor:
