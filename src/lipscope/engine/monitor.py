@@ -392,7 +392,10 @@ class Monitor:
         for layer, one in found.items():
             self._names[layer] = one.module
             own = [self.model.get_submodule(name) for name in one.holders]
-            self._weights[layer] = [*{id(p): p for m in own for p in m.parameters()}.values()]
+            weights = [*{id(p): p for m in own for p in m.parameters()}.values()]
+            if [*map(id, weights)] != [*map(id, self._weights.get(layer, ()))]:
+                self._before.pop(layer, None)  # no update of a module that was replaced
+            self._weights[layer] = weights
         return found
 
     def _note(self, new: Sequence[Reading]) -> None:
