@@ -440,6 +440,7 @@ def test_a_trainer_run_whose_loss_is_no_number_stops_in_one_line(tmp_path):
     ls.Monitor(net, PROBE, every=2).attach(run)
     with pytest.raises(InputError, match=r"nan at step 4.*sigma of layer \d|Step 4: The weights"):
         run.train()
+    assert not net._forward_hooks
 
 
 @NOISE
