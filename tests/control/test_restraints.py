@@ -256,6 +256,14 @@ def test_every_matrix_counts_once() -> None:
     assert found.item() == pytest.approx(torch.stack(norms).mean().item(), rel=1e-5)
 
 
+def test_weights_in_two_roles_are_normalised_in_both() -> None:
+    shared, key = (nn.Parameter(gaussian(4, 4, seed=i)) for i in range(2))
+    layer = DotProduct(shared, key, shared)
+    ls.restrain(layer, X, "spectral-norm", cap=0.5)
+    norms = [torch.linalg.matrix_norm(w.detach(), 2) for w in (layer.query, layer.key, layer.value)]
+    torch.testing.assert_close(torch.stack(norms), torch.full((3,), 0.5).double())
+
+
 @pytest.mark.parametrize("how", ["sigma", "sigma-cap"])
 def test_a_batch_of_nothing_is_refused(how: str) -> None:
     layer = build(DotProduct)

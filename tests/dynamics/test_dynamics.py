@@ -474,6 +474,7 @@ def test_animations(tmp_path) -> None:
         (lambda: gaussian_flow(single(ONE), [0.0], ONE, [1.0]), "`mean` should be numbers in a"),
         (lambda: gaussian_flow(single(ONE), ONE[0], [[1.0]], [1.0]), "`covariance` should be"),
         (lambda: closure(single(ONE))([0.0], ONE), "`mean` should be numbers in a tensor, (1,)."),
+        (lambda: closure(single(ONE))(ONE[0], -ONE), "`covariance` should be symmetric"),
         (lambda: sigma_of_blocks([ONE]), "`blocks` should be Jacobians"),
         (lambda: evolve(single(ONE), ONE, [1.0], events=[WORDY]), "event `a` should be one number"),
         (lambda: residual(two(), ONE, step=0.1, renormalise=True), "layers of one `V`"),

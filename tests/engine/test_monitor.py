@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 import lipscope as ls
 from lipscope import InputError
+from tiny import encoder
 
 PROBE = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(0))
 # A run of the Trainer warns of what it finds on the machine.
@@ -132,6 +133,18 @@ def test_a_run_folder_is_shown_while_training_goes_on(tmp_path):
     assert names > {"GPT2LMHeadModel@0", "GPT2LMHeadModel@2", "GPT2LMHeadModel#2@2"}
     with pytest.raises(InputError, match="another"):
         ls.Monitor(again, PROBE, every=5, out=out)
+
+
+def test_a_module_that_was_replaced_has_no_update_norm():
+    model = encoder()
+    monitor = ls.Monitor(model, torch.randn(1, 5, 8), every=1)
+    with monitor.step():
+        pass
+    assert all(one.update_norm == 0 for one in monitor.readings[-2:])
+    with monitor.step():
+        model.layers[0].self_attn = nn.MultiheadAttention(8, 4, bias=False, batch_first=True)
+    assert [one.update_norm for one in monitor.readings[-2:]] == [None, 0]
+    assert monitor.readings[-2].sigma != monitor.readings[-4].sigma
 
 
 def test_an_alert_names_layer_and_signal(caplog):
@@ -427,6 +440,7 @@ def test_a_trainer_run_whose_loss_is_no_number_stops_in_one_line(tmp_path):
     ls.Monitor(net, PROBE, every=2).attach(run)
     with pytest.raises(InputError, match=r"nan at step 4.*sigma of layer \d|Step 4: The weights"):
         run.train()
+    assert not net._forward_hooks
 
 
 @NOISE

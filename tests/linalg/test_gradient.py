@@ -176,6 +176,25 @@ def test_a_function_that_hides_weights_is_refused() -> None:
     assert ls.sigma(net.requires_grad_(False), torch.ones(3)).grad_fn is None
 
 
+class Cut(nn.Linear):
+    """A residual map whose branch passes no gradient on."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input + super().forward(input.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_that_are_cut_in_a_part_are_refused(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 4, dtype=dtype)
+    with pytest.raises(ls.InputError, match=r"Found \|J v\| = 1 where a finite difference gives"):
+        ls.sigma(Cut(4, 4, dtype=dtype), x)
+    for kinked in (nn.ReLU(), nn.Hardtanh(), torch.abs):  # also where it has no derivative
+        assert float(ls.sigma(kinked, x)) == pytest.approx(1)
+        ls.sigma(kinked, x * torch.eye(5, 4, dtype=dtype))
+    assert float(ls.sigma(lambda z: z.bfloat16().to(dtype), x)) == pytest.approx(1, rel=1e-2)
+
+
 def test_the_zero_map_and_a_layer_that_overflows() -> None:
     x = torch.ones(3, requires_grad=True)
     found = ls.sigma(lambda z: z * 0, x)

@@ -117,7 +117,8 @@ class Probe:
             if isinstance(holder, nn.Embedding | parametrize.ParametrizationList):
                 continue
             kept = getattr(holder, "parametrizations", {})
-            names = [n for n, p in holder.named_parameters(recurse=False) if p.ndim == 2]
+            own = holder.named_parameters(recurse=False, remove_duplicate=False)
+            names = [n for n, p in own if p.ndim == 2]
             for name in [*names, *(n for n in kept if getattr(holder, n).ndim == 2)]:
                 found[id(holder), name] = (holder, name)
         if not found:

@@ -100,7 +100,7 @@ def closure(layer: Attention) -> Closure:
 
     def affine(m: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
         check_numbers("mean", m, maps.shape[2])
-        check_numbers("covariance", cov, *[maps.shape[2]] * 2)
+        _axes(cov, maps.shape[2])
         slopes, shifts = means(m.double(), cov.double())
         return (maps @ slopes).sum(0), (maps @ shifts[..., None]).sum(0)[:, 0] + fixed
 
@@ -214,6 +214,12 @@ def _checked_mean(mean: Tensor, d: int) -> Tensor:
 
 
 def _root(covariance: Tensor, d: int) -> Tensor:
+    values, vectors = _axes(covariance, d)
+    return vectors * values.clamp_min(0).sqrt() @ vectors.T
+
+
+def _axes(covariance: Tensor, d: int) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of a covariance, after a check that it is one."""
     check_numbers("covariance", covariance, d, d)
     cov = covariance.detach().to("cpu", torch.float64)
     values, vectors = torch.linalg.eigh((cov + cov.T) / 2)
@@ -223,4 +229,4 @@ def _root(covariance: Tensor, d: int) -> Tensor:
             "`covariance` should be symmetric and positive semidefinite. Found a least eigenvalue "
             f"of {float(values.min()):.3g}, and entries {off:.2g} apart from their mirror image."
         )
-    return vectors * values.clamp_min(0).sqrt() @ vectors.T
+    return values, vectors

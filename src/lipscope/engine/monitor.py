@@ -133,6 +133,7 @@ class Monitor:
         self.readings: list[Reading] = []
         self._alarm = Alarm(math.inf, math.inf) if alert is None else Alarm(alert)
         self._trainer: Any = None
+        self._hook: Any = None  # on the model of a Trainer, for its losses
         self._names: dict[int, str] = {}
         self._weights: dict[int, list[nn.Parameter]] = {}
         self._before: dict[int, list[Tensor]] = {}
@@ -257,6 +258,8 @@ class Monitor:
 
     def close(self) -> None:
         """Report the summary of the run; close the run folder, unless it was given open."""
+        if self._hook is not None:
+            self._hook.remove()
         if self.readings and not self._closed:
             remark(self.summary())
             self._closed = True
@@ -392,7 +395,10 @@ class Monitor:
         for layer, one in found.items():
             self._names[layer] = one.module
             own = [self.model.get_submodule(name) for name in one.holders]
-            self._weights[layer] = [*{id(p): p for m in own for p in m.parameters()}.values()]
+            weights = [*{id(p): p for m in own for p in m.parameters()}.values()]
+            if [*map(id, weights)] != [*map(id, self._weights.get(layer, ()))]:
+                self._before.pop(layer, None)  # no update of a module that was replaced
+            self._weights[layer] = weights
         return found
 
     def _note(self, new: Sequence[Reading]) -> None:
@@ -534,14 +540,16 @@ def _for_transformers(monitor: Monitor, trainer: Any) -> Any:
 
         def __init__(self) -> None:
             self._losses: list[Tensor] = []
-            self._each, self._hook = False, None
+            self._each = False
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             if monitor.log is None:
                 monitor.log = trainer.log
             monitor.start(state.global_step, trainer.model)
-            self._let_go()  # the hook of an interrupted run
-            self._hook = trainer.model.register_forward_hook(self._returned, with_kwargs=True)
+            if monitor._hook is not None:  # of an interrupted run
+                monitor._hook.remove()
+            self._losses = []
+            monitor._hook = trainer.model.register_forward_hook(self._returned, with_kwargs=True)
 
         def _returned(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
             loss = output.get("loss") if isinstance(output, Mapping) else None
@@ -577,13 +585,7 @@ def _for_transformers(monitor: Monitor, trainer: Any) -> Any:
                 monitor.see(logs["loss"])
 
         def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-            self._let_go()
             monitor.close()
-
-        def _let_go(self) -> None:
-            if self._hook is not None:
-                self._hook.remove()
-            self._losses = []
 
     return TransformersCallback()
 

@@ -18,9 +18,10 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipscope.errors import InputError, check_count, check_finite_numbers
-from lipscope.linalg.operator import Operator, check_map, linearise, stretch
+from lipscope.linalg.operator import Operator, check_map, difference, linearise, stretch
 from lipscope.linalg.singular import DEFAULT_MEMORY, TopSingular, top_singular
 
+_CUT = 0.1  # distance of a product from a finite difference that tells of gradients cut inside
 _SOLVE_STEPS = 500
 _SOLVE_TOL = {torch.float32: 1e-5, torch.float64: 1e-11}  # relative; a few rounding units
 
@@ -63,8 +64,9 @@ def sigma(
         A scalar in the dtype of ``x``; NaN where the layer overflows.
 
     Raises:
-        InputError: If ``layer`` is a plain function with trainable weights; in a second
-            derivative, if sigma_1 and sigma_2 are too close.
+        InputError: If ``layer`` is a plain function with trainable weights, or its derivative is
+            not that of its values, since gradients are cut inside; in a second derivative, if
+            sigma_1 and sigma_2 are too close.
 
     Source: derived here (``docs/theory/gradient.md``).
 
@@ -83,6 +85,7 @@ def sigma(
         op = _operator(layer, x, memory)
         _refuse_hidden(layer, x)
         top = top_singular(op, tol=tol, memory=memory // 2, generator=generator)
+        _refuse_cut(layer, x.detach(), top)
     return _Sigma.apply(whole, top, x, *whole.weights)  # pyright: ignore[reportReturnType]
 
 
@@ -237,6 +240,22 @@ def _output(layer: nn.Module | Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if isinstance(layer, nn.MultiheadAttention):
         return layer(x, x, x, need_weights=False)[0]
     return layer(x)
+
+
+def _refuse_cut(layer: nn.Module | Callable[[Tensor], Tensor], x: Tensor, top: TopSingular) -> None:
+    """Refuse a layer whose values move otherwise along ``v`` than its gradients say."""
+    if hasattr(layer, "stretch") or not top.sigma > 0:
+        return
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _evaluation_mode(layer):
+        found = difference(lambda z: _output(layer, z), x, top.v, top.sigma * top.u)
+    # Kinks nearby explain small distances, and low precision inside a difference of zero.
+    far = found.status == "disagrees" and found.error > _CUT
+    if far and found.sides is None and found.quotient:
+        raise InputError(
+            "The Jacobian of `layer` should be the derivative of its values. Found |J v| = "
+            f"{found.product:.4g} where a finite difference gives {found.quotient:.4g}: `no_grad`, "
+            "`detach` or a custom backward inside cuts a part of the gradient."
+        )
 
 
 def _refuse_hidden(layer: nn.Module | Callable[[Tensor], Tensor], x: Tensor) -> None:
