@@ -23,8 +23,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 INSIDE = {
     "attacks": "ascent",
     "attention": "blocks faults functional gradient multihead weighting",
-    "certificates": "certify decision_search expansion hostile map_ball network_ball "
-    "network_margin push read_out",
+    "certificates": "certify expansion hostile map_ball network_ball network_margin push read_out",
     "charts": "engine_bounds figure page",
     "cli": "cli_habits",
     "control": "control monitor",
