@@ -42,9 +42,10 @@ def compared(
     began = time.process_time()
     found = certify_network(network, x, ball=ball, tokens=free)
     record: Record = {"ours": found.radius, "seconds, ours": time.process_time() - began}
-    if found.attack is not None:
-        record["attack"] = found.attack
-    for method in methods if peer() and found.attack else ():
+    if found.attack is None:
+        return record
+    record["attack"] = found.attack
+    for method in methods if peer() else ():
         theirs = peer_radius(network, x, free, found.decision, found.attack, method)
         if theirs is not None:
             record |= {method: theirs[0], f"seconds, {method}": theirs[1]}
