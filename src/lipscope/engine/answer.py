@@ -486,10 +486,11 @@ def solved_together(questions: Sequence[Question], found: Callable[[int, Solve],
 
 
 def _embedded(vector: Tensor, index: Tensor | None, n: int) -> Tensor:
-    """Rows of selected tokens as rows of all tokens, zero elsewhere."""
+    """Rows of selected tokens as rows of all tokens; others are zero, unknown without a vector."""
     if index is None:
         return vector
-    return vector.new_zeros(n, vector.shape[1]).index_copy(0, index, vector)
+    rest = math.nan if bool(vector.isnan().any()) else 0.0
+    return vector.new_full((n, vector.shape[1]), rest).index_copy(0, index, vector)
 
 
 def _finite_values(values: Tensor) -> list[float | None]:
