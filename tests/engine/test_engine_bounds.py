@@ -171,6 +171,19 @@ def test_a_metric_without_a_vector_has_no_shares_whichever_tokens_move(tokens):
     assert "share" not in rows.summary() and "Relative" not in rows.summary()
 
 
+@pytest.mark.parametrize("tokens", [{"move": "last"}, {"read": "last"}])
+def test_lower_bounds_of_all_tokens_are_none_of_some(tokens):
+    loaded = tiny("bert")
+    whole, some = (
+        ls.bounds(loaded, TEXT, layers=0, lengths=6, per_head=True, **one) for one in ({}, tokens)
+    )
+    lower = [[b for b in rows.bounds if b.kind == "lower"] for rows in (whole, some)]
+    assert any(b.value is not None for b in lower[0])
+    assert lower[1] and all(b.value is None for b in lower[1])
+    of = {row.id: row for row in some}
+    assert min(looseness(b, of[b.id]) or 1.0 for b in some.bounds) >= 1 - 1e-9
+
+
 def test_a_metric_without_theorems_is_refused():
     with pytest.raises(ls.InputError, match="frobenius, max-token or infinity"):
         ls.bounds(BERT, TEXT, metric="token-relative")
