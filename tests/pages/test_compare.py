@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,28 @@ def test_other_windows_are_two_samples(tmp_path: Path) -> None:
     assert one["how"] == "two samples" and one["count"] == "5 and 3"
     assert ends(one) == pytest.approx([mean, *found.confidence_interval(0.95)], abs=1e-4)
     assert one["p"] == pytest.approx(found.pvalue, rel=1e-4)
+
+
+def test_a_few_shared_windows_leave_two_samples(tmp_path: Path) -> None:
+    """Six passages and ten of one text have the first and the last in common."""
+    before, after = SIGMAS[0], 2 * SIGMAS[1]
+    own = [sampled(before), sampled(after, of="tales")]
+    shared = [replace(own[1][0], tokens_sha256="alice/0"), *own[1][1:]]
+    expected, found = compared(tmp_path / "no", *own), compared(tmp_path / "one", own[0], shared)
+    assert found == expected and found[0]["count"] == "5 and 5"
+    long = passages([0.3, 0.31, 0.29]), passages([0.5, 0.52, 0.51], of="tales")
+    same = {f"tales/0/{n}": f"alice/0/{n}" for n in (16, 64, 256)}
+    mixed = [replace(r, tokens_sha256=same.get(r.tokens_sha256, r.tokens_sha256)) for r in long[1]]
+    (one,) = shifted(tmp_path / "few", long[0], mixed)
+    assert (one["how"], one["count"], one["changed"]) == ("two samples", "3 and 3", True)
+
+
+def test_what_has_no_upper_end_is_said_to_have_none(tmp_path: Path) -> None:
+    sides = [sampled(SIGMAS[k], sigma_rest=1.0, model=f"m{k}") for k in (0, 1)]
+    runs = [read_run(written(tmp_path / f"{k}", s)) for k, s in enumerate(sides)]
+    said = {table["quantity"]: table["said"] for table in contrast_of(runs).tables}
+    assert said.pop("sigma without the top token").endswith("it has no upper end.")
+    assert all(one.endswith("includes the solver's uncertainty.") for one in said.values())
 
 
 def test_what_the_solver_leaves_open_is_no_change(tmp_path: Path) -> None:
