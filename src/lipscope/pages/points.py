@@ -122,21 +122,33 @@ class Item:
 
 
 def items_of(runs: Sequence[Run]) -> list[Item]:
-    """Every row once; no curve has rows of two models, texts, inputs or folders."""
-    found: dict[str, tuple[Run, Measurement]] = {}
-    for run in runs:
-        for row in run.measurements():
-            found.setdefault(row.id, (run, row))
-    names = _model_names(row for _, row in found.values())
-    texts = labels((str(run.path), text_of(run, row.text)) for run, row in found.values())
+    """Every row of a folder once; no curve has rows of two models, texts, inputs or folders."""
+    every = ((run, row) for run in runs for row in run.measurements())
+    found = {(str(run.path), row.id): (run, row) for run, row in every}.values()
+    names = _model_names(row for _, row in found)
+    texts = labels((str(run.path), text_of(run, row.text)) for run, row in found)
     places: dict[tuple[str, ...], int] = {}
     items = []
-    for run, row in found.values():
+    for run, row in found:
         text = texts[str(run.path), text_of(run, row.text)]
         setting = (names[_version(row)], row.map, row.metric, row.move, row.read, text)
         s = places.setdefault(setting, len(places))
         items.append(Item(row, setting, s, REAL if given(row) else row.input, run))
-    return _by_folder(_by_radius(items))
+    return _by_folder(_by_radius(items if len(runs) < 2 else _curves_once(items)))
+
+
+def _curves_once(items: Sequence[Item]) -> list[Item]:
+    """Items without curves of which another folder holds all rows; equal ones stay once."""
+    ids: dict[tuple[Any, ...], dict[str, set[str]]] = {}
+    for i in items:
+        ids.setdefault(i.curve, {}).setdefault(str(i.run.path), set()).add(i.row.id)
+    kept = set()
+    for curve, by_path in ids.items():
+        for k, (path, mine) in enumerate(by_path.items()):
+            others = list(by_path.values())
+            if not any(mine < one or (mine == one and j < k) for j, one in enumerate(others)):
+                kept.add((curve, path))
+    return [i for i in items if (i.curve, str(i.run.path)) in kept]
 
 
 def _by_radius(items: Sequence[Item]) -> list[Item]:
