@@ -273,6 +273,21 @@ def test_texts_and_inputs_of_a_sweep_are_told_apart():
     assert "two_cluster" in rows.text() and "alice" not in rows.text()
 
 
+def test_built_inputs_of_several_radii_are_told_apart():
+    built = [
+        r
+        for radius in (3.0, 10.0)
+        for r in curve(lambda n, s: n**0.5, input="ascent", radius_max=radius)
+    ]
+    rows = Rows([*curve(lambda n, s: 1.0), *built])
+    assert {key.input for key in rows.growth()} == {"text", "ascent, radius 3", "ascent, radius 10"}
+    assert "ascent, radius 10" in rows.text()
+
+
+def test_no_exponent_is_minus_zero():
+    assert "-0.00" not in Rows(curve(lambda n, s: n**-1e-4)).text()
+
+
 def test_no_rows_are_no_error(tmp_path: Path):
     rows = Rows([])
     assert "There are no rows." in rows.text()

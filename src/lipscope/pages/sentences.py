@@ -198,4 +198,4 @@ def _off(fit: records.Growth) -> str:
 
 def _exponent(value: float) -> str:
     """Two decimals, and no minus in front of a zero."""
-    return f"{round(value, 2) + 0.0:.2f}"
+    return f"{value:z.2f}"

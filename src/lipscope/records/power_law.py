@@ -91,10 +91,10 @@ class Growth:
     def verdict(self) -> str:
         """The exponent with its interval, or "no power law" with the local slopes."""
         if self.fits is False:
-            local = ", ".join(f"{slope:.2f}" for slope in self.local)
+            local = ", ".join(f"{slope:z.2f}" for slope in self.local)
             return f"no power law ({self.deviation}): {local}"
-        ends = f" [{self.low:.2f}, {self.high:.2f}]" if self.level is not None else ""
-        return f"{self.slope:.2f}{ends}" + f" ({self.deviation})" * self.nearly
+        ends = f" [{self.low:z.2f}, {self.high:z.2f}]" if self.level is not None else ""
+        return f"{self.slope:z.2f}{ends}" + f" ({self.deviation})" * self.nearly
 
     @property
     def law(self) -> str:
