@@ -323,6 +323,29 @@ def test_means_of_values_from_below_have_no_upper_end(tmp_path: Path) -> None:
     assert steps["open"] == [True, True]
 
 
+@pytest.mark.parametrize("apart", [True, False])
+def test_windows_that_share_text_have_no_interval_for_its_sampling(tmp_path: Path, apart) -> None:
+    """Three windows of 16 tokens, 16 or 8 apart: means of a layer, a product and a step."""
+    norms = {"input_norm": 1.0, "output_norm": 1.0}
+    rows = [
+        replace(one, layer=layer, id=f"{layer}/{one.id}", start=(16 if apart else 8) * one.sample)
+        for layer in (0, 1)
+        for one in sampled(SIGMAS[layer][:3], 1.02, map="block", **norms)
+    ]
+    whole = [replace(r, map="model", layer=None, id=f"m/{r.id}") for r in rows[:3]]
+    (depth,) = Content([read_run(written(tmp_path / "run", [*rows, *whole]))]).depths
+    found = [*depth["lines"], *depth["whole"], *depth["products"]]
+    assert {one["low"] < 0.999 * one["sigma"] for one in found} == {apart}
+    assert {one["shared"] for one in found} == {not apart}
+    assert ("windows, 95 %:" in depth["said"], "that share text:" in depth["said"]) == (
+        apart,
+        not apart,
+    )
+    sides = rows[:3], [replace(r, model="b", id=f"b/{r.id}") for r in rows[:3]]
+    (one,) = compared(tmp_path, *sides)
+    assert (one["a_low"] < 0.999 * one["a"]) is apart
+
+
 # --- kinds, edits, gains ---------------------------------------------------------------------
 
 

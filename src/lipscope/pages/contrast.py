@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -413,10 +414,11 @@ def _ratio_row(
     if not a or not b:
         return None
     dependent = any(share_text(some, paired=False) for some in (mine, other))
+    of = partial(enclosed_mean, independent=not dependent)
     ends, tested = _tested_shift(a, b, _DEPENDENT * dependent, shared=shared)
     means = [
-        _enclosed(side, f"{side}_low", f"{side}_high", map(math.exp, enclosed_mean(some)))
-        for side, some in (("a", a), ("b", b))
+        _enclosed(side, f"{side}_low", f"{side}_high", map(math.exp, mean))
+        for side, mean in (("a", of(a)), ("b", of(b)))
     ]
     if ends[0] is None:
         before, after = (sum(one for one, _ in some) / len(some) for some in (a, b))
