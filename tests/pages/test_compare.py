@@ -16,7 +16,7 @@ from folders import decided, edited, gained, grown, stacked, valued, written
 from lipscope import Measurement, read_run, report
 from lipscope.pages.content import Content
 from lipscope.pages.contrast import contrast_of
-from lipscope.records import TextEdit
+from lipscope.records import EDITS, TextEdit
 from lipscope.records.sampling import holm, paired_shift
 from rows import row
 
@@ -374,6 +374,20 @@ def test_edits_and_gains_reach_the_page(tmp_path: Path) -> None:
     (gains,) = data["gains"]
     assert [t["better"] for t in gains["tokens"]] == [False, False, False, True]
     assert [t["text"] for t in gains["tokens"] if t["way"] == "split"] == ["[CLS]", "cat"]
+
+
+@pytest.mark.parametrize("start", [8, 16])
+def test_rates_of_edits_are_of_one_folder_and_windows_apart(tmp_path: Path, start: int) -> None:
+    """Two folders of one window each; with a second window, 16 tokens long, of start 8 or 16."""
+    runs = [edited(written(tmp_path / name, grown(1))) for name in "ab"]
+    for run in runs:
+        first = read_run(run).contents(EDITS)[f"{EDITS}-0"]
+        valued(run, EDITS, [first, first | {"sample": 1, "start": start, "status": "failed"}])
+    page = Content([read_run(run) for run in runs]).as_plain()
+    assert [edits["source"] for edits in page["edits"]] == ["a", "b"]
+    for found in (edits["summary"][0] for edits in page["edits"]):
+        assert (found["originals"], found["succeeded"]) == (2, 1)
+        assert (found["low"] is None) is (start == 8)
 
 
 def test_certified_radii_reach_the_page(tmp_path: Path) -> None:

@@ -332,12 +332,17 @@ _WORDS = re.compile(r"\s+|\w+|[^\w\s]")
 
 
 def edits_of(runs: Sequence[Run], settings: Mapping[str, tuple[int, str]]) -> list[dict[str, Any]]:
-    """One record for each setting, layer and target with edits."""
-    found: dict[tuple[Any, ...], dict[str, TextEdit]] = {}
-    for key, one in _value_records(runs, EDITS, TextEdit, settings):
-        place = (*settings[one.id], one.target, one.num_tokens, one.decision is not None)
-        found.setdefault(place, {})[key] = one
-    return [_edits_record(place, list(some.values())) for place, some in found.items()]
+    """One record for each setting, layer, target and folder with edits."""
+    names, found = folder_names(runs), dict[tuple[Any, ...], dict[str, list[TextEdit]]]()
+    for run in runs:
+        for _, one in _value_records([run], EDITS, TextEdit, settings):
+            place = (*settings[one.id], one.target, one.num_tokens, one.decision is not None)
+            found.setdefault(place, {}).setdefault(names[str(run.path)], []).append(one)
+    return [
+        _edits_record(place, some) | {"source": name if len(by_folder) > 1 else None}
+        for place, by_folder in found.items()
+        for name, some in by_folder.items()
+    ]
 
 
 def _edits_record(place: tuple[Any, ...], edits: Sequence[TextEdit]) -> dict[str, Any]:
@@ -358,10 +363,11 @@ def _edits_record(place: tuple[Any, ...], edits: Sequence[TextEdit]) -> dict[str
 
 
 def _summary(recipe: str, edits: Sequence[TextEdit]) -> dict[str, Any]:
-    """Counts and means, and the 95 % interval of the rate of success."""
+    """Counts and means, and the 95 % interval of the rate, if windows share no text."""
     found = summed(recipe, edits)
     tried = found.originals - found.skipped
-    ends = share_interval(found.succeeded, tried) if tried else (None, None)
+    apart = tried and not share_text(edits, paired=False)
+    ends = share_interval(found.succeeded, tried) if apart else (None, None)
     rate = {"rate": found.rate, "low": ends[0], "high": ends[1]}
     return _short(vars(found) | rate)
 

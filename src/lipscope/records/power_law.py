@@ -17,7 +17,7 @@ import numpy as np
 from scipy import special
 
 from lipscope.errors import InputError
-from lipscope.records.rows import GIVEN, Measurement, grouped
+from lipscope.records.rows import GIVEN, Measurement, TextEdit, grouped
 from lipscope.records.sampling import (
     CONFIDENCE,
     paired_lack_of_fit,
@@ -322,9 +322,9 @@ def _log_sigma(rows: Sequence[Measurement], of: Of) -> dict[tuple[int, int], flo
     return logs
 
 
-def share_text(rows: Sequence[Measurement], *, paired: bool) -> bool:
+def share_text(rows: Sequence[Measurement] | Sequence[TextEdit], *, paired: bool) -> bool:
     """Whether windows of different samples, or of unpaired lengths, overlap."""
-    longest: dict[int, Measurement] = {}
+    longest: dict[int, Measurement | TextEdit] = {}
     for row in rows:  # the windows of a paired sample are nested in its longest one
         if paired and row.num_tokens >= longest.get(row.sample, row).num_tokens:
             longest[row.sample] = row
