@@ -156,6 +156,18 @@ def test_the_error_is_a_bound_where_rounding_is_all_that_is_left() -> None:
         assert bool((off <= found.error).all()), name
 
 
+@pytest.mark.parametrize("bias", [0.0, 1.0, 30.0])
+def test_the_error_is_a_bound_whatever_is_rounded_within(bias) -> None:
+    g = ContractiveMLP([D, 64, 64, D], c=0.5, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for i, one in enumerate(g.biases):
+            one.copy_(bias * gaussian(len(one), seed=i))
+        block, y = InvertibleResidual(g), gaussian(200, 1, D).float()
+        found = block.inverse(y)
+        true = block.double().inverse(y.double()).x
+    assert bool(((found.x - true).flatten(1).norm(dim=1) <= found.error).all())
+
+
 def test_autocast_leaves_constants_and_inverses_alone() -> None:
     y = gaussian(3, 6, D).float()
     for name, g in contractions(0.9).items():
@@ -163,7 +175,10 @@ def test_autocast_leaves_constants_and_inverses_alone() -> None:
         for cast in (False, True):
             with torch.autocast("cpu", torch.bfloat16, enabled=cast):
                 layer = g.as_layer(6) if isinstance(g, ContractiveAttention) else None
-                found.append([block.inverse(y).x, *([layer.output] if layer else [])])
+                values = [block(y), block.inverse(y).x, Flow([block]).log_density(y)]
+                values += [block.log_determinant(y, method="series", terms=3).value]
+                found.append([*values, *([layer.output] if layer else [])])
+                assert block(y.to(values[0].dtype if not cast else torch.bfloat16)).dtype == y.dtype
         torch.testing.assert_close(*found, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 

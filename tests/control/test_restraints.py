@@ -200,6 +200,69 @@ def test_a_module_that_is_called_twice_is_parametrised_once(how: str) -> None:
     assert bool(model(x).isfinite().all())
 
 
+def encoder() -> nn.TransformerEncoder:
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+
+
+def act(held: ls.Restraint) -> None:
+    held.penalty()
+    held.step()
+
+
+def swap(model: nn.TransformerEncoder) -> None:
+    model.layers[0].self_attn = nn.MultiheadAttention(8, 2, batch_first=True)
+
+
+def insert(model: nn.TransformerEncoder) -> None:
+    model.layers.insert(0, encoder().layers[0])
+
+
+def prune(model: nn.TransformerEncoder) -> None:
+    model.layers = model.layers[1:]
+
+
+@pytest.mark.parametrize("change", [swap, insert, prune])
+@pytest.mark.parametrize("how", ["sigma", "weight-norms", "spectral-cap"])
+def test_a_layer_whose_place_another_module_takes_is_refused(how: str, change) -> None:
+    model, x = encoder(), torch.randn(1, 5, 8)
+    held = ls.restrain(model, x, how, cap=0.1, layers=0)
+    model.layers[0] = torch.compile(model.layers[0], backend="eager")  # the same module inside
+    act(held)
+    change(model)
+    if change is insert and how != "sigma":  # its weights are still the model's
+        act(held)
+        return
+    with pytest.raises(InputError, match=r"`layers\.0\.self_attn` as it was at first"):
+        act(held)
+
+
+def test_a_projection_beside_its_module_may_not_change_either() -> None:
+    model = Shared()
+    held = ls.restrain(model, gaussian(1, 5, 8), "weight-norms")
+    model.a.output.dense = nn.Linear(8, 8).double()
+    with pytest.raises(InputError, match="one of another module"):
+        held.penalty()
+
+
+def test_every_matrix_counts_once() -> None:
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    ours = block.self_attn = ls.MultiheadAttention(8, 2, batch_first=True)
+    found = ls.restrain(block, torch.randn(1, 5, 8), "weight-norms").penalty()
+    each = [getattr(ours.attention, name) for name in ("query", "key", "value", "output")]
+    norms = [torch.linalg.matrix_norm(w, 2) for w in each]
+    assert found.item() == pytest.approx(torch.stack(norms).mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("how", ["sigma", "sigma-cap"])
+def test_a_batch_of_nothing_is_refused(how: str) -> None:
+    layer = build(DotProduct)
+    with pytest.raises(InputError, match="`data` should be the layer's input"):
+        ls.restrain(layer, X[None][:0], how, cap=0.5)
+
+
 class Shared(nn.Module):
     """The same of linear maps of their own."""
 

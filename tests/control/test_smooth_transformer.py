@@ -259,13 +259,13 @@ def test_sigma_and_attack_read_one_input_of_at_most_the_length():
     """In any dtype, with dropout, under inference mode; nothing random is drawn."""
     model = smooth("l2", dropout=0.5).train()
     before = torch.get_rng_state()
-    most, where = model.attack(6, steps=3)
+    most, where = model.attack(6, starts=1, steps=3)
     assert torch.equal(before, torch.get_rng_state()) and model.training
     with torch.inference_mode():
-        assert model.attack(6, steps=3)[0] == most
+        assert model.attack(6, starts=1, steps=3)[0] == most
         assert model.sigma(IDS[0].clone()).lower == model.eval().sigma(IDS[0]).lower
     half = copy.deepcopy(model).bfloat16()
-    assert half.attack(6, steps=3)[1].dtype == torch.bfloat16
+    assert half.attack(6, starts=1, steps=3)[1].dtype == torch.bfloat16
     assert half.sigma(IDS[0]).lower == pytest.approx(model.sigma(IDS[0]).lower, rel=0.05)
     assert where.shape == (6, 8)
 

@@ -366,6 +366,8 @@ def test_sigma_through_ends_where_the_layers_overflow() -> None:
     found = sigma_through(single(ONE), ONE, step=3.0, layers=1000)
     assert [event.name for event in found.events] == ["overflow"]
     assert bool(found.sigma.isfinite().all()) and found.times[-1] < found.events[0].time
+    at_once = sigma_through(single(ONE), 1e99 * ONE, step=1e9, layers=3)
+    assert at_once.times.tolist() == [0.0] and at_once.sigma.tolist() == [1.0]
 
 
 def test_sigma_of_blocks_of_matrices() -> None:

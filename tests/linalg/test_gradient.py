@@ -181,9 +181,24 @@ def test_the_zero_map_and_a_layer_that_overflows() -> None:
     found = ls.sigma(lambda z: z * 0, x)
     found.backward()
     assert float(found.detach()) == 0.0
-    assert x.grad is None or not x.grad.any()
+    assert x.grad is not None and not x.grad.any()
     broken = ls.DotProduct(*(1e25 * torch.ones(3, 1, 1)))
     assert math.isnan(float(ls.sigma(broken, torch.ones(3, 1))))
+
+
+def test_autocast_changes_nothing() -> None:
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(4, 4)) for _ in range(3)]
+    encoder = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    for layer, x in ((ls.DotProduct(*weights), torch.randn(5, 4)), (encoder, torch.randn(1, 5, 4))):
+        found = []
+        for on in (False, True):
+            layer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=on):
+                value = ls.sigma(layer, x, generator=torch.Generator().manual_seed(0))
+                value.backward()
+            found.append([value.detach(), *[p.grad for p in layer.parameters()]])
+        torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)
 
 
 def test_a_penalty_lowers_sigma() -> None:

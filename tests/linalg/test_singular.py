@@ -10,6 +10,7 @@ from scipy import integrate, special
 
 from lipscope import Operator, linearise, top_singular
 from lipscope.errors import InputError
+from lipscope.linalg import bracketed, infinity_norm, max_token_norm
 from lipscope.linalg.singular import (
     closed_form_factor,
     golub_kahan,
@@ -235,6 +236,11 @@ def test_a_map_that_overflows_is_a_status_not_an_exception():
     assert top.status == "non_finite"
     assert math.isnan(top.sigma)
     assert top.note is not None
+    for metric in ("max-token", "infinity"):
+        found = bracketed(broken, metric, tol=1e-3, delta=0.01, seed=0)
+        assert (found.status, found.note) == (top.status, top.note) and math.isnan(found.sigma)
+    for norm in (max_token_norm, infinity_norm):
+        assert math.isnan(norm(broken, dense=0).lower)
 
 
 @pytest.mark.parametrize(

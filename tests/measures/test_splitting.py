@@ -255,10 +255,11 @@ def test_a_tiny_mass_moved_far_beats_every_small_move(radius, gain) -> None:
     assert exact == pytest.approx(float(gains.max()), rel=1e-5)
 
 
-def test_tiny_masses_nearby_are_splitting() -> None:
-    layer, x = case("plain", 5)
+@pytest.mark.parametrize("n", [6, 30])
+def test_tiny_masses_nearby_are_splitting(n) -> None:
+    layer, x = case("plain", 5, n=n)
     found = split_at(layer, x)
-    near = x[found.token] + 1e-6 * found.direction
+    near = x[found.token] + 1e-8 * found.direction
     gains = tiny_mass_gain(layer, TokenMeasure(x), near[None])
     assert float(gains[found.token]) == pytest.approx(found.splitting, rel=1e-4)
 
@@ -414,6 +415,14 @@ CAUSAL, _ = case("heads", 0)
         (lambda: weighted(PLAIN.linearise(X), X[0]), "one for each of 6 tokens. Found"),
         (lambda: split_at(lambda x: x.cumsum(0), X), "`f` should not depend on the order"),
         (
+            lambda: split_at(lambda x: x * torch.arange(1, len(x) + 1)[:, None], X[:1]),
+            "`f` should not depend on the order",
+        ),
+        (
+            lambda: finite_split(PLAIN, TokenMeasure(X), split_at(PLAIN, X), size=0.0),
+            "`size` should be positive.",
+        ),
+        (
             lambda: split_at(lambda x: x.sum(0, keepdim=True), X),
             "`f` should give one output for each token.",
         ),
@@ -471,5 +480,8 @@ def test_what_is_no_layer_or_measure_is_refused_in_one_line(unchecked) -> None:
     ):
         with pytest.raises(InputError, match=re.escape(said)):
             call()
+    single, log_weights = layer.replace(**{k: ONE.float() for k in ("query", "key", "value")}), ONE
+    of_any_dtype = split_at(single, WEDGE.float(), log_weights=log_weights[0].expand(2))
+    assert of_any_dtype.moving == split_at(single, WEDGE.float()).moving
     counted = repeated_tokens(layer, WEDGE, torch.tensor([1, 2]))
     assert counted.num_tokens == 3

@@ -77,8 +77,8 @@ def test_no_upper_bound_is_violated(count: int) -> None:
 def _product_with(dense: Tensor, op: Operator) -> Operator:
     """The same operator as one matrix: an ascent of hundreds of products is then cheap."""
     return Operator(
-        lambda e: (dense @ e.flatten()).view(op.out_shape),
-        lambda g: (dense.T @ g.flatten()).view(op.in_shape),
+        lambda e: (e.flatten(-2) @ dense.T).unflatten(-1, op.out_shape),
+        lambda g: (g.flatten(-2) @ dense).unflatten(-1, op.in_shape),
         op.in_shape,
         op.out_shape,
         op.dtype,

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lipscope.attention import Attention, spectral_norm, transformed
+from lipscope.attention import Attention, exact, spectral_norm, transformed, uncast
 from lipscope.display import Shown
 from lipscope.errors import InputError, check_count, check_positive, shown
 
@@ -245,6 +245,7 @@ def log_determinant(
     return LogDeterminant(value, error, len(weights), probes or 0)
 
 
+@exact
 def _log_determinant(g: Contraction, x: Tensor) -> Tensor:
     size = x.shape[-2] * x.shape[-1]
 
@@ -259,6 +260,7 @@ def _log_determinant(g: Contraction, x: Tensor) -> Tensor:
     return torch.linalg.slogdet(every + eye).logabsdet.to(x.dtype).reshape(x.shape[:-2])
 
 
+@exact
 def _trace_series(
     g: Contraction,
     x: Tensor,
@@ -299,7 +301,8 @@ def _terms(size: int, c: float, tol: float) -> int:
 
 
 _KEPT = 5  # differences used by Anderson mixing
-_UNITS = 8  # rounding units of a residual, relative to its tokens
+_UNITS = 8  # rounding units of a residual, relative to its tokens, at which steps end
+_WITHIN = 256  # those of float64 within ``g``
 _BACKWARD = (
     "`inverse` should be differentiated once, by `backward` or `torch.autograd.grad`. Found {}."
 )
@@ -337,23 +340,25 @@ class InvertibleResidual(nn.Module):
         self.g = g
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
-        """``X + g(X)``."""
-        return x + self.g(x)
+        """``X + g(X)``, in the dtype of the weights even under autocast."""
+        with uncast(x.device):
+            x = x.to(torch.promote_types(x.dtype, self.g.first.dtype))
+            return x + self.g(x)
 
     def inverse(
         self, y: Float[Tensor, "*b n d"], *, tol: float | None = None, max_steps: int = 1000
     ) -> Inverse:
         """The ``X`` with ``X + g(X) = Y``, differentiable once, in ``Y`` and in the weights.
 
-        The returned error bound is ``‖X - X*‖_F ≤ c ‖Z + g(Z) - Y‖_F / (1 - c)`` for the last step
-        ``X = Y - g(Z)``, at least the rounding error ``8 ε max(‖Y‖_F, ‖Z‖_F) / (1 - c)``. Gradients
-        are those of the inverse function: one more equation of this kind, without recorded
-        steps. Everything is in the dtype of ``Y``, even under autocast.
+        The returned error bound is ``‖X - X*‖_F ≤ ‖X + g(X) - Y‖_F / (1 - c)`` in float64, so that
+        rounding within ``g`` counts, and 256 rounding units of float64 more. Gradients are those of
+        the inverse function: one more equation of this kind, without recorded steps. Everything
+        else is in the dtype of ``Y``, even under autocast.
 
         Args:
             y: Samples, solved together.
-            tol: Error tolerance per sample, relative to ``max(‖Y‖_F, ‖Z‖_F)``; None: the rounding
-                limit.
+            tol: Error tolerance per sample, relative to ``max(‖Y‖_F, ‖X‖_F)``; None: until a step
+                changes no more than rounding.
             max_steps: Maximum number of evaluations of ``g``.
 
         Raises:
@@ -366,29 +371,34 @@ class InvertibleResidual(nn.Module):
             raise InputError(_BACKWARD.format("forward mode or a transform of `torch.func`"))
         if not bool(y.isfinite().all()):
             raise InputError("`y` should hold finite numbers. Found others.")
-        slack, units = 1 - self.g.c, _UNITS * torch.finfo(y.dtype).eps
-        least = units / slack
-        tol = least if tol is None else tol
-        check_positive("tol", tol)
+        slack, least = 1 - self.g.c, _UNITS * torch.finfo(y.dtype).eps / (1 - self.g.c)
+        limit = least if tol is None else tol
+        check_positive("tol", limit)
 
-        def answer(h: Callable[[Tensor], Tensor], right: Tensor) -> Inverse:
-            found = solve(h, right, c=self.g.c, tol=tol * slack, max_steps=max_steps)
-            size = _larger_norm(right.flatten(-2), found.x.flatten(-2))
-            error = torch.maximum(self.g.c * found.error / slack, least * size)
-            if not bool((error <= tol * size).all()):
+        def check(error: Tensor, size: Tensor) -> None:
+            if not bool((error <= limit * size).all()):
                 raise InputError(
                     f"`tol` should be what {str(y.dtype)[6:]} can reach in `max_steps` steps. "
                     f"Found errors to {float((error / size).max()):.1g} with "
-                    f"`tol = {tol:.1g}`, `max_steps = {max_steps}`."
+                    f"`tol = {limit:.1g}`, `max_steps = {max_steps}`."
                 )
-            return Inverse(found.x, found.steps + 1, error)
+
+        @exact
+        def answer(h: Callable[[Tensor], Tensor], right: Tensor) -> Inverse:
+            found = solve(h, right, c=self.g.c, tol=limit * slack, max_steps=max_steps)
+            size = _larger_norm(right.flatten(-2), found.x.flatten(-2))
+            check(torch.maximum(self.g.c * found.error / slack, least * size), size)
+            return found
 
         # The last step carries the derivative of the right side; the hook then multiplies gradients
         # by (1 + J)^-T.
-        with torch.autocast(y.device.type, enabled=False):
+        with uncast(y.device):
             with torch.no_grad():
                 found = answer(self.g, y.detach())
             x = y - self.g(found.x)
+            error = self._error(x.detach(), y.detach())
+            if tol is not None:
+                check(error, _larger_norm(y.detach().flatten(-2), x.detach().flatten(-2)))
             if x.requires_grad:
                 at = found.x.detach().requires_grad_()
                 with torch.enable_grad():
@@ -403,7 +413,20 @@ class InvertibleResidual(nn.Module):
                     return answer(pull, grad).x
 
                 x.register_hook(back)
-        return Inverse(x, found.steps, found.error)
+        return Inverse(x, found.steps + 1, error)
+
+    @torch.no_grad()
+    def _error(self, x: Tensor, y: Tensor) -> Tensor:
+        """The bound of ``‖X - X*‖_F`` of every sample, rounded up."""
+        dtype, held = y.dtype, [*self.g.named_parameters(), *self.g.named_buffers()]
+        wide = {name: t.double() for name, t in held if t.is_floating_point()}
+        x, y = x.double(), y.double()
+        off = x + torch.func.functional_call(self.g, wide, (x,)) - y
+        x, y, off = (t.flatten(-2) for t in (x, y, off))
+        units = _WITHIN * torch.finfo(x.dtype).eps
+        error = (off.norm(dim=-1) + units * _larger_norm(y, x)) / (1 - self.g.c)
+        kind = torch.finfo(dtype)
+        return (error * (1 + 2 * kind.eps)).clamp_min(kind.tiny).to(dtype)
 
     def log_determinant(self, x: Float[Tensor, "*b n d"], **options: object) -> LogDeterminant:
         """``log det(I + J_g(X))`` of every sample, with the options of `log_determinant`."""

@@ -92,8 +92,8 @@ class Probe:
                 continue
             calls = self._traced(item).calls
             for i in self.indices:
-                if i >= len(calls):
-                    raise InputError(f"Layer {i} should be called on every input. Found one not.")
+                if i >= len(calls) or calls[i].module is not self._calls[i].module:
+                    raise self._gone(i)
                 yield ProbedLayer(i, e, _layer_of(calls[i]), _finite_input(calls[i].x.detach(), i))
 
     def weights(self, index: int) -> list[tuple[nn.Module, str]]:
@@ -105,10 +105,16 @@ class Probe:
             holders = [self.model]
         else:
             call = self._calls[index]
-            holders = [*call.module.modules(), call.end.projection]
+            holders = [*call.module.modules()]
+            last = call.end.projection
+            # Ours shows torch its output weights a second time.
+            if last is not None and not isinstance(call.module, MultiheadAttention):
+                holders.append(last)
+            if not set(self.model.modules()).issuperset(holders):
+                raise self._gone(index)
         found: dict[tuple[int, str], tuple[nn.Module, str]] = {}
         for holder in holders:
-            if holder is None or isinstance(holder, nn.Embedding | parametrize.ParametrizationList):
+            if isinstance(holder, nn.Embedding | parametrize.ParametrizationList):
                 continue
             kept = getattr(holder, "parametrizations", {})
             names = [n for n, p in holder.named_parameters(recurse=False) if p.ndim == 2]
@@ -120,6 +126,12 @@ class Probe:
                 "`nn.Parameter`."
             )
         return list(found.values())
+
+    def _gone(self, index: int) -> InputError:
+        return InputError(
+            f"Layer {index} should be `{self.names[index]}` as it was at first, on every input. "
+            "Found no call of it, or one of another module; make a new restraint."
+        )
 
     @property
     def device(self) -> torch.device:
@@ -151,7 +163,12 @@ class Probe:
             )
         if isinstance(self.model, Attention):
             width = self.model.query.shape[1]
-            if not isinstance(data, Tensor) or data.ndim not in (2, 3) or data.shape[-1] != width:
+            if (
+                not isinstance(data, Tensor)
+                or data.ndim not in (2, 3)
+                or data.shape[-1] != width
+                or not data.numel()
+            ):
                 found = tuple(data.shape) if isinstance(data, Tensor) else type(data).__name__
                 raise InputError(
                     f"`data` should be the layer's input, (n, {width}) or (b, n, {width}). "

@@ -159,7 +159,7 @@ def _along_depth(
     dense = all(op.in_size <= _SMALL for op in jacobians)
     matrix: Tensor | None = None
     together: linalg.Operator | None = None
-    for i, op in enumerate(jacobians[: at[-1]], 1):
+    for i, op in enumerate(jacobians[: max(at, default=0)], 1):
         if dense:
             alone = linalg.to_dense(op).double()
             matrix = alone if matrix is None else alone @ matrix

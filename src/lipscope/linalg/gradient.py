@@ -45,8 +45,8 @@ def sigma(
     without an interval: a penalty selects inputs by their sigma, which voids it. Use
     `top_singular` for values to be reported.
 
-    A module in training mode is measured in evaluation mode: its dropout is off during this
-    call and its backward pass only.
+    A module in training mode is measured in evaluation mode, and without autocast: its dropout
+    is off during this call and its backward pass only.
 
     Args:
         layer: An attention layer (chunked, so that long inputs fit), any module, or a function
@@ -79,9 +79,10 @@ def sigma(
     for name, one in (("x", x), *whole.named_parameters()):
         check_finite_numbers(name, one)
     check_count("memory", memory)
-    op = _operator(layer, x, memory)
-    _refuse_hidden(layer, x)
-    top = top_singular(op, tol=tol, memory=memory // 2, generator=generator)
+    with torch.autocast(x.device.type, enabled=False):
+        op = _operator(layer, x, memory)
+        _refuse_hidden(layer, x)
+        top = top_singular(op, tol=tol, memory=memory // 2, generator=generator)
     return _Sigma.apply(whole, top, x, *whole.weights)  # pyright: ignore[reportReturnType]
 
 
@@ -114,7 +115,7 @@ class _Stretch(nn.Module):
         create_graph: bool = False,
     ) -> tuple[Tensor | None, ...]:
         """Partial derivatives of ``sum <g, J e>`` over the pairs ``(g, e)``, held fixed."""
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.autocast(tensors[0].device.type, enabled=False):
             # Use copies in the graph: a weight may depend on another one, and autograd adds that
             # share itself. The input always needs a gradient for the inner products.
             copies = [
@@ -150,7 +151,7 @@ class _Sigma(_TopFunction):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         tensors, top = ctx.saved_tensors, ctx.top
         if top.sigma == 0.0:  # J = 0: zero is a subgradient
-            return None, None, *[None] * len(tensors)
+            return None, None, *map(torch.zeros_like, tensors)
         again = torch.is_grad_enabled()
         u, v = _Vectors.apply(ctx.whole, top, *tensors) if again else (top.u, top.v)  # pyright: ignore
         found = ctx.whole.gradients(tensors, [(u, v)], *grad_outputs, create_graph=again)

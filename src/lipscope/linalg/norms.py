@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.linalg.operator import Operator, start_named, to_dense
-from lipscope.linalg.singular import TopSingular
+from lipscope.linalg.operator import Operator, Product, start_named, to_dense
+from lipscope.linalg.singular import OVERFLOWS, TopSingular
 from lipscope.linalg.torch_state import by_threads
 
 # Metrics of inputs and outputs. ``frobenius``: root of the sum of squares; the norm of a Jacobian
@@ -32,7 +32,7 @@ _EXACT_NORM = 1024  # largest nonnegative matrix (rows) to be decomposed fully
 class NormInterval:
     """Lower and upper bound of an operator norm."""
 
-    lower: float  # attained by some input, never above the norm
+    lower: float  # attained by some input, never above the norm; NaN if a product overflows
     upper: float | None  # never below the norm; None if not computed
 
 
@@ -44,7 +44,9 @@ def bracketed(op: Operator, metric: str, *, tol: float, delta: float, seed: int)
     norm = max_token_norm if metric == "max-token" else infinity_norm
     found = norm(op, seed=seed)
     upper = math.inf if found.upper is None else found.upper
+    finite = math.isfinite(found.lower)
     status = "converged" if upper <= (1 + tol) * found.lower else "max_steps"
+    note = None if found.upper is not None else f"too large for an upper end in {metric}"
     return TopSingular(
         sigma=found.lower,
         upper=upper,
@@ -53,8 +55,8 @@ def bracketed(op: Operator, metric: str, *, tol: float, delta: float, seed: int)
         v=torch.full(op.in_shape, math.nan),
         solver_residual=math.nan,
         products=0,
-        status=status if math.isfinite(found.lower) else "non_finite",
-        note=None if found.upper is not None else f"too large for an upper end in {metric}",
+        status=status if finite else "non_finite",
+        note=note if finite else OVERFLOWS,
     )
 
 
@@ -72,6 +74,8 @@ def infinity_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormIn
     >>> infinity_norm(op).lower
     3.0
     """
+    if _overflows(op):
+        return NormInterval(math.nan, None)
     if op.in_size * op.T.in_size <= dense:
         value = float(to_dense(op).abs().sum(1).max())
         return NormInterval(value, value)
@@ -110,31 +114,39 @@ def max_token_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormI
     >>> max_token_norm(op)
     NormInterval(lower=1.0, upper=1.0)
     """
-    best = 0.0
-    for start in _random_batch(op.in_shape, op, seed):
-        best = max(best, _alternate(op, _unit_tokens(start)))
+    if _overflows(op):
+        return NormInterval(math.nan, None)
+    starts = _unit_tokens(_random_batch(op.in_shape, op, seed))
     if op.in_size * op.T.in_size > dense:
-        return NormInterval(best, None)
-    blocks = to_dense(op).reshape(*op.out_shape, *op.in_shape).permute(0, 2, 1, 3)
+        return NormInterval(_alternated(op.matvec, op.rmatvec, starts), None)
+    matrix = to_dense(op)
+    best = _alternated(
+        lambda e: (e.flatten(1) @ matrix.T).view(-1, *op.out_shape),
+        lambda g: (g.flatten(1) @ matrix).view(-1, *op.in_shape),
+        starts,
+    )
+    blocks = matrix.reshape(*op.out_shape, *op.in_shape).permute(0, 2, 1, 3)
     best = max([best, *[float(_ascend(row).sum()) for row in blocks]])
     upper = max(_row_upper(row) for row in blocks)
     return NormInterval(best, max(best, upper))
 
 
-def _alternate(op: Operator, e: Tensor) -> float:
-    """The best value of the ascent from ``e``."""
-    best = -1.0
+def _alternated(matvec: Product, rmatvec: Product, e: Float[Tensor, "s n d"]) -> float:
+    """The best value of the ascents from ``e``, each until it stops to rise."""
+    best, last = 0.0, e.new_full((len(e),), -1.0)
     for _ in range(_ITERATIONS):
-        out = op.matvec(e)
-        norms = out.norm(dim=-1)
-        where = int(norms.argmax())
-        if not float(norms[where]) > best * (1 + 1e-12):
+        out = matvec(e)
+        most, where = out.norm(dim=-1).max(-1)
+        rising = most > last * (1 + 1e-12)
+        if not bool(rising.any()):
             break
-        best = float(norms[where])
+        out, last, where = out[rising], most[rising], where[rising]
+        best = max(best, float(last.max()))
+        here = torch.arange(len(out), device=out.device), where
         g = torch.zeros_like(out)
-        g[where] = out[where] / norms[where].clamp_min(_tiny(out))
-        e = _unit_tokens(op.rmatvec(g))
-    return max(best, 0.0)
+        g[here] = out[here] / last.clamp_min(_tiny(out))[:, None]
+        e = _unit_tokens(rmatvec(g))
+    return best
 
 
 def _ascend(row: Tensor) -> Tensor:
@@ -165,6 +177,10 @@ def _unit_tokens(e: Tensor) -> Tensor:
 def _tiny(e: Tensor) -> float:
     """The smallest normal number of the dtype: dividing zero by it gives zero."""
     return torch.finfo(e.dtype).tiny
+
+
+def _overflows(op: Operator) -> bool:
+    return not bool(op.matvec(_random_batch(op.in_shape, op, 0)[0]).isfinite().all())
 
 
 def _random_batch(shape: tuple[int, ...], op: Operator, seed: int) -> Tensor:

@@ -266,6 +266,7 @@ Watch = Callable[[Callable[[], Sequence[tuple[float, float]]]], None]
 SLACK = {torch.float32: 1e-5, torch.float64: 1e-12}
 # The allowance takes half of the tolerance, so a smaller one could not be met.
 SMALLEST_TOL = {torch.float32: 2e-5, torch.float64: 2e-12}
+OVERFLOWS = "a product with the Jacobian is not finite: the map overflows at this input"
 _SMALLEST_BASIS = 8  # steps between restarts, whatever the memory
 # Runs are rarely longer. If that many left vectors do not fit, none is stored: right vectors use
 # the memory better, and the single left vector needed costs one more product.
@@ -374,7 +375,8 @@ def top_singular_batch(
     b = len(generators)
     answers: list[TopSingular | None] = [None] * b
     left = op.left if isinstance(op, Together) else None
-    with few_threads(b * max(math.prod(op.in_shape), math.prod(op.out_shape))):
+    entries = b * max(math.prod(op.in_shape), math.prod(op.out_shape))
+    with few_threads(entries), torch.autocast(op.device.type, enabled=False):
         for run, last in _restarted(op, _random_starts(op, generators), max_steps, memory, stop):
             for i in range(b):
                 if answers[i] is not None or (top := stop.judge(run, i, last=last)) is None:
@@ -568,8 +570,7 @@ class _Stop:
     def _non_finite(self, run: _Restarts) -> TopSingular:
         nan, kind = math.nan, {"dtype": self.op.dtype, "device": self.op.device}
         u, v = (torch.full(shape, nan, **kind) for shape in (self.op.out_shape, self.op.in_shape))
-        note = "a product with the Jacobian is not finite: the map overflows at this input"
-        return TopSingular(nan, nan, self.delta, u, v, nan, run.products, "non_finite", note)
+        return TopSingular(nan, nan, self.delta, u, v, nan, run.products, "non_finite", OVERFLOWS)
 
 
 def unit_vector(vector: Tensor) -> Tensor:

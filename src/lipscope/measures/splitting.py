@@ -17,8 +17,8 @@ from lipscope.attention import Attention, Softmax, check_layer
 from lipscope.display import Shown
 from lipscope.errors import (
     InputError,
-    check_finite_number,
     check_finite_numbers,
+    check_positive,
     check_tokens,
 )
 from lipscope.linalg import Operator, linearise, start_named, top_singular_batch
@@ -104,7 +104,8 @@ def split_at(
     if x.dtype not in (torch.float32, torch.float64):
         raise InputError(f"`x` should be in float32 or float64. Found {str(x.dtype)[6:]}.")
     if log_weights is not None:
-        check_finite_numbers("log_weights", torch.as_tensor(log_weights))
+        log_weights = torch.as_tensor(log_weights).to(x)
+        check_finite_numbers("log_weights", log_weights)
     if not callable(f):
         raise InputError(f"`f` should be a layer or a function. Found `{type(f).__name__}`.")
     if isinstance(f, Attention) and f.query.dtype != x.dtype:
@@ -165,7 +166,7 @@ def finite_split(
     both halves move in the same direction.
     """
     check_measure(mu)
-    check_finite_number("size", size)
+    check_positive("size", size)
     halves = mu.copied(torch.tensor([0.5, 0.5]))
     points = halves.points.clone()
     step = size * found.direction.to(points)
@@ -206,7 +207,8 @@ def _doubled_operators(f: Function, x: Tensor) -> tuple[Operator, Operator]:
 
 
 def _check_equivariant(f: Function, twice: Tensor) -> None:
-    order = torch.randperm(len(twice), generator=torch.Generator().manual_seed(0))
+    # Unreversed, it would leave two tokens in place.
+    order = torch.randperm(len(twice), generator=torch.Generator().manual_seed(0)).flip(0)
     try:
         with torch.no_grad():
             y, permuted = f(twice), f(twice[order])

@@ -155,13 +155,15 @@ def sinkhorn_divergence(
 # --- costs and plans
 
 
-def _distances(x: Tensor, y: Tensor) -> Tensor:
-    """``|x_i - y_j|`` in some unit, for points of any size.
+def _apart(x: Tensor, y: Tensor) -> Tensor:
+    """``|x_i - y_j|`` from differences: expanding the square would lose small moves to rounding."""
+    return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
 
-    Computed from differences: expanding the square would lose small moves to rounding.
-    """
+
+def _distances(x: Tensor, y: Tensor) -> Tensor:
+    """``|x_i - y_j|`` in some unit, for points of any size."""
     size = _largest_entry(torch.cat([x, y]))
-    return torch.cdist(x / size, y / size, compute_mode="donot_use_mm_for_euclid_dist")
+    return _apart(x / size, y / size)
 
 
 def _power_mean(mass: Tensor, moves: Tensor, p: float) -> Tensor:
@@ -426,10 +428,10 @@ def tiny_mass_ratio(
 
 def _chain_costs(atoms: Tensor, targets: Tensor) -> Tensor:
     """Least sums of squared lengths over chains from each atom to each target, ``(n, k)``."""
-    between = torch.cdist(atoms, atoms).square()
+    between = _apart(atoms, atoms).square()
     for k in range(len(atoms)):
         between = torch.minimum(between, between[:, k, None] + between[k])
-    last = torch.cdist(atoms, targets).square()
+    last = _apart(atoms, targets).square()
     return (between[:, :, None] + last).amin(1)
 
 
