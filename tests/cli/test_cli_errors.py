@@ -77,6 +77,15 @@ def test_requests_that_cannot_be_answered(lipscope, arguments, expected):
     refused(lipscope(*arguments, *lengths, "--text", "text.txt"), *expected)
 
 
+@pytest.mark.parametrize("verb", ["bounds", "split", "push"])
+def test_figures_without_a_folder(command, verb):
+    refused(
+        command(verb, BERT, "--text", "text.txt", "--figures"),
+        "`--figures`.*`--out`",
+        left=["text.txt"],
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "word", "expected"),
     [

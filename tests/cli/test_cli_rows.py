@@ -109,6 +109,14 @@ def test_a_table_shows_what_varies(folder, called):
     assert "sigma" in text and "5.000" in text and "frobenius" not in text
 
 
+def test_a_table_tells_built_inputs_of_several_radii_apart(tmp_path, called):
+    with RunFolder(tmp_path / "run", SPEC) as run:
+        for radius in (3.0, 10.0):
+            append(run, row(input="ascent", radius_max=radius, id=f"{radius}"), [])
+    out = called(tmp_path / "run")[1].decode()
+    assert "radius_max" in out and "3.000" in out and "10.00" in out
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -163,6 +163,32 @@ def test_other_metrics_are_measured_in_themselves(metric, per_head):
         assert found[0].sigma == pytest.approx(float(dense.abs().sum((2, 3)).max()))
 
 
+@pytest.mark.parametrize("tokens", [{"move": "first"}, {"read": "last"}, {"move": "2:3"}])
+def test_a_metric_without_a_vector_has_no_shares_whichever_tokens_move(tokens):
+    rows = ls.measure(BERT, TEXT, layers=0, lengths=6, samples=1, metric="max-token", **tokens)
+    assert (rows[0].top_token, rows[0].top_share, rows[0].relative) == (None, None, None)
+    assert {(t.share_in, t.share_out) for t in rows.tokens} == {(None, None)}
+    assert "share" not in rows.summary() and "Relative" not in rows.summary()
+
+
+@pytest.mark.parametrize("tokens", [{"move": "last"}, {"read": "last"}])
+def test_lower_bounds_of_all_tokens_are_none_of_some(tokens):
+    loaded = tiny("bert")
+    whole, some = (
+        ls.bounds(loaded, TEXT, layers=0, lengths=6, per_head=True, **one) for one in ({}, tokens)
+    )
+    lower = [[b for b in rows.bounds if b.kind == "lower"] for rows in (whole, some)]
+    assert any(b.value is not None for b in lower[0])
+    assert lower[1] and all(b.value is None for b in lower[1])
+    of = {row.id: row for row in some}
+    assert min(looseness(b, of[b.id]) or 1.0 for b in some.bounds) >= 1 - 1e-9
+
+
+def test_a_metric_without_theorems_is_refused():
+    with pytest.raises(ls.InputError, match="frobenius, max-token or infinity"):
+        ls.bounds(BERT, TEXT, metric="token-relative")
+
+
 def test_the_adversarial_value_is_between_real_text_and_global_bounds():
     found = ls.bounds(BERT, TEXT, layers=[1], lengths=[6], attack=True, ascent_steps=2)
     values = values_of(found)

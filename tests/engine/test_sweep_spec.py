@@ -100,6 +100,7 @@ WRONG = {
     "built, of a block": (
         "inputs: [real, ascent]\nmaps: [block]", 4, "`inputs` other.*`ascent` with `block`"
     ),
+    "a radius of no theorem": ("radius: 3", 4, "`radius` goes with `theorems`"),
     "theorems of a block": ("theorems: all\nmaps: [block]", 4, "Theorems cover the maps"),
     "no yaml": ("maps: [", 5, "should be YAML"),
 }  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from folders import decided, edited, gained, grown, stacked, valued, written
 from lipscope import Measurement, read_run, report
 from lipscope.pages.content import Content
 from lipscope.pages.contrast import contrast_of
-from lipscope.records import TextEdit
+from lipscope.records import EDITS, TextEdit
 from lipscope.records.sampling import holm, paired_shift
 from rows import row
 
@@ -69,6 +69,28 @@ def test_other_windows_are_two_samples(tmp_path: Path) -> None:
     assert one["how"] == "two samples" and one["count"] == "5 and 3"
     assert ends(one) == pytest.approx([mean, *found.confidence_interval(0.95)], abs=1e-4)
     assert one["p"] == pytest.approx(found.pvalue, rel=1e-4)
+
+
+def test_a_few_shared_windows_leave_two_samples(tmp_path: Path) -> None:
+    """Six passages and ten of one text have the first and the last in common."""
+    before, after = SIGMAS[0], 2 * SIGMAS[1]
+    own = [sampled(before), sampled(after, of="tales")]
+    shared = [replace(own[1][0], tokens_sha256="alice/0"), *own[1][1:]]
+    expected, found = compared(tmp_path / "no", *own), compared(tmp_path / "one", own[0], shared)
+    assert found == expected and found[0]["count"] == "5 and 5"
+    long = passages([0.3, 0.31, 0.29]), passages([0.5, 0.52, 0.51], of="tales")
+    same = {f"tales/0/{n}": f"alice/0/{n}" for n in (16, 64, 256)}
+    mixed = [replace(r, tokens_sha256=same.get(r.tokens_sha256, r.tokens_sha256)) for r in long[1]]
+    (one,) = shifted(tmp_path / "few", long[0], mixed)
+    assert (one["how"], one["count"], one["changed"]) == ("two samples", "3 and 3", True)
+
+
+def test_what_has_no_upper_end_is_said_to_have_none(tmp_path: Path) -> None:
+    sides = [sampled(SIGMAS[k], sigma_rest=1.0, model=f"m{k}") for k in (0, 1)]
+    runs = [read_run(written(tmp_path / f"{k}", s)) for k, s in enumerate(sides)]
+    said = {table["quantity"]: table["said"] for table in contrast_of(runs).tables}
+    assert said.pop("sigma without the top token").endswith("it has no upper end.")
+    assert all(one.endswith("includes the solver's uncertainty.") for one in said.values())
 
 
 def test_what_the_solver_leaves_open_is_no_change(tmp_path: Path) -> None:
@@ -301,6 +323,29 @@ def test_means_of_values_from_below_have_no_upper_end(tmp_path: Path) -> None:
     assert steps["open"] == [True, True]
 
 
+@pytest.mark.parametrize("apart", [True, False])
+def test_windows_that_share_text_have_no_interval_for_its_sampling(tmp_path: Path, apart) -> None:
+    """Three windows of 16 tokens, 16 or 8 apart: means of a layer, a product and a step."""
+    norms = {"input_norm": 1.0, "output_norm": 1.0}
+    rows = [
+        replace(one, layer=layer, id=f"{layer}/{one.id}", start=(16 if apart else 8) * one.sample)
+        for layer in (0, 1)
+        for one in sampled(SIGMAS[layer][:3], 1.02, map="block", **norms)
+    ]
+    whole = [replace(r, map="model", layer=None, id=f"m/{r.id}") for r in rows[:3]]
+    (depth,) = Content([read_run(written(tmp_path / "run", [*rows, *whole]))]).depths
+    found = [*depth["lines"], *depth["whole"], *depth["products"]]
+    assert {one["low"] < 0.999 * one["sigma"] for one in found} == {apart}
+    assert {one["shared"] for one in found} == {not apart}
+    assert ("windows, 95 %:" in depth["said"], "that share text:" in depth["said"]) == (
+        apart,
+        not apart,
+    )
+    sides = rows[:3], [replace(r, model="b", id=f"b/{r.id}") for r in rows[:3]]
+    (one,) = compared(tmp_path, *sides)
+    assert (one["a_low"] < 0.999 * one["a"]) is apart
+
+
 # --- kinds, edits, gains ---------------------------------------------------------------------
 
 
@@ -329,6 +374,20 @@ def test_edits_and_gains_reach_the_page(tmp_path: Path) -> None:
     (gains,) = data["gains"]
     assert [t["better"] for t in gains["tokens"]] == [False, False, False, True]
     assert [t["text"] for t in gains["tokens"] if t["way"] == "split"] == ["[CLS]", "cat"]
+
+
+@pytest.mark.parametrize("start", [8, 16])
+def test_rates_of_edits_are_of_one_folder_and_windows_apart(tmp_path: Path, start: int) -> None:
+    """Two folders of one window each; with a second window, 16 tokens long, of start 8 or 16."""
+    runs = [edited(written(tmp_path / name, grown(1))) for name in "ab"]
+    for run in runs:
+        first = read_run(run).contents(EDITS)[f"{EDITS}-0"]
+        valued(run, EDITS, [first, first | {"sample": 1, "start": start, "status": "failed"}])
+    page = Content([read_run(run) for run in runs]).as_plain()
+    assert [edits["source"] for edits in page["edits"]] == ["a", "b"]
+    for found in (edits["summary"][0] for edits in page["edits"]):
+        assert (found["originals"], found["succeeded"]) == (2, 1)
+        assert (found["low"] is None) is (start == 8)
 
 
 def test_certified_radii_reach_the_page(tmp_path: Path) -> None:

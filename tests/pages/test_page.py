@@ -294,6 +294,21 @@ def test_runs_of_one_model_are_told_apart(tmp_path: Path) -> None:
     assert [s["rows"] for s in settings] == [9, 9]
 
 
+def test_a_folder_has_the_same_numbers_beside_another(tmp_path: Path) -> None:
+    """Two samples of one text share their first window, whose row has one id."""
+    one = grown(2)
+    two = [r if r.sample == 0 else replace(r, id=f"b/{r.id}", sigma=9.0) for r in one]
+    runs = [read_run(written(tmp_path / name, rows)) for name, rows in (("a", one), ("b", two))]
+    both = Content(runs)
+    for run in runs:
+        alone = Content([run])
+        for some, mine in ((both.means, alone.means), (both.points.fits, alone.points.fits)):
+            assert [v | {"source": None} for v in some if v["source"] == run.path.name] == mine
+    assert (len(both.items), len(both.rows)) == (36, 30)
+    part = read_run(written(tmp_path / "part", one[:7]))
+    assert Content([part, runs[0]]).means == Content([runs[0]]).means
+
+
 def test_axes_hold_every_value_and_no_runaway_end() -> None:
     rows = [row(num_tokens=n, sigma=float(n)) for n in (2, 8)] + [row(sigma=4.0, upper=1e9)]
     found = axes(rows)

@@ -251,7 +251,7 @@ def test_the_failure_probabilities_of_all_intervals_are_added_up():
     rows = [row(sample=0), row(sample=1, delta=1e-3, frobenius=9.0), row(sample=2, sigma=None)]
     assert math.isclose(Rows(rows).failure_probability(), 1e-6 + 2e-3, rel_tol=1e-12)
     # rounded up: 0.002001 is more than 0.0020
-    assert "All 2 intervals hold at once with probability at least 0.9979." in Rows(rows).summary()
+    assert "All 3 intervals hold at once with probability at least 0.9979." in Rows(rows).summary()
     assert "The interval holds with probability at least 1 - 1e-06." in Rows(rows[:1]).summary()
     assert "hold" not in Rows(rows[2:]).summary()
 
@@ -271,6 +271,21 @@ def test_texts_and_inputs_of_a_sweep_are_told_apart():
     slopes = {key.input: fit.slope for key, fit in rows.growth().items() if fit}
     assert slopes == {"text": pytest.approx(0.0), "two_cluster": pytest.approx(0.5)}
     assert "two_cluster" in rows.text() and "alice" not in rows.text()
+
+
+def test_built_inputs_of_several_radii_are_told_apart():
+    built = [
+        r
+        for radius in (3.0, 10.0)
+        for r in curve(lambda n, s: n**0.5, input="ascent", radius_max=radius)
+    ]
+    rows = Rows([*curve(lambda n, s: 1.0), *built])
+    assert {key.input for key in rows.growth()} == {"text", "ascent, radius 3", "ascent, radius 10"}
+    assert "ascent, radius 10" in rows.text()
+
+
+def test_no_exponent_is_minus_zero():
+    assert "-0.00" not in Rows(curve(lambda n, s: n**-1e-4)).text()
 
 
 def test_no_rows_are_no_error(tmp_path: Path):

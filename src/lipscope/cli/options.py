@@ -121,6 +121,8 @@ def ask(
     given = {name: value for name, value in options.items() if name not in _NOT_ASKED}
     content = convert(given, options["text"])
     out, force = options["out"], options["force"]
+    if options.get("figures") and stem is out is None:
+        raise InputError("`--figures` draws into a run folder. Found none; name one with `--out`.")
     place = Place(out, stem or "", force=force) if stem or out is not None else None
     from lipscope import engine
 

@@ -160,6 +160,8 @@ def _without_formulas(frame: polars.DataFrame) -> polars.DataFrame:
 def varied_columns(frame: polars.DataFrame) -> polars.DataFrame:
     """The columns to display: the results, and the settings that vary between rows."""
     varied = [n for n in _WHERE_VARIED if frame[n].n_unique() > 1]
+    if frame.select(*varied, *_ALWAYS[:3]).is_duplicated().any():  # built inputs of several radii
+        varied.append("radius_max")
     return frame.select(*varied, *_ALWAYS)
 
 

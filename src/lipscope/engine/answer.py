@@ -399,11 +399,13 @@ class Solve:
         ]
 
     def _averages(self, tops: list[TopSingular]) -> list[_Remarked]:
-        """``‖J‖_F`` of each head from Gaussian probes, with its interval in words."""
+        """``‖J‖_F`` of each head: ``‖J v‖``, and Gaussian probes of the rest, with its interval."""
         generators = [self.generator(head, "average") for head in self.heads]
         total = torch.zeros(len(tops), dtype=torch.float64)
+        v = torch.stack([top.v for top in tops]).nan_to_num().cpu()
         for _ in range(_PROBES):
             z = torch.stack([torch.randn(self.operator.in_shape, generator=g) for g in generators])
+            z = z - v * (v * z).sum(dim=(-2, -1), keepdim=True)
             y = self.operator.matvec(z.to(self.operator.device, self.operator.dtype))
             total += y.double().square().sum(dim=(-2, -1)).cpu()
         values = (total / _PROBES).sqrt().tolist()
@@ -412,8 +414,11 @@ class Solve:
             for value, top in zip(values, tops, strict=True)
         ]
 
-    def _in_words(self, value: float, top: TopSingular) -> _Remarked:
-        low, high = frobenius_interval(value, top.upper, _PROBES, self.spec.delta)
+    def _in_words(self, rest: float, top: TopSingular) -> _Remarked:
+        low, high = frobenius_interval(rest, top.upper, _PROBES, self.spec.delta)
+        low, value, high = (
+            math.hypot(*pair) for pair in ((top.sigma, low), (top.sigma, rest), (top.upper, high))
+        )
         ends = f"[{rounded_down(low):.4g}, {rounded_up(high):.4g}]"
         words = f"frobenius in {ends} with probability 1 - 2 delta"
         if top.sigma > 0:  # the zero map has none
@@ -486,10 +491,11 @@ def solved_together(questions: Sequence[Question], found: Callable[[int, Solve],
 
 
 def _embedded(vector: Tensor, index: Tensor | None, n: int) -> Tensor:
-    """Rows of selected tokens as rows of all tokens, zero elsewhere."""
+    """Rows of selected tokens as rows of all tokens; others are zero, unknown without a vector."""
     if index is None:
         return vector
-    return vector.new_zeros(n, vector.shape[1]).index_copy(0, index, vector)
+    rest = math.nan if bool(vector.isnan().any()) else 0.0
+    return vector.new_full((n, vector.shape[1]), rest).index_copy(0, index, vector)
 
 
 def _finite_values(values: Tensor) -> list[float | None]:

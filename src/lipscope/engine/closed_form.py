@@ -153,4 +153,8 @@ def theorems_about(
     except (RuntimeError, MemoryError, InputError) as problem:  # keep the measured row
         reason = " ".join(str(problem).split())[:300].rstrip(".")
         found = [one.record(None, reason) for one in wanted]
-    return tuple(replace(one, id=row.id) for one in found)
+    whole = row.move == row.read == "all"  # sigma of some tokens may be below a lower bound
+    none = {"value": None, "reason": "it is a lower bound where all tokens move and are read"}
+    return tuple(
+        replace(one, id=row.id, **({} if whole or one.kind == "upper" else none)) for one in found
+    )

@@ -397,8 +397,10 @@ def _check_inputs(source: Entries, spec: Spec) -> None:
 
 
 def _check_theorems(source: Entries, spec: Spec) -> None:
-    """Require maps that theorems cover, and all tokens."""
+    """Require maps that theorems cover; without theorems, none of their options."""
     if not spec.theorems:
+        if one := next((one for one in ("radius", "sharp") if one in source.values), None):
+            source.fail(f"`{one}` goes with `theorems`. Found none of them.", one)
         return
     if not set(spec.maps) & set(WITH_THEOREMS):
         known = ", ".join(WITH_THEOREMS)

@@ -118,8 +118,13 @@ class Content:
 
     @cached_property
     def items(self) -> list[Item]:
-        """All measurements, each once."""
+        """All measurements, those of one curve in several folders apart."""
         return items_of(self.runs)
+
+    @cached_property
+    def rows(self) -> list[Measurement]:
+        """All measurements, each once."""
+        return list({item.row.id: item.row for item in self.items}.values())
 
     @cached_property
     def bounds(self) -> list[Bound]:

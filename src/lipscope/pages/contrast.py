@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -40,6 +41,7 @@ from lipscope.records import (
 
 Cell = tuple[int | None, int | None, int]  # layer, head, number of tokens
 PAIRED, APART = "the same windows", "two samples"
+_Window = TypeVar("_Window")
 _DEPENDENT = "windows share text, so they are not independent"
 
 
@@ -144,7 +146,7 @@ def _exponent_row(
     sides: Sequence[_Folder], lengths: Sequence[int], quantity: str
 ) -> dict[str, Any]:
     a, b = sides
-    shared = [key for key in a.passages if key in b.passages and all(key)]
+    shared = _in_both(a.passages, b.passages)
     keys = (shared, shared) if shared else (list(a.passages), list(b.passages))
     slopes = [
         [_passage_slope(side.passages[k], lengths, quantity) for k in some]
@@ -412,10 +414,11 @@ def _ratio_row(
     if not a or not b:
         return None
     dependent = any(share_text(some, paired=False) for some in (mine, other))
+    of = partial(enclosed_mean, independent=not dependent)
     ends, tested = _tested_shift(a, b, _DEPENDENT * dependent, shared=shared)
     means = [
-        _enclosed(side, f"{side}_low", f"{side}_high", map(math.exp, enclosed_mean(some)))
-        for side, some in (("a", a), ("b", b))
+        _enclosed(side, f"{side}_low", f"{side}_high", map(math.exp, mean))
+        for side, mean in (("a", of(a)), ("b", of(b)))
     ]
     if ends[0] is None:
         before, after = (sum(one for one, _ in some) / len(some) for some in (a, b))
@@ -428,12 +431,18 @@ def _ratio_row(
 def _matched(
     mine: Sequence[Measurement], other: Sequence[Measurement]
 ) -> tuple[list[Measurement], list[Measurement], bool]:
-    """Rows of the same windows in the same order; all rows where no window is in both."""
+    """Rows of the same windows in the same order; all rows where they are two samples."""
     one, two = ({row.tokens_sha256: row for row in some} for some in (mine, other))
-    shared = [window for window in one if window and window in two]
+    shared = _in_both(one, two)
     if not shared:
         return list(mine), list(other), False
     return [one[window] for window in shared], [two[window] for window in shared], True
+
+
+def _in_both(one: Collection[_Window], two: Collection[_Window]) -> list[_Window]:
+    """Windows in both, if they are most of the smaller sample; else none: two samples."""
+    shared = [window for window in one if window and window in two]
+    return shared if 2 * len(shared) > min(len(one), len(two)) else []
 
 
 def _sides_axes(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -486,12 +495,14 @@ def _contrast_sentences(
         )
     if APART in hows:
         text += (
-            " Where no window is in both folders, they are taken as two independent samples, with "
-            "Welch intervals (95 %, each alone) for nearly normal logarithms."
+            " Where the folders share few windows or none, they are taken as two independent "
+            "samples, with Welch intervals (95 %, each alone) for nearly normal logarithms."
         )
     if tested:
         text += (
             f" Changed: Holm's procedure over the {len(tested)} rows of this table; with "
             "probability at least 95 % it names no row that did not change."
         )
+    if quantity == QUANTITIES[-1]:
+        return text + " Its intervals leave out the solver's uncertainty: it has no upper end."
     return text + " Every interval includes the solver's uncertainty."

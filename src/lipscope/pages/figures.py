@@ -288,7 +288,7 @@ def _line_names(frame: charts.Frame, means: Records, fits: Records, of: charts.G
         {
             "layer": m["layer"],
             "sigma": place,
-            "name": f"{m['layer']}: n^{known[m['layer']]:.2f}"
+            "name": f"{m['layer']}: n^{known[m['layer']]:z.2f}"
             if m["layer"] in known
             else m["layer"],
         }

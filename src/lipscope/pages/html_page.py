@@ -133,7 +133,7 @@ def _layer_colours(count: int) -> str:
 
 
 def _counts_in_words(content: Content) -> str:
-    rows = _counted(len(content.items), "measurement")
+    rows = _counted(len(content.rows), "measurement")
     bounds = f", {_counted(len(content.bounds), 'bound')}" if content.bounds else ""
     count = sum(run.path.is_dir() for run in content.runs)  # others are in memory
     folders = f" from {_counted(count, 'folder')}" if count else ""
@@ -151,7 +151,7 @@ def _counted(count: int, noun: str) -> str:
 
 def _provenance(content: Content) -> str:
     """Rows without a value, the joint confidence of all intervals, and each folder's provenance."""
-    rows = [item.row for item in content.items]
+    rows = content.rows
     parts = [part for run in content.runs for part in run.direction_parts()]
     status = ", ".join(
         f"{count:,} {name}" for name, count in Counter(row.status for row in rows).most_common()

@@ -122,21 +122,33 @@ class Item:
 
 
 def items_of(runs: Sequence[Run]) -> list[Item]:
-    """Every row once; no curve has rows of two models, texts, inputs or folders."""
-    found: dict[str, tuple[Run, Measurement]] = {}
-    for run in runs:
-        for row in run.measurements():
-            found.setdefault(row.id, (run, row))
-    names = _model_names(row for _, row in found.values())
-    texts = labels((str(run.path), text_of(run, row.text)) for run, row in found.values())
+    """Every row of a folder once; no curve has rows of two models, texts, inputs or folders."""
+    every = ((run, row) for run in runs for row in run.measurements())
+    found = {(str(run.path), row.id): (run, row) for run, row in every}.values()
+    names = _model_names(row for _, row in found)
+    texts = labels((str(run.path), text_of(run, row.text)) for run, row in found)
     places: dict[tuple[str, ...], int] = {}
     items = []
-    for run, row in found.values():
+    for run, row in found:
         text = texts[str(run.path), text_of(run, row.text)]
         setting = (names[_version(row)], row.map, row.metric, row.move, row.read, text)
         s = places.setdefault(setting, len(places))
         items.append(Item(row, setting, s, REAL if given(row) else row.input, run))
-    return _by_folder(_by_radius(items))
+    return _by_folder(_by_radius(items if len(runs) < 2 else _curves_once(items)))
+
+
+def _curves_once(items: Sequence[Item]) -> list[Item]:
+    """Items without curves of which another folder holds all rows; equal ones stay once."""
+    ids: dict[tuple[Any, ...], dict[str, set[str]]] = {}
+    for i in items:
+        ids.setdefault(i.curve, {}).setdefault(str(i.run.path), set()).add(i.row.id)
+    kept = set()
+    for curve, by_path in ids.items():
+        for k, (path, mine) in enumerate(by_path.items()):
+            others = list(by_path.values())
+            if not any(mine < one or (mine == one and j < k) for j, one in enumerate(others)):
+                kept.add((curve, path))
+    return [i for i in items if (i.curve, str(i.run.path)) in kept]
 
 
 def _by_radius(items: Sequence[Item]) -> list[Item]:
@@ -428,14 +440,15 @@ def _mean_records(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
     for n, some in sorted(grouped(rows, lambda row: row.num_tokens).items()):
         shares = [row.top_share for row in some if row.top_share is not None]
         rests = [math.log(row.sigma_rest or 1.0) for row in some if usable(row.sigma_rest)]
-        rest = mean_of((log, log) for log in rests) if rests else {}
+        mean = mean_of_rows(some)
+        rest = mean_of(((log, log) for log in rests), shared=mean["shared"]) if rests else {}
         trained = first.kind == REAL and not some[0].weights.startswith("random")
         yield {
             **_curve_fields(first),
             "n": n,
-            **mean_of_rows(some),
+            **mean,
             # Whether the interval is that of a mean of independent windows
-            "apart": len(some) > 2 and not share_text(some, paired=False),
+            "apart": len(some) > 2 and not mean["shared"],
             **{f"rest{end}": rest.get(of) for of, end in _REST_ENDS},
             "relative": short(geometric_mean(row.relative for row in some)),
             "radius": short(geometric_mean(row.radius_max for row in some)),
@@ -445,20 +458,23 @@ def _mean_records(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
         }
 
 
-def mean_of(logs: Iterable[tuple[float, float]]) -> dict[str, Any]:
+def mean_of(logs: Iterable[tuple[float, float]], *, shared: bool = False) -> dict[str, Any]:
     """Geometric mean of values between two ends, by their logarithms: see `enclosed_mean`.
 
-    One value has the solver's interval alone; several also that of the sampling of text.
+    One value, and values of windows with ``shared`` text, have the solver's interval alone; several
+    others also that of the sampling of text.
     """
     logs = list(logs)
-    mean, low, high = map(exponential, enclosed_mean(logs))
+    mean, low, high = map(exponential, enclosed_mean(logs, independent=not shared))
     ends = {"low": short(low, rounded_down), "high": short(high, rounded_up)}
-    return {"sigma": short(mean), **ends, "count": len(logs)}
+    return {"sigma": short(mean), **ends, "count": len(logs), "shared": shared}
 
 
 def mean_of_rows(rows: Sequence[Measurement]) -> dict[str, Any]:
     """`mean_of` rows; ``open`` where one of them has a lower end only."""
-    return mean_of(map(log_ends, rows)) | {"open": any(row.upper is None for row in rows)}
+    shared = share_text(rows, paired=False)
+    found = mean_of(map(log_ends, rows), shared=shared)
+    return found | {"open": any(row.upper is None for row in rows)}
 
 
 def exponential(value: float) -> float:

@@ -34,7 +34,15 @@ from lipscope.errors import InputError
 from lipscope.linalg import TopSingular
 from lipscope.pages.moves import directions_shown, top_direction
 from lipscope.pages.sentences import intervals_of, place, remarkable, sentences
-from lipscope.pages.table import Line, best_table, blocks, bounds_shown, draw, number
+from lipscope.pages.table import (
+    Line,
+    best_table,
+    blocks,
+    bounds_shown,
+    draw,
+    number,
+    with_radius,
+)
 from lipscope.records import (
     Bound,
     Direction,
@@ -207,7 +215,8 @@ class Rows(Sequence[Measurement], Shown):
     def growth(self) -> dict[Group, Growth | None]:
         """Growth of sigma with the number of tokens; see `lipscope.records.power_law.growth`."""
         paired = self.windows == "spread"
-        return {key: growth(part, paired=paired) for key, part in groups(self._rows).items()}
+        every = groups(with_radius(self._rows))
+        return {key: growth(part, paired=paired) for key, part in every.items()}
 
     def table(self) -> Sheet:
         """One line for each layer (and head), at the largest length.
@@ -288,7 +297,7 @@ class Rows(Sequence[Measurement], Shown):
         return Content([_InMemory(Path("rows in memory"), manifest, records)])
 
     def _blocks(self) -> list[list[Line]]:
-        return blocks(self._rows, self.tokens, self.growth())
+        return blocks(with_radius(self._rows), self.tokens, self.growth())
 
 
 _HEIGHT = 720  # of the page in a notebook, in pixels

@@ -44,6 +44,7 @@ from lipscope.records import (
     grouped,
     looseness,
     share_interval,
+    share_text,
     summed,
     usable,
 )
@@ -90,9 +91,10 @@ def _depth_record(
     blocks = maps.get("block", {})
     windows, why = _products(blocks, setting[1:4])
     below = any(row.upper is None for rows in blocks.values() for row in rows)
+    shared = share_text(blocks.get(0, ()), paired=False)
     products = [
         {"map": "product", "layer": k, "n": n, "open": below}
-        | mean_of(chain[k] for chain in windows.values())
+        | mean_of((chain[k] for chain in windows.values()), shared=shared)
         for k in range(len(blocks) if windows else 0)
     ]
     products += means_of("stack")
@@ -175,9 +177,8 @@ def _product_sentences(
             and _norms_agree(row.input_norm, first[row.tokens_sha256].input_norm)
         ]
         if both:
-            yield _times_above(
-                n, name, [(windows[row.tokens_sha256][-1], log_ends(row)) for row in both]
-            )
+            pairs = [(windows[row.tokens_sha256][-1], log_ends(row)) for row in both]
+            yield _times_above(n, name, pairs, shared=share_text(both, paired=False))
         if any(
             not _norms_agree(row.output_norm, ends[row.tokens_sha256].output_norm) for row in both
         ):
@@ -190,15 +191,17 @@ def _product_sentences(
 
 
 def _times_above(
-    n: int, name: str, pairs: Sequence[tuple[Sequence[float], Sequence[float]]]
+    n: int, name: str, pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, shared: bool
 ) -> str:
     """Ratio of the product to sigma of a map, on the same windows."""
     middle = sum(product[0] - map_[0] for product, map_ in pairs) / len(pairs)
-    _, *ends = enclosed_mean([(low - upper, high - sigma) for (low, high), (sigma, upper) in pairs])
+    logs = [(low - upper, high - sigma) for (low, high), (sigma, upper) in pairs]
+    _, *ends = enclosed_mean(logs, independent=not shared)
     ways = (lambda v, digits: float(f"{v:.{digits}g}"), rounded_down, rounded_up)
     values = zip(ways, map(exponential, (middle, *ends)), strict=True)
     ratio, low, high = (f"{rounded(value, 3):,g}" for rounded, value in values)
-    of = f"geometric mean of {len(pairs)} windows, 95 %:" if len(pairs) > 1 else "one window:"
+    of = f"geometric mean of {len(pairs)} windows{' that share text' if shared else ', 95 %'}:"
+    of = of if len(pairs) > 1 else "one window:"
     return f"At {n} tokens it is {ratio} times sigma of {name} ({of} {low} to {high})."
 
 
@@ -329,12 +332,17 @@ _WORDS = re.compile(r"\s+|\w+|[^\w\s]")
 
 
 def edits_of(runs: Sequence[Run], settings: Mapping[str, tuple[int, str]]) -> list[dict[str, Any]]:
-    """One record for each setting, layer and target with edits."""
-    found: dict[tuple[Any, ...], dict[str, TextEdit]] = {}
-    for key, one in _value_records(runs, EDITS, TextEdit, settings):
-        place = (*settings[one.id], one.target, one.num_tokens, one.decision is not None)
-        found.setdefault(place, {})[key] = one
-    return [_edits_record(place, list(some.values())) for place, some in found.items()]
+    """One record for each setting, layer, target and folder with edits."""
+    names, found = folder_names(runs), dict[tuple[Any, ...], dict[str, list[TextEdit]]]()
+    for run in runs:
+        for _, one in _value_records([run], EDITS, TextEdit, settings):
+            place = (*settings[one.id], one.target, one.num_tokens, one.decision is not None)
+            found.setdefault(place, {}).setdefault(names[str(run.path)], []).append(one)
+    return [
+        _edits_record(place, some) | {"source": name if len(by_folder) > 1 else None}
+        for place, by_folder in found.items()
+        for name, some in by_folder.items()
+    ]
 
 
 def _edits_record(place: tuple[Any, ...], edits: Sequence[TextEdit]) -> dict[str, Any]:
@@ -355,10 +363,11 @@ def _edits_record(place: tuple[Any, ...], edits: Sequence[TextEdit]) -> dict[str
 
 
 def _summary(recipe: str, edits: Sequence[TextEdit]) -> dict[str, Any]:
-    """Counts and means, and the 95 % interval of the rate of success."""
+    """Counts and means, and the 95 % interval of the rate, if windows share no text."""
     found = summed(recipe, edits)
     tried = found.originals - found.skipped
-    ends = share_interval(found.succeeded, tried) if tried else (None, None)
+    apart = tried and not share_text(edits, paired=False)
+    ends = share_interval(found.succeeded, tried) if apart else (None, None)
     rate = {"rate": found.rate, "low": ends[0], "high": ends[1]}
     return _short(vars(found) | rate)
 

@@ -48,7 +48,7 @@ def sentences(lines: Sequence[Line], line: Line | None = None) -> str:
 class Intervals(NamedTuple):
     """All intervals of some rows together."""
 
-    total: int  # how many: of sigma, and of the leading directions after the first
+    total: int  # how many: of sigma, of ‖J‖_F, and of the leading directions after the first
     delta: float  # sum of their failure probabilities: at most so likely is one wrong
 
     def sentence(self, more: str = "") -> str:
@@ -83,9 +83,9 @@ def intervals_of(
     for row in rows:
         if row.upper is not None:
             mine = ranks.get(row.id, {1: False})
-            count += len(mine)
-            behind = len(mine) - 1 + any(mine.values())
-            deltas.append(row.delta * (1 + (row.frobenius is not None) + behind))
+            own = len(mine) + (row.frobenius is not None)
+            count += own
+            deltas.append(row.delta * (own + any(mine.values())))
     return Intervals(count, math.fsum(deltas))
 
 
@@ -198,4 +198,4 @@ def _off(fit: records.Growth) -> str:
 
 def _exponent(value: float) -> str:
     """Two decimals, and no minus in front of a zero."""
-    return f"{round(value, 2) + 0.0:.2f}"
+    return f"{value:z.2f}"

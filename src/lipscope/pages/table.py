@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from lipscope.records import (
     by_row,
     format_p,
     given,
+    group_of,
     grouped,
     groups,
     looseness,
@@ -83,6 +85,18 @@ def blocks(
         token = None if row is None else names.get((row.id, row.top_token or 0))
         found.append(Line(key, row, last, token, fits[key], num_tokens))
     return list(grouped(found, lambda line: _row_setting(line.group)).values())
+
+
+def with_radius(rows: Sequence[Measurement]) -> list[Measurement]:
+    """Rows whose constructed inputs have their radius in their name, if one curve has several."""
+    seen = Counter((group_of(row), row.num_tokens, row.sample) for row in rows)
+    several = {_row_setting(key[0]) for key, count in seen.items() if count > 1}
+    return [
+        replace(row, input=f"{row.input}, radius {row.radius_max:.3g}")
+        if row.radius_max and not given(row) and _row_setting(row) in several
+        else row
+        for row in rows
+    ]
 
 
 def middle(rows: Sequence[Measurement]) -> Measurement | None:
@@ -138,10 +152,10 @@ def interval(sigma: float | None, upper: float | None) -> str:
 def percent(share: float | None) -> str:
     """A share in whole percent.
 
-    >>> percent(0.934), percent(None)
-    ('93 %', '–')
+    >>> percent(0.934), percent(-1e-4), percent(None)
+    ('93 %', '0 %', '–')
     """
-    return "–" if share is None or not math.isfinite(share) else f"{100 * share:.0f} %"
+    return "–" if share is None or not math.isfinite(share) else f"{100 * share:z.0f} %"
 
 
 def _top_token_cell(line: Line, narrow: int) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from scipy import special
 
 from lipscope.errors import InputError
-from lipscope.records.rows import GIVEN, Measurement, grouped
+from lipscope.records.rows import GIVEN, Measurement, TextEdit, grouped
 from lipscope.records.sampling import (
     CONFIDENCE,
     paired_lack_of_fit,
@@ -91,10 +91,10 @@ class Growth:
     def verdict(self) -> str:
         """The exponent with its interval, or "no power law" with the local slopes."""
         if self.fits is False:
-            local = ", ".join(f"{slope:.2f}" for slope in self.local)
+            local = ", ".join(f"{slope:z.2f}" for slope in self.local)
             return f"no power law ({self.deviation}): {local}"
-        ends = f" [{self.low:.2f}, {self.high:.2f}]" if self.level is not None else ""
-        return f"{self.slope:.2f}{ends}" + f" ({self.deviation})" * self.nearly
+        ends = f" [{self.low:z.2f}, {self.high:z.2f}]" if self.level is not None else ""
+        return f"{self.slope:z.2f}{ends}" + f" ({self.deviation})" * self.nearly
 
     @property
     def law(self) -> str:
@@ -322,9 +322,9 @@ def _log_sigma(rows: Sequence[Measurement], of: Of) -> dict[tuple[int, int], flo
     return logs
 
 
-def share_text(rows: Sequence[Measurement], *, paired: bool) -> bool:
+def share_text(rows: Sequence[Measurement] | Sequence[TextEdit], *, paired: bool) -> bool:
     """Whether windows of different samples, or of unpaired lengths, overlap."""
-    longest: dict[int, Measurement] = {}
+    longest: dict[int, Measurement | TextEdit] = {}
     for row in rows:  # the windows of a paired sample are nested in its longest one
         if paired and row.num_tokens >= longest.get(row.sample, row).num_tokens:
             longest[row.sample] = row

@@ -38,19 +38,21 @@ def geometric_mean(values: Iterable[float | None]) -> float | None:
     return math.exp(math.fsum(logs) / len(logs)) if logs else None
 
 
-def enclosed_mean(ends: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+def enclosed_mean(
+    ends: Sequence[tuple[float, float]], *, independent: bool = True
+) -> tuple[float, float, float]:
     """The mean of interval-valued samples, with an enclosing interval.
 
     From the lower end of the 95 % Student interval of the lower ends to the upper end of that of
-    the upper ends; a single value keeps its own ends. Holds under the conditions of `mean_interval`
-    for both ends.
+    the upper ends; a single value keeps its own ends, and dependent ones the means of theirs. Holds
+    under the conditions of `mean_interval` for both ends.
 
     >>> [round(v, 3) for v in enclosed_mean([(1.0, 1.5), (2.0, 2.5), (3.0, 3.5)])]
     [2.0, -0.484, 4.984]
     """
     mean, low, _ = mean_interval([one for one, _ in ends])
     top, _, high = mean_interval([other for _, other in ends])
-    return (mean, mean, top) if len(ends) < 2 else (mean, low, high)
+    return (mean, low, high) if independent and len(ends) > 1 else (mean, mean, top)
 
 
 class Shift(NamedTuple):

@@ -106,8 +106,8 @@ function chooseStep(t) {
 
 const between = (m) => ends({ sigma: m.low, upper: m.open ? null : m.high });
 const meanIn = (m) => `${m.open ? "" : `${number(m.sigma)} in `}${between(m)}`;
-const meanOf = (m) => (m.count > 1
-  ? `mean of ${m.count} windows, with 95 % for the sampling of text` : "one window: the solver's interval");
+const meanOf = (m) => (m.count > 1 ? `mean of ${m.count} windows, ${m.shared
+  ? "which share text: the solver's interval" : "with 95 % for the sampling of text"}` : "one window: the solver's interval");
 const explainBound = (b) => [make("b", {}, b.name), line(`${b.n} tokens`),
   line(`${b.upper > b.value ? "mean of the windows, in " : ""}${boundEnds(b)}`)];
 const boundEnds = (b) => (b.upper > b.value ? ends({ sigma: b.value, upper: b.upper })

@@ -43,5 +43,5 @@ DRAWERS.push(() => {
     dot.style.background = `var(${MAP_COLOURS[map]})`;
     return make("span", {}, dot, map);
   }), d?.whole.length ? "dashed: the model's map" : null);
-  $("depth-note").textContent = d ? `Points: geometric means over windows; bars: 95 % for the sampling of text. ${d.said}` : "";
+  $("depth-note").textContent = d ? `Points: geometric means over windows; bars: 95 % for the sampling of text, where windows share none. ${d.said}` : "";
 });

@@ -149,7 +149,7 @@ function drawTraining() {
     + `${trained()} tokens` : "";
   $("training-note").textContent = one ? "Lines: geometric means over windows. Bars: up to the upper end "
     + "of the solver's interval and, from two windows on, 95 % for the sampling of text (Student, for nearly "
-    + "normal log sigma of independent windows). Small points: "
+    + "normal log sigma), where windows share none. Small points: "
     + "single windows of the layer in front." : "";
   return fill("training-controls", lengths.length ? chooseLength("Length at each step", trained(), lengths, "trained") : null);
 }
