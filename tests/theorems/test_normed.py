@@ -42,8 +42,8 @@ def jacobian(layer: Normed, x: torch.Tensor) -> torch.Tensor:
 def operator(dense: torch.Tensor, like: Operator) -> Operator:
     """The operator of a dense matrix: its products cost nothing."""
     return Operator(
-        lambda e: (dense @ e.flatten()).view(like.out_shape),
-        lambda g: (dense.T @ g.flatten()).view(like.in_shape),
+        lambda e: (e.flatten(-2) @ dense.T).unflatten(-1, like.out_shape),
+        lambda g: (g.flatten(-2) @ dense).unflatten(-1, like.in_shape),
         like.in_shape,
         like.out_shape,
         dense.dtype,

@@ -139,16 +139,25 @@ def items_of(runs: Sequence[Run]) -> list[Item]:
 
 def _curves_once(items: Sequence[Item]) -> list[Item]:
     """Items without curves of which another folder holds all rows; equal ones stay once."""
-    ids: dict[tuple[Any, ...], dict[str, set[str]]] = {}
+    curves: dict[tuple[str, tuple[Any, ...]], set[str]] = {}
     for i in items:
-        ids.setdefault(i.curve, {}).setdefault(str(i.run.path), set()).add(i.row.id)
-    kept = set()
-    for curve, by_path in ids.items():
-        for k, (path, mine) in enumerate(by_path.items()):
-            others = list(by_path.values())
-            if not any(mine < one or (mine == one and j < k) for j, one in enumerate(others)):
-                kept.add((curve, path))
-    return [i for i in items if (i.curve, str(i.run.path)) in kept]
+        curves.setdefault((str(i.run.path), i.curve), set()).add(i.row.id)
+    places = {key: k for k, key in enumerate(curves)}
+    holding: dict[str, list[tuple[str, tuple[Any, ...]]]] = {}
+    for key, ids in curves.items():
+        for one in ids:
+            holding.setdefault(one, []).append(key)
+
+    def held_elsewhere(key: tuple[str, tuple[Any, ...]]) -> bool:
+        mine = curves[key]
+        others = (one for one in holding[next(iter(mine))] if one[0] != key[0])
+        return any(
+            mine < curves[one] or (mine == curves[one] and places[one] < places[key])
+            for one in others
+        )
+
+    kept = {key for key in curves if not held_elsewhere(key)}
+    return [i for i in items if (str(i.run.path), i.curve) in kept]
 
 
 def _by_radius(items: Sequence[Item]) -> list[Item]:

@@ -101,7 +101,7 @@ def classified(study: Study, name: str, of: Task) -> Iterator[Record]:
         )
         radii = {_ALL: [r for r in one["radii"] if r > 0], "bound": [*first.values()]}
         for by in ("certificate", "CROWN", "no flip"):
-            radii[by] = [r[by] for r in each if by in r]
+            radii[by] = [r[by] or 0.0 for r in each if by in r]
         if key["kind"] == LINEAR:
             radii["certificate"] = radii.pop("bound")  # which is exact
         for by, right in radii.items():

@@ -16,6 +16,7 @@ from lipscope.engine.ready_model import AnyModel
 from lipscope.engine.runs import AnyData, AnyFolder, LocalRun, Progress, is_text, of_one_window
 from lipscope.engine.spec import ADVERSARIAL, OF_QUESTION, REAL, MeasureOptions, Verb
 from lipscope.errors import InputError, shown
+from lipscope.linalg import SPECTRAL
 from lipscope.models import LoadedModel, Sample, digest
 from lipscope.pages import Rows
 from lipscope.records import Measurement
@@ -211,7 +212,7 @@ def bounds(
             more["sharp"] = None
         metric = wanted.get("metric")
         more["theorems"] = tuple(t.name for t in catalogue() if metric in (None, t.metric))
-        if not more["theorems"]:
+        if not more["theorems"] and metric in SPECTRAL:
             raise InputError(
                 "`metric` should be one of a theorem: frobenius, max-token or infinity. Found "
                 f"`metric = {shown(metric)}`; sigma in it is what `measure` finds."
