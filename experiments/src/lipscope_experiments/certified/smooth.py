@@ -71,12 +71,8 @@ def beside(model: SmoothTransformer, x: Tensor) -> Record:
     decision = load_model(model).decision(x[None])
     free = torch.ones(len(decision.x), dtype=torch.bool)
     found = compared(decision.network, decision.x, free, methods=("CROWN",))
-    found = {
-        "certificate": found["ours"],
-        "no flip": found.get("attack"),
-        "CROWN": found.get("CROWN"),
-    }
-    return {name: r and r / _entry(model) for name, r in found.items()}
+    names = {"certificate": "ours", "no flip": "attack", "CROWN": "CROWN"}
+    return {by: found[one] / _entry(model) for by, one in names.items() if one in found}
 
 
 def classified(study: Study, name: str, of: Task) -> Iterator[Record]:
