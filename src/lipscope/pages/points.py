@@ -142,21 +142,15 @@ def _curves_once(items: Sequence[Item]) -> list[Item]:
     curves: dict[tuple[str, tuple[Any, ...]], set[str]] = {}
     for i in items:
         curves.setdefault((str(i.run.path), i.curve), set()).add(i.row.id)
-    places = {key: k for k, key in enumerate(curves)}
+    kept = set[tuple[str, tuple[Any, ...]]]()
     holding: dict[str, list[tuple[str, tuple[Any, ...]]]] = {}
-    for key, ids in curves.items():
-        for one in ids:
-            holding.setdefault(one, []).append(key)
-
-    def held_elsewhere(key: tuple[str, tuple[Any, ...]]) -> bool:
-        mine = curves[key]
-        others = (one for one in holding[next(iter(mine))] if one[0] != key[0])
-        return any(
-            mine < curves[one] or (mine == curves[one] and places[one] < places[key])
-            for one in others
-        )
-
-    kept = {key for key in curves if not held_elsewhere(key)}
+    for key in sorted(curves, key=lambda one: -len(curves[one])):  # in order where equal
+        ids = curves[key]
+        others = (one for one in holding.get(next(iter(ids)), ()) if one[0] != key[0])
+        if not any(ids <= curves[one] for one in others):
+            kept.add(key)
+            for one in ids:
+                holding.setdefault(one, []).append(key)
     return [i for i in items if (str(i.run.path), i.curve) in kept]
 
 
