@@ -170,7 +170,8 @@ def test_moves_of_a_ball_fill_it(radius: float) -> None:
     assert (moves - end).norm(dim=(1, 2)).min() < 0.1 * radius
 
 
-def _records(recipe: Recipe, ball: str, index: int, points: int) -> dict[str, Any]:
+def _records(trained: Trained, ball: str, index: int, points: int) -> dict[str, Any]:
+    recipe = trained.recipe
     radii = {"attack": 1.0, "CROWN": 0.2, "IBP": 0.0, "ours": 0.5 / recipe.blocks}
     below = [[0.8, 0.9], [0.5, 0.7], [0.1, 0.5], [-1.0, 0.4], [None, 0.2]]
     shape = {"kind": recipe.kind, "blocks": recipe.blocks, "n": recipe.n, "d": recipe.d}
@@ -181,8 +182,8 @@ def _records(recipe: Recipe, ball: str, index: int, points: int) -> dict[str, An
 
 def test_findings_say_what_was_decided(tmp_path, monkeypatch) -> None:
     """Claims, a table and the three figures, from records that were not computed."""
-    named = lambda _, name: lambda: Recipe.of(name if name[0] in "ANS" else "N3")  # noqa: E731
-    monkeypatch.setattr(decisions, "_source", named)
+    named = lambda _, name: _trained(name if name[0] in "ANS" else "N3")  # noqa: E731
+    monkeypatch.setattr(decisions, "_trained", named)
     monkeypatch.setattr(decisions, "decided", _records)
     found = reproduce("certified/decisions", out=tmp_path)
     assert "N2: 1.25 (1.25 to 1.25)" in found.claims[0].found
@@ -201,7 +202,7 @@ def test_findings_say_what_was_decided(tmp_path, monkeypatch) -> None:
 def test_what_is_not_there_is_left_out(tmp_path, monkeypatch) -> None:
     """In one line each: texts, DeepT's folder."""
     monkeypatch.setattr(decisions, "_FULL", {"N1": (1, 1), "N1-prose": (1, 1), "DeepT-1": (0, 1)})
-    monkeypatch.setattr(Trained, "of", lambda recipe, *_: recipe)
+    monkeypatch.setattr(Trained, "of", lambda recipe, *_: _trained(recipe.kind + "1"))
     monkeypatch.setattr(decisions, "decided", _records)
     monkeypatch.delenv("LIPSCOPE_DEEPT", raising=False)
 
@@ -215,7 +216,7 @@ def test_the_benchmark_says_what_was_decided(monkeypatch) -> None:
     """Medians of ratios, some of them not measured."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     render = importlib.import_module("certified").render
-    raw = [{"name": "N1", **_records(Recipe(), ball, 0, 1000)} for ball in ("joint", "token")]
+    raw = [{"name": "N1", **_records(_trained("N1"), ball, 0, 1000)} for ball in ("joint", "token")]
     text = render(raw).text()
     assert "2.50 |" in text
     # radii and seconds of the ten goals that the records do not tell

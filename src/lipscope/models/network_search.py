@@ -214,8 +214,8 @@ class Search:
                     yield state.then(Branch(part, norm, skip=False), p, then)
         for norm, y, time in normed:
             yield state.then(Branch(None, norm, skip=False), y, time)
-        if complete:
-            for feed, p, time in self._activations(v, state.time):
+        if complete or not state.starts:
+            for feed, p, time in self._alone(v, state.time):
                 yield state.then(Branch(feed, skip=False), p, time)
         if complete and not pooled:
             for share in self._shares():
@@ -299,10 +299,11 @@ class Search:
         feed = _feed_of(name, one.map, _affine_of(last), None if two is None else two.map)
         return _Part(feed, last.y, last.time)
 
-    def _activations(self, v: Tensor, time: int) -> Iterator[tuple[Feed, Tensor, int]]:
-        """A linear map and an activation that lead on as they are, as in a tanh pooler."""
+    def _alone(self, v: Tensor, time: int) -> Iterator[tuple[Feed, Tensor, int]]:
+        """A linear map before all layers; one and an activation there, or as in a tanh pooler."""
         for one in self._inner(v, time):
-            for name, a in self._activated(one.z):
+            alone: tuple[ActivationName, Tensor] = ("identity", one.z)
+            for name, a in (alone, *self._activated(one.z)):
                 if self.view.holds(a):
                     eye = torch.eye(a.shape[1], dtype=a.dtype)
                     yield _feed_of(name, one.map, Affine(eye, None), None), a, one.time

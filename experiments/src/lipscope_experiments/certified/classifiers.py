@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,15 +15,17 @@ from torch import Tensor, nn
 
 from lipscope import MultiheadAttention
 from lipscope.control import MeanPool
-from lipscope.models import Branch, Chain, Feed, Network, Norm, read_network
+from lipscope.models import Network, read_network
 from lipscope_experiments.data import sentences, windows_of_words
 from lipscope_experiments.training import fit, seeded
 
 SHOWN = 10  # test inputs of a model that are certified and attacked
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _LONGEST = {1: 16, 3: 12}  # tokens, by blocks: a certificate of three takes minutes, and gigabytes
-_NAMES = {  # DeepT's, and those of a `_Block` in a sequence
-    r"bert\.encoder\.layer\.": "",
+_NAMES = {  # DeepT's, and those of a sequence with a `_Block`
+    r"^linear_in": "0",
+    r"^LayerNorm": "1",
+    r"bert\.encoder\.layer\.": "2.",
     r"attention\.output\.LayerNorm": "norm1",
     r"attention\.(?:self\.)?(\w+)(?:\.dense)?\.weight": r"attention.\1",
     r"attention\.(?:self\.)?(\w+)(?:\.dense)?\.bias": r"attention.\1_bias",
@@ -60,15 +62,11 @@ class Recipe(NamedTuple):
         return nn.Sequential(*parts, *ends, nn.Linear(self.d, 2))
 
 
-class _CentredNorm(nn.Module):
+class _CentredNorm(nn.LayerNorm):
     """``γ (x - mean(x)) + β`` of every token: a norm without variance."""
 
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(d)), nn.Parameter(torch.zeros(d))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x - x.mean(-1, keepdim=True)) + self.bias
+    def forward(self, input: Tensor) -> Tensor:
+        return self.weight * (input - input.mean(-1, keepdim=True)) + self.bias
 
 
 class _Block(nn.Module):
@@ -111,17 +109,14 @@ class Trained:
     """A classifier in float64 and the inputs it is asked about, all classified correctly."""
 
     recipe: Recipe
-    body: nn.Module  # from a stream (b, n, d) to two scores
-    inputs: list[Tensor]  # embedded, (n, d) each
-    labels: list[int]
+    body: nn.Module  # from embedded tokens (b, n, d) to two scores
+    inputs: Sequence[Tensor]  # embedded, (n, d) each
+    labels: Sequence[int]
     accuracy: float  # on the test inputs
-    front: tuple[Branch, ...] = ()  # from embedded tokens to the stream
 
     def network(self, x: Float[Tensor, "n d"]) -> Network:
         """What lipscope reads at an input."""
-        network, _ = read_network(self.body, (Chain(self.front)(x)[None],))
-        assert isinstance(network, Network)
-        return replace(network, branches=self.front + network.branches)
+        return read_network(self.body, (x[None],))[0]
 
     @classmethod
     def of(cls, recipe: Recipe, texts: Sequence[str], steps: int = 300) -> Trained:
@@ -153,30 +148,24 @@ class Trained:
         stored = torch.load(path, map_location="cpu", weights_only=True)
         word, position, kind = (t.double() for t in stored["state_dict_embeddings"].values())
         held = {k: t.double() for k, t in stored["state_dict_model_from_embeddings"].items()}
-        recipe, eye = Recipe("N", blocks, d=word.shape[1]), torch.eye(word.shape[1]).double()
-        first = [
-            f"{one}.{kind}" for one in ("linear_in", "LayerNorm") for kind in ("weight", "bias")
-        ]
-        weight, bias, *scales = map(held.pop, first)
-        entry = Feed(weight, bias, eye, 0 * eye[0], "identity")
-        front = Branch(entry, skip=False), Branch(norm=Norm(*scales, scaled=False), skip=False)
-        body = recipe.body(_First(), nn.Linear(len(eye), len(eye)), nn.Tanh()).double().eval()
-        names = {r"bert\.pooler\.dense": f"{blocks + 1}", "classifier": f"{blocks + 3}", **_NAMES}
-        for theirs, own in names.items():
+        recipe = Recipe("N", blocks, d=(d := word.shape[1]))
+        rest = recipe.body(_First(), nn.Linear(d, d), nn.Tanh())
+        body = nn.Sequential(nn.Linear(d, d), _CentredNorm(d), rest).double().eval()
+        ends = {r"bert\.pooler\.dense": f"2.{blocks + 1}", "classifier": f"2.{blocks + 3}"}
+        for theirs, own in (ends | _NAMES).items():
             held = {re.sub(theirs, own, name): t for name, t in held.items()}
         body.load_state_dict(held)
         counts = Counter(w for words, _ in sentences(folder, "train") for w in words)
         vocabulary = [*_SPECIAL, *(w for w, k in counts.items() if k > 1)]
-        if len(vocabulary) != len(word):
-            raise AssertionError(f"{len(vocabulary)} words, {len(word)} embeddings")
-        index = {name: i for i, name in enumerate(vocabulary)}
-        asked, right = sentences(folder, "test")[:400], list[tuple[Tensor, int]]()
-        for words, label in asked:
+        index = dict(zip(vocabulary, range(len(word)), strict=True))
+
+        def embedded(words: Sequence[str]) -> Tensor:
             ids = [index.get(w, 1) for w in ("[CLS]", *words, "[SEP]")]
-            x = word[ids] + position[: len(ids)] + kind[0]
-            with torch.no_grad():
-                answer = int(body(Chain(front)(x)[None]).argmax())
-            right += [(x, label)] if answer == label else []
+            return word[ids] + position[: len(ids)] + kind[0]
+
+        asked = [(embedded(words), label) for words, label in sentences(folder, "test")[:400]]
+        with torch.no_grad():
+            right = [(x, y) for x, y in asked if int(body(x[None]).argmax()) == y]
         shown = [one for one in right if len(one[0]) <= _LONGEST[blocks]][:SHOWN]
-        inputs, labels = ([*some] for some in zip(*shown, strict=True))
-        return cls(recipe, body, inputs, labels, len(right) / len(asked), front)
+        inputs, labels = zip(*shown, strict=True)
+        return cls(recipe, body, inputs, labels, len(right) / len(asked))

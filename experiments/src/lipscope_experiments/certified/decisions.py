@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from statistics import median
 
 import torch
@@ -50,7 +50,7 @@ def decisions(study: Study) -> None:
             "above 1 is sharper" if over == "CROWN" else "at most 1",
             "; ".join(f"{name}: {middle(values)}" for name, values in known if values),
         )
-    worst = _least(gap for record in found for gap in gaps_of(record))
+    worst = min(gap for record in found for gap in gaps_of(record))
     study.claim(
         "least margin found in a ball, less its certified lower bound, over the margin",
         "at least 0 at every radius",
@@ -68,7 +68,7 @@ def decisions(study: Study) -> None:
     study.table("Medians, with the smallest and the largest", by, columns, 2)
     columns = {"network": "name", "points": lambda _, mine: sum(r["points"] for r in mine)}
     for k, share in enumerate(SHARES):
-        columns[f"{share:g}"] = lambda _, mine, k=k: _least([gaps_of(r)[k] for r in mine])
+        columns[f"{share:g}"] = lambda _, mine, k=k: min(gaps_of(r)[k] for r in mine)
     title = "Least margin found, less the certified bound, over the margin, at shares of our radius"
     study.table(title, [(name, mine) for name, mine in grouped(found, "name")], columns, 3)
     study.remark(
@@ -86,33 +86,28 @@ def decisions(study: Study) -> None:
     )
 
 
-def _least(gaps: Iterable[float | None]) -> float | None:
-    return min((gap for gap in gaps if gap is not None), default=None)
-
-
 def _of_network(study: Study, name: str, counts: tuple[int, int]) -> list[Record]:
-    try:
-        source = functools.cache(_source(study, name))
-    except InputError as why:
-        study.missing.append(str(why))
-        return []
+    source = functools.cache(lambda: _trained(study, name))
     asked = zip(BALLS, counts, strict=True)
     keys = [{"name": name, "ball": b, "index": i} for b, k in asked for i in range(k)]
     points = math.ceil(_POINTS / len(keys) / len(SHARES))
-    return study.values(name, keys, lambda ball, index, **_: decided(source(), ball, index, points))
+    compute = lambda ball, index, **_: decided(source(), ball, index, points)  # noqa: E731
+    try:
+        return study.values(name, keys, compute)
+    except InputError as why:
+        study.missing.append(str(why))
+        return []
 
 
-def _source(study: Study, name: str) -> Callable[[], Trained]:
-    """What gives a network; an error says why there is none."""
+def _trained(study: Study, name: str) -> Trained:
     if name.startswith("DeepT"):
-        return functools.partial(Trained.deept, folder_for(name), int(name[-1]))
-    recipe = Recipe.of(name)
+        return Trained.deept(folder_for(name), int(name[-1]))
     texts = [path.read_text("utf-8") for path in LICENCES if path.is_file()]
     if "prose" in name:
         texts = [text.content for text in study.texts[:2]]
     if len(texts) < 2:
         raise InputError(f"{name} was left out: one of its two texts is not there.")
-    return functools.partial(Trained.of, recipe, texts)
+    return Trained.of(Recipe.of(name), texts)
 
 
 def _draw(study: Study, found: Sequence[Record]) -> None:
@@ -151,10 +146,10 @@ def decided(trained: Trained, ball: DecisionBall, index: int, points: int) -> Re
     return {**trained.recipe._asdict(), **known, **found}
 
 
-def gaps_of(record: Record) -> list[float | None]:
+def gaps_of(record: Record) -> list[float]:
     """Least margins found, less the certified bounds, over the margin: below 0 is wrong."""
     below, size = record["below"], record["margin"]
-    return [None if low is None else (least - low) / size for low, least in below]
+    return [math.inf if low is None else (least - low) / size for low, least in below]
 
 
 def _moves(end: Float[Tensor, "s d"], radius: float, count: int) -> Float[Tensor, "b s d"]:
