@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import lipscope as ls
 from lipscope import InputError, SmoothTransformer
 from lipscope.attention import DotProduct
+from lipscope.control import MeanPool
 from lipscope.models import (
     Branch,
     Feed,
@@ -531,6 +532,30 @@ def test_embeddings_may_stand_in_the_list_of_blocks() -> None:
     torch.testing.assert_close(x, model[0](given)[0])
     for at in (x, x + random((6, 8), 2)):
         torch.testing.assert_close(network(at), model[2:](at[None])[0, -1])
+
+
+@pytest.mark.parametrize(
+    "front",
+    [
+        lambda: (nn.Linear(5, 8), nn.LayerNorm(8)),
+        lambda: (nn.LayerNorm(5), nn.Linear(5, 8)),
+        lambda: (nn.Linear(5, 8), nn.ReLU()),
+        lambda: (nn.Linear(5, 12), nn.GELU(), nn.Linear(12, 8)),
+    ],
+)
+def test_what_makes_a_stream_of_vectors_is_a_part(front: Callable[[], tuple]) -> None:
+    """With a norm or an activation; moves are of the vectors."""
+
+    def layers() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        return nn.Sequential(*front(), layer, MeanPool(), nn.Linear(8, 3))
+
+    model = drawn(layers, 1.0)
+    given = random((1, 6, 5))
+    network, x = read_network(model, (given,))
+    torch.testing.assert_close(x, given[0].double())
+    at = x + random((6, 5), 2)
+    torch.testing.assert_close(network(at), model.double()(at[None])[0])
 
 
 class Positions(nn.Module):

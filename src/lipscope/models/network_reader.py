@@ -83,7 +83,8 @@ def read_network(
 ) -> tuple[Network, Float[Tensor, "n d"]]:
     """The network that a module is at an input, and the stream that enters it, in float64.
 
-    The stream is what enters the first block: embeddings with their positions and norm. Token ids
+    The stream is what enters the first block: embeddings with their positions and norm; vectors
+    that a sequence takes itself, where more than a linear map makes a stream of them. Token ids
     are constants, and masks those of this input. What a method `as_network` of the module gives
     comes first, else what the values of a run show; all is held against a float64 copy of the
     module (`check_network`).
