@@ -96,6 +96,7 @@ WRONG = {
     "a missing text": ("texts: [no.txt]", 4, "`texts` should be readable.*`no.txt`"),
     "a radius": ("radii: [-1]", 4, "`radii` should be positive numbers, or text"),
     "radii of nothing": ("radii: [3]", 4, "`radii` go with built inputs"),
+    "steps of no ascent": ("ascent_steps: 3", 4, "go with the inputs adversarial and ascent"),
     "tokens beyond": ("move: 3:300", 4, "`move = 3:300` should name tokens"),
     "built, of a block": (
         "inputs: [real, ascent]\nmaps: [block]", 4, "`inputs` other.*`ascent` with `block`"

@@ -394,6 +394,9 @@ def _check_inputs(source: Entries, spec: Spec) -> None:
         )
     if OF_TEXT not in spec.radii and not built:
         source.fail("`radii` go with built inputs. Found only `real`.", "radii")
+    if "ascent_steps" in source.values and not {ADVERSARIAL, ASCENT} & {*built}:
+        climbs = f"`ascent_steps` go with the inputs {ADVERSARIAL} and {ASCENT}."
+        source.fail(f"{climbs} Found `{spec.inputs[0]}`.", "ascent_steps")
 
 
 def _check_theorems(source: Entries, spec: Spec) -> None:

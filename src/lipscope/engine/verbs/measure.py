@@ -88,7 +88,8 @@ def measure(
             * ``causal=None``: the model's own mask; True adds a causal one to every layer of an
               encoder, False removes it from a decoder with learnt positions.
             * ``inputs="real"``, or inputs built for the layer: a construction, ``adversarial``
-              (the worst of all) or ``ascent`` with ``ascent_steps=40``.
+              (the worst of all) or ``ascent`` with ``ascent_steps=40``; both search where all
+              tokens move, in the metric ``frobenius``.
             * ``theorems="none"``: names in the catalogue to evaluate for every row, or ``all``
               quick ones; ``sharp=True``: compute named ones that take seconds per head;
               ``radius="row"``: largest token norm that bounds on all inputs cover: that of the
@@ -219,7 +220,7 @@ def bounds(
             )
         wanted["theorems"] = "all"
     if attack:
-        more["inputs"] = (REAL, ADVERSARIAL)
+        wanted["inputs"] = (REAL, ADVERSARIAL)
     if is_text(data, wanted):
         lengths, samples = 64 if lengths is None else lengths, 1 if samples is None else samples
     asked = _given(wanted) | {"layers": layers, "lengths": lengths, "samples": samples}
