@@ -100,8 +100,9 @@ def entropy_and_sink(
 def attention_received(layer: Attention, x: Float[Tensor, "n d"]) -> Float[Tensor, "h n"]:
     """The attention that every token receives: the mean over rows of ``P_ij``, per head.
 
-    Sums to 1 over tokens. Holds for every variant; rows are divided by their sum, as in
-    `entropy_and_sink`. Under a causal mask late tokens are visible to few rows and receive little.
+    Sums to 1 over tokens where every row attends to one. Holds for every variant; rows are divided
+    by their sum, as in `entropy_and_sink`. Under a causal mask few rows see late tokens, which
+    receive little.
     """
     return _attention_shares(layer, x).mean(-2)
 
