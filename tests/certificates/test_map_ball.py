@@ -3,6 +3,8 @@
 References: autograd's dense Jacobians, moves to the edge, gradient ascent.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -172,8 +174,18 @@ def test_hostile_chains() -> None:
     assert found.value <= certify_map(f, x, eps=0.02).value
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
-@pytest.mark.parametrize("map", ["residual", "block", "stack", "model"])
+QUICK = {("bert", "stack"), ("gpt2", "model"), ("llama", "block"), ("llama", "residual")}
+
+
+@pytest.mark.parametrize(
+    ("family", "map"),
+    [
+        pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow)
+        for one in itertools.product(
+            ("bert", "gpt2", "llama"), ("residual", "block", "stack", "model")
+        )
+    ],
+)
 def test_maps_of_models_are_certified(family: str, map: str) -> None:
     """The same sigma as `measure`; an attack in the ball; the chain is the map itself."""
     model = ls.load_model(f"random:{family}:{TINY[family]}")

@@ -187,7 +187,7 @@ ALONE = DotProduct(ONE, ONE, 0.5 * ONE, scale=2**-0.5)
 APART = torch.tensor([[1.0], [-1.0], [0.4]]).double()
 
 
-@pytest.mark.parametrize("common", [0.0, 3.0])
+@pytest.mark.parametrize("common", [pytest.param(0.0, marks=pytest.mark.slow), 3.0])
 def test_what_all_tokens_share_along_the_fastest_direction_decides_nothing(common) -> None:
     """Against the closed dynamics of the other coordinate, which has no fast direction."""
     x = torch.cat([torch.full_like(APART, common), APART], 1)

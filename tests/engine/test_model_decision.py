@@ -69,8 +69,17 @@ def test_no_random_move_within_the_radius_changes_it(decision: Any) -> None:
     assert "radius" in repr(found) and "attack" in repr(found)
 
 
-@pytest.mark.parametrize("act", [nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Tanh()], ids=repr)
-@pytest.mark.parametrize("width", [2, 3, 9])
+ACTS, WIDTHS = (nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Tanh()), (2, 9, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("act", "width"),
+    [
+        pytest.param(act, n, id=f"{n}-{act}", marks=() if n == own else pytest.mark.slow)
+        for act, own in zip(ACTS, WIDTHS, strict=True)
+        for n in (2, 3, 9)
+    ],
+)
 def test_heads_of_any_hidden_width_are_certified(act: nn.Module, width: int) -> None:
     """``W_2 act(W_1 pooled)``; no move that is found within the radius flips it."""
     model = Tagger().double().eval()
@@ -268,7 +277,7 @@ class Interrupting:
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("ball", ["joint", "token"])
+@pytest.mark.parametrize("ball", ["joint", pytest.param("token", marks=pytest.mark.slow)])
 def test_an_interrupt_keeps_what_was_proved_and_the_next_run_goes_on(
     tmp_path: Path, ball: Any
 ) -> None:

@@ -45,10 +45,10 @@ def rows(model: object, **options: object) -> list:
 
 
 EACH = [
-    ("bert", {}),
+    pytest.param("bert", {}, marks=pytest.mark.slow),
     ("gpt2", {"move": "not-first"}),
-    ("llama", {}),
-    ("llama", {"metric": "token-relative"}),
+    pytest.param("llama", {}, marks=pytest.mark.slow),
+    pytest.param("llama", {"metric": "token-relative"}, marks=pytest.mark.slow),
     ("qwen3", {"metric": "token-relative"}),
 ]
 

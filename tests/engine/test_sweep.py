@@ -444,7 +444,7 @@ RADII = {"models": DECIDES, "maps": "margin", "dtypes": "float64", "lengths": [2
 RADII |= {"decisions": ["token", "each"]}
 
 
-@pytest.mark.parametrize("on_cluster", [False, True])
+@pytest.mark.parametrize("on_cluster", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_interrupt_between_two_radii_of_a_row_keeps_the_first(tmp_path, monkeypatch, on_cluster):
     """Each is certified once, and all is as if nothing had happened."""
     certified: list[tuple[int, ...]] = []

@@ -195,9 +195,10 @@ def test_exponent_says_where_no_power_law_fits() -> None:
         "witness",
         "castin2024/figure3",
         "castin2024/mean-field",
-        "control/early-warning",
-        "kim2021/invertibility",
-        pytest.param("castin2024/gaussian", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("control/early-warning", "kim2021/invertibility", "castin2024/gaussian")
+        ),
     ],
 )
 def test_experiments_without_a_model(name: str, tmp_path) -> None:
