@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -227,17 +227,35 @@ def digest(tensor: Tensor) -> str:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A short digest of all parameters and buffers: two models never share their rows."""
+    """A short digest of parameters, buffers and settings: two models never share their rows.
+
+    Settings are the modules' other attributes: the same weights in two or four heads differ.
+    """
     state = hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         _add(state, name, tensor)
+    for name, module in model.named_modules():
+        settings = {k: v for k, v in vars(module).items() if k not in _OF_ANY_MODULE}
+        _add(state, f"{name}.{type(module).__name__}", settings)
     return state.hexdigest()[:12]
 
 
-def _add(state: Any, name: str, tensor: Tensor) -> None:
-    content = tensor.detach().cpu().contiguous().flatten()
-    state.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-    state.update(content.view(torch.uint8).numpy().tobytes())
+_OF_ANY_MODULE = vars(nn.Module()).keys()
+
+
+def _add(state: Any, name: str, value: Any) -> None:
+    """Add a tensor, a number or word, some of these, or the name of a function."""
+    if isinstance(value, Mapping | tuple | list):
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, one in pairs:
+            _add(state, f"{name}.{key}", one)
+    elif isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:
+        content = value.detach().cpu().contiguous().flatten()
+        state.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
+        state.update(content.view(torch.uint8).numpy().tobytes())
+    else:
+        plain = isinstance(value, bool | int | float | str | None)
+        state.update(f"{name}{value if plain else getattr(value, '__qualname__', '')}".encode())
 
 
 def check_finite(model: nn.Module) -> None:

@@ -44,6 +44,7 @@ class StoredWeights:
     _experts: dict[str, list[list[str]]]  # keys of each row, by the name of a stack of experts
     options: dict[str, Any]  # the revision, where one was asked for, and whether pickles are
     _name: dict[str, str]  # the first of a weight's names, by each of them
+    _stamps: list[tuple[int, int]]  # sizes and times of the files when it was opened
     _lock: Any = field(default_factory=threading.Lock)
 
     @property
@@ -105,10 +106,18 @@ class StoredWeights:
 
         with contextlib.ExitStack() as stack:
             files = dict.fromkeys(self._shapes[key].file for key in keys)
-            pickles = {f: _pickled(f) for f in files if f.suffix == ".bin"}
-            opened: dict[Path, Any] = {
-                f: stack.enter_context(safe_open(f, "pt")) for f in files if f not in pickles
-            }
+            try:
+                if _stamps(self.files) != self._stamps:
+                    raise OSError("other sizes or times of them")
+                pickles = {f: _pickled(f) for f in files if f.suffix == ".bin"}
+                opened: dict[Path, Any] = {
+                    f: stack.enter_context(safe_open(f, "pt")) for f in files if f not in pickles
+                }
+            except Exception as problem:  # of the system, or of the library
+                raise InputError(
+                    f"The files of `{self.source}` should be whole, and as they were when it was "
+                    f"opened. Found {problem}; open it again with `load_model`."
+                ) from problem
 
             def found(key: str) -> Any:
                 file = self._shapes[key].file
@@ -117,13 +126,13 @@ class StoredWeights:
             yield {key: found(key) for key in keys}
 
     def fingerprint(self) -> str:
-        """A digest of the files' contents, or of names, sizes and times of large files.
+        """A digest of a folder's configuration and weights: contents, or times if it is large.
 
         Two checkpoints never share their rows; a copy of a large one is another checkpoint.
         """
         state = hashlib.sha256()
         whole = self.bytes <= HASHED
-        for file in self.files:
+        for file in (Path(self.source, "config.json"), *self.files):
             stat = file.stat()
             state.update(f"{file.name} {stat.st_size}".encode())
             if not whole:
@@ -191,7 +200,8 @@ def stored_weights(
     experts = {name: _by_row(keys_of[name], len(state[name])) for name in experts}
     experts = {name: rows for name, rows in experts.items() if rows}
     options |= {"allow_pickle": True} if allow_pickle else {}
-    return StoredWeights(source, files, model, shapes, keys_of, plain, experts, options, names)
+    how_read = (shapes, keys_of, plain, experts, options, names, _stamps(files))
+    return StoredWeights(source, files, model, *how_read)
 
 
 # What is made of experts one after the other, and no expert of another one.
@@ -250,6 +260,10 @@ def _shapes(files: list[Path]) -> dict[str, _Shape]:
             start, end = one["data_offsets"]
             found[key] = _Shape(file, tuple(one["shape"]), kind, 8 + size + start, end - start)
     return found
+
+
+def _stamps(files: Collection[Path]) -> list[tuple[int, int]]:
+    return [(one.st_size, one.st_mtime_ns) for one in (file.stat() for file in files)]
 
 
 def _pickled(file: Path) -> dict[str, Tensor]:
