@@ -225,9 +225,14 @@ class ReadyModel:
             self._whole = ReadyModel(self.loaded.in_memory(what))
         return self._whole
 
+    @property
+    def changed(self) -> bool:
+        """Whether the module's weights changed since it was opened."""
+        return _write_counts(self.model) != self._state
+
     def check_unchanged(self) -> None:
         """Refuse a module whose weights changed since it was opened."""
-        if _write_counts(self.model) != self._state:
+        if self.changed:
             raise InputError(
                 f"`{self.name}` should be as it was when it was opened. Found other weights: open "
                 "it again with `load_model`."
