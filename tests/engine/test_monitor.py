@@ -147,6 +147,17 @@ def test_a_module_that_was_replaced_has_no_update_norm():
     assert monitor.readings[-2].sigma != monitor.readings[-4].sigma
 
 
+def test_an_update_in_float64_is_measured_in_float64():
+    net = encoder().double()
+    monitor = ls.Monitor(net, torch.randn(1, 5, 8).double(), every=1)
+    with monitor.step(), torch.no_grad():
+        for weight in net.parameters():
+            weight += 1e-10
+    for one in monitor.readings[-2:]:
+        count = sum(p.numel() for p in net.layers[one.layer].self_attn.parameters())
+        assert one.update_norm == pytest.approx(1e-10 * count**0.5, rel=1e-4)
+
+
 def test_an_alert_names_layer_and_signal(caplog):
     net: Any = model()
     monitor = ls.Monitor(net, PROBE, every=1)
