@@ -152,7 +152,7 @@ def test_an_update_in_float64_is_measured_in_float64():
     monitor = ls.Monitor(net, torch.randn(1, 5, 8).double(), every=1)
     with monitor.step(), torch.no_grad():
         for weight in net.parameters():
-            weight += 1e-10
+            weight.add_(1e-10)
     for one in monitor.readings[-2:]:
         count = sum(p.numel() for p in net.layers[one.layer].self_attn.parameters())
         assert one.update_norm == pytest.approx(1e-10 * count**0.5, rel=1e-4)
