@@ -406,10 +406,23 @@ def test_a_trainer_logs_the_readings_to_its_own_loggers(tmp_path, bf16):
     assert (tmp_path / "run" / "rows.parquet").exists()  # closed at the end
 
 
+class Mean(nn.Module):
+    """A model whose loss is a mean: it takes no number of items in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model()
+
+    def forward(self, input_ids, labels=None):
+        return {"loss": self.inner(input_ids, labels=labels).loss}
+
+
 @NOISE
-def test_a_trainer_logs_its_own_losses_where_the_monitor_logs_too(tmp_path):
-    net = model()
-    run = trainer(net, tmp_path, gradient_accumulation_steps=2)
+@pytest.mark.parametrize("kind", [model, Mean])
+@pytest.mark.parametrize("gathered", [2, 5])  # of six batches: the last step has fewer
+def test_a_trainer_logs_its_own_losses_where_the_monitor_logs_too(tmp_path, kind, gathered):
+    net = kind()
+    run = trainer(net, tmp_path, gradient_accumulation_steps=gathered)
     monitor = ls.Monitor(net, PROBE, every=1)
     seen: list[float] = []
     see = monitor.see
