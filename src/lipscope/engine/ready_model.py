@@ -227,15 +227,15 @@ class ReadyModel:
 
     @property
     def changed(self) -> bool:
-        """Whether the module's weights changed since it was opened."""
+        """Whether the module's weights, parts or hooks changed since it was opened."""
         return _write_counts(self.model) != self._state
 
     def check_unchanged(self) -> None:
-        """Refuse a module whose weights changed since it was opened."""
+        """Refuse a module that `changed`."""
         if self.changed:
             raise InputError(
-                f"`{self.name}` should be as it was when it was opened. Found other weights: open "
-                "it again with `load_model`."
+                f"`{self.name}` should be as it was when it was opened. Found other weights, "
+                "parts or hooks: open it again with `load_model`."
             )
 
     def window(
@@ -586,9 +586,14 @@ def masked(model: ReadyModel, causal: bool | None) -> ReadyModel:
     return model.with_masks[causal]
 
 
-def _write_counts(model: nn.Module) -> list[tuple[int, int]]:
-    """Addresses and write counts of weights; not of buffers, which change in forward passes."""
-    return [(p.data_ptr(), p._version) for p in model.parameters()]
+def _write_counts(model: nn.Module) -> list[tuple[int, ...]]:
+    """Addresses and write counts of weights, and modules with their numbers of hooks.
+
+    Not buffers or settings, which change in forward passes.
+    """
+    weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]
+    hooks = ((id(m), m._forward_hooks, m._forward_pre_hooks) for m in model.modules())
+    return [*weights, *((m, len(after), len(before)) for m, after, before in hooks)]
 
 
 def _same_arguments(one: Sample, other: Sample) -> bool:

@@ -236,6 +236,7 @@ def fingerprint(model: nn.Module) -> str:
         _add(state, name, tensor)
     for name, module in model.named_modules():
         settings = {k: v for k, v in vars(module).items() if k not in _OF_ANY_MODULE}
+        settings[""] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         _add(state, f"{name}.{type(module).__name__}", settings)
     return state.hexdigest()[:12]
 
