@@ -134,7 +134,7 @@ def test_a_map_that_is_run_again_can_be_asked_after_everything() -> None:
 
 def _twice(model: Any) -> None:
     with torch.no_grad():
-        model.wte.weight.mul_(2.0)
+        model.h[0].mlp.c_fc.weight.mul_(2.0)
 
 
 def _hooked(model: Any) -> None:
