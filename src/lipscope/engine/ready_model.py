@@ -60,7 +60,6 @@ from lipscope.models import (
     without_padding,
     without_weights,
 )
-from lipscope.sources import split_revision
 
 _MATRICES = 16  # number of token matrices that a pass stores per layer
 _DRAWS = "the model draws random numbers in its forward pass: here the same ones each time"
@@ -486,7 +485,7 @@ class ModelAtInput:
         """
         if ready.resident is not None:
             return None
-        return with_words(split_revision(self.model.name)[0], ready.model)
+        return with_words(self.model.loaded.source, ready.model)
 
     def reference(self, built: LayerMap) -> ReferenceModel:
         """The model between the ends of a map, as given if it is in full precision."""

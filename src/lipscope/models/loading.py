@@ -73,6 +73,7 @@ class LoadedModel(Shown):
     # Where its weights are, if they are read when they are needed: ``model`` is then without them.
     stored: StoredWeights | None = None
     trained_length: int | None = None  # tokens to which it was trained, where its files say it
+    stamp: str | None = None  # of its folder, when it was loaded
 
     def __post_init__(self) -> None:
         if self.stored is not None and self.model is not self.stored.skeleton:
@@ -92,6 +93,24 @@ class LoadedModel(Shown):
         """Whether its weights are cast block by block."""
         return self.num_parameters * dtype.itemsize > LARGE
 
+    @property
+    def source(self) -> str:
+        """Its folder, or its name without a revision, of which more is to be loaded.
+
+        Raises:
+            InputError: If it is a folder with other files than when it was loaded.
+        """
+        name, _ = split_revision(self.name)
+        folder = os.path.expanduser(name)
+        if not self.stamp or not os.path.isdir(folder):
+            return name
+        if folder_stamp(Path(folder)) != self.stamp:
+            raise InputError(
+                f"The files of `{name}` should be as they were when it was opened. Found others: "
+                "open it again with `load_model`."
+            )
+        return folder
+
     def in_memory(self, what: str) -> LoadedModel:
         """The same model with all its weights in memory, which ``what`` needs.
 
@@ -109,7 +128,7 @@ class LoadedModel(Shown):
                 f"{free_memory() / 2**30:.1f} GiB free; maps of a layer (attention, normed, "
                 "residual, block) are read block by block."
             )
-        model, _ = from_pretrained(self.stored.source, **self.stored.options)
+        model, _ = from_pretrained(self.source, **self.stored.options)
         check_finite(model)
         return replace(self, model=model, stored=None)
 
@@ -318,6 +337,7 @@ def _package_model(name: str, package: _Package) -> LoadedModel:
 
 def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
     folder = check_folder(name, allow_pickle=allow_pickle)
+    stamp = folder_stamp(folder)
     stored = _mapped(str(folder), allow_pickle)
     size = sum(file.stat().st_size for end in _WEIGHTS for file in folder.glob(f"*{end}"))
     if stored is None and size > usable_memory():
@@ -331,7 +351,7 @@ def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
         model, tokenizer = from_pretrained(str(folder), allow_pickle=allow_pickle)
     # The folder may be written again.
     revision = f"sha256:{fingerprint(model) if stored is None else stored.fingerprint()}"
-    return _loaded(name, model, tokenizer, revision, stored=stored)
+    return _loaded(name, model, tokenizer, revision, stored=stored, stamp=stamp)
 
 
 def _mapped(source: str, allow_pickle: bool, **options: Any) -> StoredWeights | None:
@@ -527,5 +547,5 @@ def source_stamp(name: str) -> str | None:
 
 def folder_stamp(folder: Path) -> str:
     """Names, sizes and times of the files in a folder."""
-    about = [(file.relative_to(folder), file.stat()) for file in sorted(folder.glob("*"))]
+    about = [(file.relative_to(folder), file.stat()) for file in sorted(folder.glob("*.*"))]
     return "; ".join(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in about)

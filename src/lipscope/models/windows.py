@@ -132,8 +132,7 @@ def special_tokens_of(tokenizer: Any, text: str = "1") -> tuple[list[int], list[
     """The ids that a tokenizer puts before and after a text, such as a letter or ``text``.
 
     Raises:
-        InputError: If their place cannot be told: the letters and the text have no tokens, or those
-            of special ones.
+        InputError: If their place cannot be told.
     """
     for probe in ("a", "A", text):
         bare = list(tokenizer(probe, add_special_tokens=False)["input_ids"])
