@@ -156,11 +156,8 @@ def normalisation(loaded: LoadedModel) -> tuple[Tensor, Tensor]:
         mean, deviation = (0.0,), (1.0,)
     # Its own scale of bytes, where ours is 1 / 255.
     scale = 255 * named.get("rescale_factor", 1 / 255) if named.get("do_rescale", True) else 255
-
-    def of_channels(values: Any) -> Tensor:
-        return (torch.tensor(values) / scale).view(1, -1, 1, 1)
-
-    return of_channels(mean), of_channels(deviation)
+    mean, deviation = (torch.tensor(x).view(1, -1, 1, 1) / scale for x in (mean, deviation))
+    return mean, deviation
 
 
 def _processor(source: str | None) -> Mapping[str, Any]:

@@ -37,9 +37,11 @@ from lipscope.sources import (
     BUNDLED,
     check_counts,
     check_folder,
+    check_stamp,
     entries_in,
     package_folder,
     split_revision,
+    stamp_of,
 )
 
 # Checkpoints whose weights take more bytes than this in float32 are read block by block.
@@ -73,7 +75,7 @@ class LoadedModel(Shown):
     # Where its weights are, if they are read when they are needed: ``model`` is then without them.
     stored: StoredWeights | None = None
     trained_length: int | None = None  # tokens to which it was trained, where its files say it
-    stamp: str | None = None  # of its folder, when it was loaded
+    stamp: str | None = None  # of its folder's files, when it was loaded
 
     def __post_init__(self) -> None:
         if self.stored is not None and self.model is not self.stored.skeleton:
@@ -104,11 +106,7 @@ class LoadedModel(Shown):
         folder = os.path.expanduser(name)
         if not self.stamp or not os.path.isdir(folder):
             return name
-        if folder_stamp(Path(folder)) != self.stamp:
-            raise InputError(
-                f"The files of `{name}` should be as they were when it was opened. Found others: "
-                "open it again with `load_model`."
-            )
+        check_stamp(name, Path(folder).glob("*.*"), self.stamp)
         return folder
 
     def in_memory(self, what: str) -> LoadedModel:
@@ -337,7 +335,7 @@ def _package_model(name: str, package: _Package) -> LoadedModel:
 
 def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
     folder = check_folder(name, allow_pickle=allow_pickle)
-    stamp = folder_stamp(folder)
+    stamp = stamp_of(folder.glob("*.*"))
     stored = _mapped(str(folder), allow_pickle)
     size = sum(file.stat().st_size for end in _WEIGHTS for file in folder.glob(f"*{end}"))
     if stored is None and size > usable_memory():
@@ -536,16 +534,10 @@ def source_stamp(name: str) -> str | None:
         if plain in BUNDLED:
             return importlib.metadata.version(BUNDLED[plain])
         if os.path.exists(folder):
-            return folder_stamp(folder)
+            return stamp_of(folder.glob("*"))
         from huggingface_hub import try_to_load_from_cache
 
         found = try_to_load_from_cache(plain, "config.json", revision=at)
         return Path(found).parent.name if isinstance(found, str) else None
     except (OSError, ValueError, importlib.metadata.PackageNotFoundError):
         return None
-
-
-def folder_stamp(folder: Path) -> str:
-    """Names, sizes and times of the files in a folder."""
-    about = [(file.relative_to(folder), file.stat()) for file in sorted(folder.glob("*.*"))]
-    return "; ".join(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in about)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lipscope.errors import InputError
 from lipscope.models.pretrained import WRAPPER_PREFIXES, check_checkpoint, explained_loading, quiet
-from lipscope.sources import entries_of
+from lipscope.sources import check_stamp, entries_of, stamp_of
 
 # Checkpoints up to so many bytes are told apart by all that is in them, larger ones by the names,
 # sizes and times of their files.
@@ -44,7 +44,7 @@ class StoredWeights:
     _experts: dict[str, list[list[str]]]  # keys of each row, by the name of a stack of experts
     options: dict[str, Any]  # the revision, where one was asked for, and whether pickles are
     _name: dict[str, str]  # the first of a weight's names, by each of them
-    _stamps: list[tuple[int, int]]  # sizes and times of the files when it was opened
+    _stamp: str  # of the files
     _lock: Any = field(default_factory=threading.Lock)
 
     @property
@@ -104,20 +104,13 @@ class StoredWeights:
     def _opened(self, keys: Collection[str]) -> Iterator[dict[str, Any]]:
         from safetensors import safe_open
 
+        check_stamp(self.source, self.files, self._stamp)
         with contextlib.ExitStack() as stack:
             files = dict.fromkeys(self._shapes[key].file for key in keys)
-            try:
-                if _stamps(self.files) != self._stamps:
-                    raise OSError("other sizes or times of them")
-                pickles = {f: _pickled(f) for f in files if f.suffix == ".bin"}
-                opened: dict[Path, Any] = {
-                    f: stack.enter_context(safe_open(f, "pt")) for f in files if f not in pickles
-                }
-            except Exception as problem:  # of the system, or of the library
-                raise InputError(
-                    f"The files of `{self.source}` should be whole, and as they were when it was "
-                    f"opened. Found {problem}; open it again with `load_model`."
-                ) from problem
+            pickles = {f: _pickled(f) for f in files if f.suffix == ".bin"}
+            opened: dict[Path, Any] = {
+                f: stack.enter_context(safe_open(f, "pt")) for f in files if f not in pickles
+            }
 
             def found(key: str) -> Any:
                 file = self._shapes[key].file
@@ -200,7 +193,7 @@ def stored_weights(
     experts = {name: _by_row(keys_of[name], len(state[name])) for name in experts}
     experts = {name: rows for name, rows in experts.items() if rows}
     options |= {"allow_pickle": True} if allow_pickle else {}
-    how_read = (shapes, keys_of, plain, experts, options, names, _stamps(files))
+    how_read = (shapes, keys_of, plain, experts, options, names, stamp_of(files))
     return StoredWeights(source, files, model, *how_read)
 
 
@@ -239,6 +232,7 @@ class _Shape:
 
 
 def _shapes(files: list[Path]) -> dict[str, _Shape]:
+    from safetensors import safe_open
     from transformers.modeling_utils import str_to_torch_dtype
 
     found: dict[str, _Shape] = {}
@@ -247,7 +241,7 @@ def _shapes(files: list[Path]) -> dict[str, _Shape]:
             held = _pickled(file).items()
             found |= {key: _Shape(file, tuple(t.shape), t.dtype, 0, 0) for key, t in held}
             continue
-        with file.open("rb") as stream:
+        with safe_open(file, "pt"), file.open("rb") as stream:  # it refuses one cut short
             size = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(size))
         header.pop("__metadata__", None)
@@ -260,10 +254,6 @@ def _shapes(files: list[Path]) -> dict[str, _Shape]:
             start, end = one["data_offsets"]
             found[key] = _Shape(file, tuple(one["shape"]), kind, 8 + size + start, end - start)
     return found
-
-
-def _stamps(files: Collection[Path]) -> list[tuple[int, int]]:
-    return [(one.st_size, one.st_mtime_ns) for one in (file.stat() for file in files)]
 
 
 def _pickled(file: Path) -> dict[str, Tensor]:
