@@ -190,6 +190,19 @@ def test_a_loss_far_above_the_others_raises_an_alert():
     assert one.excess == pytest.approx(19.0)
 
 
+def test_a_loss_among_equal_or_enormous_ones_has_no_score_of_others():
+    monitor = ls.Monitor(model(), PROBE, every=1)
+    for value in [1.0, 2.0] * 6:
+        monitor.see(value)
+    assert monitor._alarm.z_score == pytest.approx(6 / 30**0.5)
+    for value in [3.0] * 101:
+        monitor.see(value)
+    assert monitor._alarm.z_score is None
+    for value in [1e308] * 101:  # their sum is no number
+        monitor.see(value)
+    assert monitor._alarm.z_score is None
+
+
 def test_a_loss_that_is_no_number_names_the_layer_that_went_furthest():
     net: Any = model()
     monitor = ls.Monitor(net, PROBE, every=1)
