@@ -586,10 +586,7 @@ def masked(model: ReadyModel, causal: bool | None) -> ReadyModel:
 
 
 def _write_counts(model: nn.Module) -> list[tuple[int, ...]]:
-    """Addresses and write counts of weights, and modules with their numbers of hooks.
-
-    Not buffers or settings, which change in forward passes.
-    """
+    """Write counts of weights, and numbers of hooks; buffers and settings change in passes."""
     weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]
     hooks = ((id(m), m._forward_hooks, m._forward_pre_hooks) for m in model.modules())
     return [*weights, *((m, len(after), len(before)) for m, after, before in hooks)]

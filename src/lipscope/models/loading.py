@@ -97,11 +97,7 @@ class LoadedModel(Shown):
 
     @property
     def source(self) -> str:
-        """Its folder, or its name without a revision, of which more is to be loaded.
-
-        Raises:
-            InputError: If it is a folder with other files than when it was loaded.
-        """
+        """Its folder, refused if its files changed since; else its name without a revision."""
         name, _ = split_revision(self.name)
         folder = os.path.expanduser(name)
         if not self.stamp or not os.path.isdir(folder):
@@ -244,10 +240,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A short digest of parameters, buffers and settings: two models never share their rows.
-
-    Settings are the modules' other attributes: the same weights in two or four heads differ.
-    """
+    """A short digest of weights and settings, such as heads: two models never share their rows."""
     state = hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         _add(state, name, tensor)

@@ -129,11 +129,7 @@ def _token_ids(
 
 
 def special_tokens_of(tokenizer: Any, text: str = "1") -> tuple[list[int], list[int]]:
-    """The ids that a tokenizer puts before and after a text, such as a letter or ``text``.
-
-    Raises:
-        InputError: If their place cannot be told.
-    """
+    """The ids that a tokenizer puts before and after a text; refused if it does not tell."""
     for probe in ("a", "A", text):
         bare = list(tokenizer(probe, add_special_tokens=False)["input_ids"])
         full = list(tokenizer(probe)["input_ids"])
