@@ -9,7 +9,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +213,21 @@ def _check_files(name: str, folder: Path, allow_pickle: bool) -> None:
     others = sorted(one.name for end in _PICKLES for one in folder.glob(f"*{end}"))
     found = f"`{others[0]}`; save the model with `save_pretrained`." if others else "none."
     raise InputError(f"`{name}` should hold weights in `*.safetensors`. Found {found}")
+
+
+def stamp_of(files: Iterable[Path]) -> str:
+    """Names, sizes and times of files."""
+    about = [(file.name, file.stat()) for file in sorted(files) if file.exists()]
+    return "; ".join(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in about)
+
+
+def check_stamp(source: str, files: Iterable[Path], stamp: str) -> None:
+    """Refuse files of a model with another `stamp_of` than when it was opened."""
+    if stamp_of(files) != stamp:
+        raise InputError(
+            f"The files of `{source}` should be as they were when it was opened. Found others: "
+            "open it again with `load_model`."
+        )
 
 
 @contextlib.contextmanager

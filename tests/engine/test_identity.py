@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2Model
 
 import lipscope as ls
 from command import BERT, TEXT
@@ -17,6 +18,18 @@ from sweeps import in_this_process
 
 WINDOW: dict[str, Any] = {"lengths": [6], "samples": 1}
 IDS = torch.tensor([[7, 80, 33, 7, 251, 104]])
+
+
+def gpt2(heads: int) -> GPT2Model:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        sizes = {"n_embd": 8, "n_layer": 1, "vocab_size": 300, "n_positions": 8}
+        ends = {"bos_token_id": 0, "eos_token_id": 0}
+        return GPT2Model(GPT2Config(n_head=heads, **sizes, **ends)).eval()
+
+
+def masked(mask: torch.Tensor) -> ls.DotProduct:
+    return ls.DotProduct(*torch.eye(8).expand(3, 8, 8), mask=mask.bool())
 
 
 def held(folder: str) -> Measurement:
@@ -128,3 +141,21 @@ def test_an_option_that_makes_no_sense_is_refused_in_one_line(verb, options) -> 
     with pytest.raises(ls.InputError, match=f"`{verb.__name__}` has no option `{name}`") as error:
         verb(BERT, TEXT, length=6, **options)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("mine", "other"),
+    [
+        (gpt2(heads=2), gpt2(heads=4)),  # the same weights
+        (masked(torch.eye(6)), masked(torch.ones(6, 6).tril())),
+    ],
+)
+def test_models_that_differ_in_a_setting_alone_share_no_row(
+    mine: Any, other: Any, tmp_path: Path
+) -> None:
+    data = torch.ones(6, 8) if isinstance(mine, ls.DotProduct) else IDS
+    ls.measure(mine, data, layers=[0], out=tmp_path)
+    first, second = (ls.measure(one, data, layers=[0])[0] for one in (mine, other))
+    assert first.revision != second.revision and first.id != second.id
+    with pytest.raises(ls.InputError, match="Found another one"):
+        ls.measure(other, data, layers=[0], out=tmp_path)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import ViTConfig, ViTModel
+from transformers import AutoImageProcessor, ViTConfig, ViTModel
 
 import lipscope as ls
 from command import BERT
@@ -255,6 +255,26 @@ def test_pictures_from_a_folder(tmp_path):
     (tmp_path / "c.png").write_bytes(b"not a picture")
     with pytest.raises(InputError, match=r"c\.png` should be a picture"):
         ls.measure(vit(), images=tmp_path)
+    image.new("I;16", (8, 8), 40_000).save(tmp_path / "c.png")  # read in bytes, it would be white
+    with pytest.raises(InputError, match="more than eight bits"):
+        ls.measure(vit(), images=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "said", [{}, {"do_normalize": False}, {"do_rescale": False}, {"rescale_factor": 1 / 127.5}]
+)
+def test_pixels_are_those_of_the_processor_beside_the_weights(said, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    vit().save_pretrained(tmp_path)
+    usual = {"image_processor_type": "ViTImageProcessor", "size": {"height": 8, "width": 8}}
+    usual |= {"image_mean": [0.3, 0.4, 0.5], "image_std": [0.2, 0.3, 0.4], "resample": 3}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(usual | said))
+    image.new("RGB", (8, 8), (51, 102, 204)).save(tmp_path / "a.png")
+    own = AutoImageProcessor.from_pretrained(tmp_path)(image.open(tmp_path / "a.png"))
+    pixels = torch.tensor(np.array(own["pixel_values"]))
+    (found,) = ls.measure(str(tmp_path), images=tmp_path, layers=[1])
+    (truth,) = ls.measure(str(tmp_path), pixels, layers=[1])
+    assert found.sigma == pytest.approx(truth.sigma, rel=1e-4)
 
 
 @pytest.mark.parametrize(

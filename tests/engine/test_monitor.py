@@ -147,6 +147,17 @@ def test_a_module_that_was_replaced_has_no_update_norm():
     assert monitor.readings[-2].sigma != monitor.readings[-4].sigma
 
 
+def test_an_update_in_float64_is_measured_in_float64():
+    net = encoder().double()
+    monitor = ls.Monitor(net, torch.randn(1, 5, 8).double(), every=1)
+    with monitor.step(), torch.no_grad():
+        for weight in net.parameters():
+            weight.add_(1e-10)
+    for one in monitor.readings[-2:]:
+        count = sum(p.numel() for p in net.layers[one.layer].self_attn.parameters())
+        assert one.update_norm == pytest.approx(1e-10 * count**0.5, rel=1e-4)
+
+
 def test_an_alert_names_layer_and_signal(caplog):
     net: Any = model()
     monitor = ls.Monitor(net, PROBE, every=1)
@@ -177,6 +188,19 @@ def test_a_loss_far_above_the_others_raises_an_alert():
     (one,) = monitor.alerts  # at once, not at the next reading
     assert (one.layer, one.signal) == (None, "loss")
     assert one.excess == pytest.approx(19.0)
+
+
+def test_a_loss_among_equal_or_enormous_ones_has_no_score_of_others():
+    monitor = ls.Monitor(model(), PROBE, every=1)
+    for value in [1.0, 2.0] * 6:
+        monitor.see(value)
+    assert monitor._alarm.z_score == pytest.approx(6 / 30**0.5)
+    for value in [3.0] * 101:
+        monitor.see(value)
+    assert monitor._alarm.z_score is None
+    for value in [1e308] * 101:  # their sum is no number
+        monitor.see(value)
+    assert monitor._alarm.z_score is None
 
 
 def test_a_loss_that_is_no_number_names_the_layer_that_went_furthest():
@@ -395,10 +419,23 @@ def test_a_trainer_logs_the_readings_to_its_own_loggers(tmp_path, bf16):
     assert (tmp_path / "run" / "rows.parquet").exists()  # closed at the end
 
 
+class Mean(nn.Module):
+    """A model whose loss is a mean: it takes no number of items in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model()
+
+    def forward(self, input_ids, labels=None):
+        return {"loss": self.inner(input_ids, labels=labels).loss}
+
+
 @NOISE
-def test_a_trainer_logs_its_own_losses_where_the_monitor_logs_too(tmp_path):
-    net = model()
-    run = trainer(net, tmp_path, gradient_accumulation_steps=2)
+@pytest.mark.parametrize("kind", [model, Mean])
+@pytest.mark.parametrize("gathered", [2, 5])  # of six batches: the last step has fewer
+def test_a_trainer_logs_its_own_losses_where_the_monitor_logs_too(tmp_path, kind, gathered):
+    net = kind()
+    run = trainer(net, tmp_path, gradient_accumulation_steps=gathered)
     monitor = ls.Monitor(net, PROBE, every=1)
     seen: list[float] = []
     see = monitor.see

@@ -132,17 +132,41 @@ def test_a_map_that_is_run_again_can_be_asked_after_everything() -> None:
     torch.testing.assert_close(at.linearise().matvec(e), quotient, rtol=1e-6, atol=1e-6)
 
 
-def test_weights_that_changed_since_are_refused_in_one_line() -> None:
+def _twice(model: Any) -> None:
+    with torch.no_grad():
+        model.h[0].mlp.c_fc.weight.mul_(2.0)
+
+
+def _hooked(model: Any) -> None:
+    model.h[0].mlp.register_forward_hook(lambda module, args, out: 3 * out)
+
+
+def _other(model: Any) -> None:
+    model.h[0].mlp.act = torch.nn.ReLU()
+
+
+@pytest.mark.parametrize("change", [_twice, _hooked, _other])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])  # in float64 by a copy of then
+def test_a_model_that_changed_since_is_refused_in_one_line(change: Any, dtype: str) -> None:
     module = tiny("gpt2").model
     model = ls.load_model(module)
     ids = torch.tensor([[7, 80, 33, 7]])
-    assert model.at(ids).sigma > 0
-    with torch.no_grad():
-        module.wte.weight.mul_(2.0)
-    with pytest.raises(ls.InputError, match="Found other weights: open it again") as found:
-        model.at(ids)
+    before = model.at(ids, layer=1, dtype=dtype).sigma
+    change(module)
+    with pytest.raises(ls.InputError, match="parts or hooks: open it again") as found:
+        model.at(ids, layer=1, dtype=dtype)
     assert "\n" not in str(found.value)
-    assert ls.load_model(module).at(ids).sigma > 0
+    again = ls.load_model(module)
+    assert again.loaded.revision != model.loaded.revision
+    assert again.at(ids, layer=1, dtype=dtype).sigma != pytest.approx(before, rel=1e-3)
+
+
+def test_weights_of_inference_mode_are_read() -> None:
+    with torch.inference_mode():
+        model = tiny("gpt2").model
+    ids = torch.tensor([[7, 80, 33, 7]])
+    expected = ls.load_model(tiny("gpt2").model).at(ids).sigma
+    assert ls.load_model(model).at(ids).sigma == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_module_reads_text_with_its_tokenizer() -> None:

@@ -15,10 +15,13 @@ import time
 import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 
+import lipscope as ls
 from command import BERT, Command
 from lipscope.explore import Server, served
 from lipscope.explore.answers import Question
@@ -238,3 +241,37 @@ def test_the_command_opens_its_address_and_ends_at_ctrl_c(tmp_path: Path) -> Non
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130
     process.stderr.close()
+
+
+def events(server: Server, text: str = TEXT, **more: object) -> list[dict[str, Any]]:
+    _, found = question(server, text, **more)
+    return [json.loads(one) for one in re.findall(r"^data: (.*)$", found, re.MULTILINE)]
+
+
+def test_a_kept_answer_goes_with_the_weights_that_it_was_of() -> None:
+    model = ls.load_model(BERT)
+    page = model.explore(TEXT)
+    try:
+        assert events(page)[-1]["event"] == "done"
+        with torch.no_grad():
+            next(model.model.parameters()).mul_(2)
+        assert "Found other weights" in events(page)[-1]["text"]
+    finally:
+        page.end()
+
+
+def test_a_model_that_is_read_block_by_block_answers_every_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole: Any = ls.load_model(BERT)
+    whole.model.save_pretrained(tmp_path)
+    monkeypatch.setattr("lipscope.models.loading.LARGE", 0)
+    page = ls.load_model(str(tmp_path), tokenizer=whole.tokenizer).explore(TEXT)
+    try:
+        rows = [row for one in events(page) if one["event"] == "rows" for row in one["rows"]]
+        expected = ls.measure(whole, TEXT, lengths=len(TEXT), samples=1)
+        sigmas = [pytest.approx(one.sigma, rel=1e-5) for one in expected]
+        assert [one["sigma"] for one in rows] == sigmas
+        assert events(page, kind="words", part="words", layer=1)[-1]["event"] == "done"
+    finally:
+        page.end()

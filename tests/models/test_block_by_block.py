@@ -302,10 +302,28 @@ def test_a_changed_checkpoint_is_another_one(
     weights["norm.weight"][3] += 1
     save_file(weights, file, metadata={"format": "pt"})
     assert now() != first
+    later, config = now(), tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"rope_theta": 1', '"rope_theta": 2'))
+    assert now() != later
     monkeypatch.setattr(stored_weights, "HASHED", 0)
     later = now()
     save_file(weights, file, metadata={"format": "pt"})
     assert now() != later  # its time is another
+
+
+@pytest.mark.usefixtures("small")
+def test_files_that_changed_after_opening_are_refused(tmp_path: Path) -> None:
+    """Else layers of two checkpoints stand beside each other."""
+    model_of("llama").save_pretrained(tmp_path)
+    model, file = ls.load_model(str(tmp_path)), tmp_path / "model.safetensors"
+    ls.measure(model, {"input_ids": IDS}, layers=0)
+    other = {name: 2 * one for name, one in load_file(file).items()}
+    save_file(other, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match="as they were when it was opened"):
+        ls.measure(model, {"input_ids": IDS}, layers=2)
+    file.write_bytes(file.read_bytes()[:-100])  # cut short, with a whole header
+    with pytest.raises(InputError, match="not fully covered"):
+        ls.load_model(str(tmp_path))
 
 
 def test_a_model_of_ones_own_is_not_a_stored_one(folders: dict[str, str], small: None) -> None:
@@ -339,10 +357,11 @@ def test_windows_pass_a_block_together(
 
 @pytest.mark.usefixtures("small")
 def test_each_window_passes_a_block_once(folders: dict[str, str]) -> None:
-    model, ids = ls.load_model(folders["llama"]), torch.randint(3, 200, (2, 10))
+    loaded, ids = ls.load_model(folders["llama"]).loaded, torch.randint(3, 200, (2, 10))
     below: list[int] = []
-    block = model.model.get_submodule("layers.0")
+    block = loaded.model.get_submodule("layers.0")
     hook = block.register_forward_hook(lambda *_: below.append(1))
+    model = ls.load_model(loaded)
     for count in (1, 2):
         below.clear()
         for at in model.layers({"input_ids": ids[:count]}, layers=[2]):

@@ -10,18 +10,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
     BertModel,
+    PreTrainedTokenizerFast,
     T5Config,
     T5EncoderModel,
 )
 
 import lipscope as ls
 from lipscope import InputError
-from lipscope.models import load_model
+from lipscope.models import load_model, windows_of_text
 
 CONFIG = BertConfig(
     hidden_size=12,
@@ -126,3 +131,41 @@ def test_the_trained_length_is_the_least_that_the_files_say(tmp_path) -> None:
     model = BertModel.from_pretrained(tmp_path).eval()
     (row, *_) = ls.measure(model, IDS, layers=0)
     assert row.trained_length == load_model(str(tmp_path)).trained_length == 512
+
+
+def test_a_pooler_that_is_not_in_the_file_is_the_same_each_time(tmp_path):
+    BertModel(CONFIG, add_pooling_layer=False).save_pretrained(tmp_path)
+    revisions = set()
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        revisions.add(load_model(str(tmp_path)).revision)
+    assert len(revisions) == 1
+
+
+def test_the_same_weights_in_other_heads_are_another_model(tmp_path):
+    saved(tmp_path)
+    first = load_model(str(tmp_path)).revision
+    saved(tmp_path, num_attention_heads=6)
+    assert load_model(str(tmp_path)).revision != first
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "text", "ids"),
+    [
+        ({"[CLS]": 0, "[SEP]": 1, "x": 2, "y": 3}, "[CLS] $A [SEP]", "x y x y", [0, 2, 3, 1]),
+        ({"<s>": 0, "x": 2, "y": 3}, "<s> $A", "x y x y", [0, 2, 3, 2]),  # unknown: as the first
+    ],
+)
+def test_special_tokens_have_their_place_where_no_letter_is_known(words, kind, text, ids):
+    first = next(iter(words))
+    model = WordLevel(words, unk_token=first) if len(words) == 3 else BPE(words, [])
+    inner = Tokenizer(model)
+    inner.pre_tokenizer = Whitespace()
+    inner.add_special_tokens([word for word in words if len(word) > 1])
+    ends = [(word, i) for word, i in words.items() if len(word) > 1]
+    inner.post_processor = TemplateProcessing(kind, special_tokens=ends)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    (window,) = windows_of_text(text, tokenizer, lengths=[4], samples=1)
+    assert window.ids.tolist() == [ids]
+    with pytest.raises(InputError, match="does not tell where"):
+        windows_of_text("q q q q", tokenizer, lengths=[4], samples=1)

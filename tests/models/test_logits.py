@@ -182,6 +182,23 @@ def test_a_folder_is_read_with_the_head_that_it_holds(tmp_path: Path) -> None:
     assert row.sigma == pytest.approx(one("bert", "model").sigma, rel=1e-6)
 
 
+def test_a_head_is_of_the_same_files_as_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model, inputs, _ = MODELS["llama"]
+    model.save_pretrained(tmp_path / "llama")  # pyright: ignore[reportCallIssue]
+    opened = ls.load_model("~/llama")
+    (row,) = ls.measure(opened, inputs, map="logits", **EXACT)
+    assert row.sigma == pytest.approx(one("llama", "logits").sigma, rel=1e-6)
+    other = copy.deepcopy(model)
+    other.lm_head.weight.data *= 2  # pyright: ignore
+    opened = ls.load_model("~/llama")
+    other.save_pretrained(tmp_path / "llama")  # pyright: ignore[reportCallIssue]
+    with pytest.raises(InputError, match="as they were when it was opened"):
+        ls.measure(opened, inputs, map="logits", **EXACT)
+
+
 def test_a_tied_decoder_without_its_head_has_that_of_its_class() -> None:
     config = transformers.GPT2Config(n_layer=1, n_embd=12, n_head=3, vocab_size=300)
     whole = drawn(transformers.GPT2LMHeadModel, config)

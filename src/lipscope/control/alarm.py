@@ -6,7 +6,7 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import fmean, pstdev
+from statistics import mean, pstdev
 
 import torch
 from jaxtyping import Float
@@ -116,7 +116,7 @@ def _attention_shares(layer: Attention, x: Tensor) -> Tensor:
 
 def joint_norm(tensors: Sequence[Tensor], before: Sequence[Tensor] | None = None) -> float:
     """Joint Frobenius norm of tensors, or of their change since ``before``."""
-    parts = [t.detach().float() for t in tensors]
+    parts = [t.detach().double() for t in tensors]
     if before is not None:
         parts = [now - then for now, then in zip(parts, before, strict=True)]
     return math.sqrt(sum(float(part.square().sum()) for part in parts))
@@ -205,7 +205,7 @@ class Alarm:
         self._episodes: dict[str, list[Alert]] = {}
         self._calm: Counter[str] = Counter()
         self.z_score: float | None = None
-        """Standard score of the last loss among the hundred before; None before there are ten."""
+        """Standard score of the last loss among up to 100 before; None below ten, or if equal."""
 
     def threshold(self, signal: str) -> float:
         """The factor over the largest recent reading from which a signal is unusual."""
@@ -213,12 +213,12 @@ class Alarm:
 
     def loss(self, step: int, value: float) -> list[Alert]:
         """Record the loss of a step; return an alert if it is unusual."""
-        past, far = self._losses, []
+        past, far, self.z_score = self._losses, [], None
         if past:
-            mean, spread, high = fmean(past), pstdev(past), max(past)
+            usual, spread, high = mean(past), pstdev(past), max(past)
             alert = Alert(step, None, "", LOSS, value, min(past), high)
             if len(past) >= FEWEST_LOSSES and spread > 0:
-                self.z_score = z = (value - mean) / spread
+                self.z_score = z = (value - usual) / spread
                 how = f"{z:.4g} standard deviations above the mean of the last {len(past)}"
                 far = [replace(alert, excess=z, how=how)] if z >= self.deviations else []
             elif value > EARLY * high > 0 and math.isfinite(self.times):

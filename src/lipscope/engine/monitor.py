@@ -540,7 +540,7 @@ def _for_transformers(monitor: Monitor, trainer: Any) -> Any:
 
         def __init__(self) -> None:
             self._losses: list[Tensor] = []
-            self._each = False
+            self._each, self._sums = False, False
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             if monitor.log is None:
@@ -555,9 +555,8 @@ def _for_transformers(monitor: Monitor, trainer: Any) -> Any:
             loss = output.get("loss") if isinstance(output, Mapping) else None
             if model.training and torch.is_grad_enabled() and isinstance(loss, Tensor):
                 # Given the number of items in the batch, a loss is a partial sum, else a mean.
-                parts = 1 if kwargs.get("num_items_in_batch") is not None else None
-                share = parts or trainer.args.gradient_accumulation_steps
-                self._losses.append(loss.detach().mean() / share)
+                self._sums = kwargs.get("num_items_in_batch") is not None
+                self._losses.append(loss.detach().mean())
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             if state.is_world_process_zero:
@@ -568,7 +567,8 @@ def _for_transformers(monitor: Monitor, trainer: Any) -> Any:
             self._each |= bool(losses)
             if state.is_world_process_zero:
                 due = control.should_log  # logging resets it, dropping the Trainer's own log
-                monitor.after(sum(losses) if losses else None)
+                count = 1 if self._sums else len(losses)  # the last step may have fewer batches
+                monitor.after(sum(losses) / count if losses else None)
                 control.should_log = due
 
         def on_log(

@@ -60,7 +60,6 @@ from lipscope.models import (
     without_padding,
     without_weights,
 )
-from lipscope.sources import split_revision
 
 _MATRICES = 16  # number of token matrices that a pass stores per layer
 _DRAWS = "the model draws random numbers in its forward pass: here the same ones each time"
@@ -225,12 +224,17 @@ class ReadyModel:
             self._whole = ReadyModel(self.loaded.in_memory(what))
         return self._whole
 
+    @property
+    def changed(self) -> bool:
+        """Whether the module's weights, parts or hooks changed since it was opened."""
+        return _write_counts(self.model) != self._state
+
     def check_unchanged(self) -> None:
-        """Refuse a module whose weights changed since it was opened."""
-        if _write_counts(self.model) != self._state:
+        """Refuse a module that `changed`."""
+        if self.changed:
             raise InputError(
-                f"`{self.name}` should be as it was when it was opened. Found other weights: open "
-                "it again with `load_model`."
+                f"`{self.name}` should be as it was when it was opened. Found other weights, "
+                "parts or hooks: open it again with `load_model`."
             )
 
     def window(
@@ -481,7 +485,7 @@ class ModelAtInput:
         """
         if ready.resident is not None:
             return None
-        return with_words(split_revision(self.model.name)[0], ready.model)
+        return with_words(self.model.loaded.source, ready.model)
 
     def reference(self, built: LayerMap) -> ReferenceModel:
         """The model between the ends of a map, as given if it is in full precision."""
@@ -581,9 +585,11 @@ def masked(model: ReadyModel, causal: bool | None) -> ReadyModel:
     return model.with_masks[causal]
 
 
-def _write_counts(model: nn.Module) -> list[tuple[int, int]]:
-    """Addresses and write counts of weights; not of buffers, which change in forward passes."""
-    return [(p.data_ptr(), p._version) for p in model.parameters()]
+def _write_counts(model: nn.Module) -> list[tuple[int, ...]]:
+    """Write counts of weights, and numbers of hooks; buffers and settings change in passes."""
+    weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]
+    hooks = ((id(m), m._forward_hooks, m._forward_pre_hooks) for m in model.modules())
+    return [*weights, *((m, len(after), len(before)) for m, after, before in hooks)]
 
 
 def _same_arguments(one: Sample, other: Sample) -> bool:

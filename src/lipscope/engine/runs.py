@@ -28,7 +28,7 @@ from lipscope.engine.session import MapAtInput, ModelKey, Session
 from lipscope.engine.spec import AXES, LENGTHS, REAL, SAMPLES, Spec, Verb, options_of, single_spec
 from lipscope.errors import InputError, remark, unwritable
 from lipscope.linalg import Watch
-from lipscope.models import Sample, checked_data, device_of, digest, folder_stamp, source_stamp
+from lipscope.models import Sample, checked_data, device_of, digest, source_stamp
 from lipscope.pages import Rows
 from lipscope.records import (
     SURVEY,
@@ -45,7 +45,7 @@ from lipscope.records import (
     version,
     write_file,
 )
-from lipscope.sources import default_text, split_revision
+from lipscope.sources import default_text, split_revision, stamp_of
 
 AnyData = str | Path | Tensor | Mapping[str, Any] | Sequence[Sample] | None
 AnyFolder = str | Path | Place | RunFolder | None
@@ -447,8 +447,8 @@ def survey_key(spec: Spec, model: int, more: Mapping[str, Any]) -> str | None:
     is_now = source_stamp(f"{one.name}@{revision}" if revision else one.name)
     if is_now is None:
         return None
-    pictures = Path(os.path.expanduser(spec.images)) if spec.images is not None else None
-    seen = folder_stamp(pictures) if pictures is not None and os.path.isdir(pictures) else ""
+    pictures = os.path.expanduser(spec.images or "")
+    seen = stamp_of(Path(pictures).glob("*")) if os.path.isdir(pictures) else ""
     asked = spec.as_dict() | {"models": [one.name, one.step], "pictures": seen}
     return stable_id({**asked, **more, "is_now": is_now, "version": version()})
 

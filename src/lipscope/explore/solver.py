@@ -79,6 +79,8 @@ class Solver:
         ticket = Ticket(place, asked, listener)
         self.drop(place)
         with self._change:
+            if self.model.changed:
+                self._kept.clear()
             if (kept := self._kept.get(asked)) is not None:
                 self._kept.move_to_end(asked)
             else:
@@ -181,4 +183,6 @@ def twin(model: OpenModel) -> OpenModel:
     for one in module.parameters():
         if type(one) is nn.Parameter:  # same memory, but each thread sets `requires_grad` itself
             weights[id(one)] = nn.Parameter(one.detach(), requires_grad=one.requires_grad)
-    return OpenModel(replace(model.loaded, model=copy.deepcopy(module, weights)))
+    other, stored = copy.deepcopy(module, weights), model.loaded.stored
+    stored = stored and replace(stored, skeleton=other)
+    return OpenModel(replace(model.loaded, model=other, stored=stored))

@@ -15,7 +15,6 @@ from lipscope.models.loading import (
     check_finite as check_finite,
     digest as digest,
     fingerprint as fingerprint,
-    folder_stamp as folder_stamp,
     load_model as load_model,
     source_stamp as source_stamp,
     usable_memory as usable_memory,

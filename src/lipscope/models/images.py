@@ -137,6 +137,8 @@ def _opened(file: Path, read: Callable[[Any], Tensor]) -> Tensor:
         ) from None
     try:
         with Image.open(file) as picture:
+            if picture.mode[0] in "IF":  # would be cut to 255
+                raise ValueError("it has more than eight bits a channel")
             return read(picture.convert("RGB"))
     except (OSError, ValueError, Image.DecompressionBombError) as problem:
         raise InputError(
@@ -146,13 +148,16 @@ def _opened(file: Path, read: Callable[[Any], Tensor]) -> Tensor:
 
 def normalisation(loaded: LoadedModel) -> tuple[Tensor, Tensor]:
     """Mean and deviation of the model's channels, ``(1, 3, 1, 1)`` each."""
-    half = (0.5, 0.5, 0.5)
+    named = _processor(getattr(loaded.config, "_name_or_path", None))
+    mean, deviation = (named.get(key) or (0.5,) * 3 for key in ("image_mean", "image_std"))
     if loaded.pixels is not None:
-        mean, deviation = loaded.pixels.mean, loaded.pixels.deviation
-    else:
-        named = _processor(getattr(loaded.config, "_name_or_path", None))
-        mean, deviation = (named.get(key) or half for key in ("image_mean", "image_std"))
-    return torch.tensor(mean).view(1, -1, 1, 1), torch.tensor(deviation).view(1, -1, 1, 1)
+        named, mean, deviation = {}, loaded.pixels.mean, loaded.pixels.deviation
+    elif named.get("do_normalize") is False:
+        mean, deviation = (0.0,), (1.0,)
+    # Its own scale of bytes, where ours is 1 / 255.
+    scale = 255 * named.get("rescale_factor", 1 / 255) if named.get("do_rescale", True) else 255
+    mean, deviation = (torch.tensor(x).view(1, -1, 1, 1) / scale for x in (mean, deviation))
+    return mean, deviation
 
 
 def _processor(source: str | None) -> Mapping[str, Any]:

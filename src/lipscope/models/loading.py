@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,11 @@ from lipscope.sources import (
     BUNDLED,
     check_counts,
     check_folder,
+    check_stamp,
     entries_in,
     package_folder,
     split_revision,
+    stamp_of,
 )
 
 # Checkpoints whose weights take more bytes than this in float32 are read block by block.
@@ -73,6 +75,7 @@ class LoadedModel(Shown):
     # Where its weights are, if they are read when they are needed: ``model`` is then without them.
     stored: StoredWeights | None = None
     trained_length: int | None = None  # tokens to which it was trained, where its files say it
+    stamp: str | None = None  # of its folder's files, when it was loaded
 
     def __post_init__(self) -> None:
         if self.stored is not None and self.model is not self.stored.skeleton:
@@ -92,6 +95,16 @@ class LoadedModel(Shown):
         """Whether its weights are cast block by block."""
         return self.num_parameters * dtype.itemsize > LARGE
 
+    @property
+    def source(self) -> str:
+        """Its folder, refused if its files changed since; else its name without a revision."""
+        name, _ = split_revision(self.name)
+        folder = os.path.expanduser(name)
+        if not self.stamp or not os.path.isdir(folder):
+            return name
+        check_stamp(name, Path(folder).glob("*.*"), self.stamp)
+        return folder
+
     def in_memory(self, what: str) -> LoadedModel:
         """The same model with all its weights in memory, which ``what`` needs.
 
@@ -109,7 +122,7 @@ class LoadedModel(Shown):
                 f"{free_memory() / 2**30:.1f} GiB free; maps of a layer (attention, normed, "
                 "residual, block) are read block by block."
             )
-        model, _ = from_pretrained(self.stored.source, **self.stored.options)
+        model, _ = from_pretrained(self.source, **self.stored.options)
         check_finite(model)
         return replace(self, model=model, stored=None)
 
@@ -227,17 +240,33 @@ def digest(tensor: Tensor) -> str:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A short digest of all parameters and buffers: two models never share their rows."""
+    """A short digest of weights and settings, such as heads: two models never share their rows."""
     state = hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         _add(state, name, tensor)
+    for name, module in model.named_modules():
+        settings = {k: v for k, v in vars(module).items() if k not in _OF_ANY_MODULE}
+        settings[""] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        _add(state, f"{name}.{type(module).__name__}", settings)
     return state.hexdigest()[:12]
 
 
-def _add(state: Any, name: str, tensor: Tensor) -> None:
-    content = tensor.detach().cpu().contiguous().flatten()
-    state.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-    state.update(content.view(torch.uint8).numpy().tobytes())
+_OF_ANY_MODULE = vars(nn.Module()).keys()
+
+
+def _add(state: Any, name: str, value: Any) -> None:
+    """Add a tensor, a number or word, some of these, or the name of a function."""
+    if isinstance(value, Mapping | tuple | list):
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, one in pairs:
+            _add(state, f"{name}.{key}", one)
+    elif isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:
+        content = value.detach().cpu().contiguous().flatten()
+        state.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
+        state.update(content.view(torch.uint8).numpy().tobytes())
+    else:
+        plain = isinstance(value, bool | int | float | str | None)
+        state.update(f"{name}{value if plain else getattr(value, '__qualname__', '')}".encode())
 
 
 def check_finite(model: nn.Module) -> None:
@@ -299,6 +328,7 @@ def _package_model(name: str, package: _Package) -> LoadedModel:
 
 def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
     folder = check_folder(name, allow_pickle=allow_pickle)
+    stamp = stamp_of(folder.glob("*.*"))
     stored = _mapped(str(folder), allow_pickle)
     size = sum(file.stat().st_size for end in _WEIGHTS for file in folder.glob(f"*{end}"))
     if stored is None and size > usable_memory():
@@ -312,7 +342,7 @@ def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
         model, tokenizer = from_pretrained(str(folder), allow_pickle=allow_pickle)
     # The folder may be written again.
     revision = f"sha256:{fingerprint(model) if stored is None else stored.fingerprint()}"
-    return _loaded(name, model, tokenizer, revision, stored=stored)
+    return _loaded(name, model, tokenizer, revision, stored=stored, stamp=stamp)
 
 
 def _mapped(source: str, allow_pickle: bool, **options: Any) -> StoredWeights | None:
@@ -497,16 +527,10 @@ def source_stamp(name: str) -> str | None:
         if plain in BUNDLED:
             return importlib.metadata.version(BUNDLED[plain])
         if os.path.exists(folder):
-            return folder_stamp(folder)
+            return stamp_of(folder.glob("*"))
         from huggingface_hub import try_to_load_from_cache
 
         found = try_to_load_from_cache(plain, "config.json", revision=at)
         return Path(found).parent.name if isinstance(found, str) else None
     except (OSError, ValueError, importlib.metadata.PackageNotFoundError):
         return None
-
-
-def folder_stamp(folder: Path) -> str:
-    """Names, sizes and times of the files in a folder."""
-    about = [(file.relative_to(folder), file.stat()) for file in sorted(folder.glob("*"))]
-    return "; ".join(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in about)

@@ -20,7 +20,6 @@ from lipscope.models.pretrained import WRAPPER_PREFIXES, quiet
 from lipscope.models.tracing.prepare import copied, eval_mode
 from lipscope.models.tracing.recorder import Recorder, first_tensor, run
 from lipscope.models.tracing.sites import attention_sites, is_linear, linears
-from lipscope.sources import split_revision
 
 Keeps = Literal["entries", "spectrum"]
 Rounds = Literal["weights", "inputs"]
@@ -272,8 +271,7 @@ def _q4_1(weight: Tensor) -> Tensor:
 
 def with_own_head(loaded: LoadedModel) -> nn.Module:
     """A model with its own scores: the head of its checkpoint, or tied; itself without either."""
-    name, _ = split_revision(loaded.name)
-    found = with_head(name, loaded.model)
+    found = with_head(loaded.source, loaded.model)
     if found is not None:
         return found
     try:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
+from lipscope.linalg import draws_from
 from lipscope.sources import BUNDLED, entries_of, uncollected
 
 # What wrappers put before the names of weights: `torch.compile`, and training on several devices.
@@ -54,7 +55,7 @@ def from_pretrained(
     if gguf_file is None:
         weights = {"use_safetensors": None if allow_pickle else True, "weights_only": True}
         weights |= {"key_mapping": WRAPPER_PREFIXES, "ignore_mismatched_sizes": True}
-    with quiet(), uncollected():
+    with quiet(), uncollected(), draws_from(0):  # a pooler that is not in the file is drawn
         try:
             model, found = AutoModel.from_pretrained(
                 source, trust_remote_code=False, output_loading_info=True, **options, **weights

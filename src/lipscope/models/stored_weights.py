@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lipscope.errors import InputError
 from lipscope.models.pretrained import WRAPPER_PREFIXES, check_checkpoint, explained_loading, quiet
-from lipscope.sources import entries_of
+from lipscope.sources import check_stamp, entries_of, stamp_of
 
 # Checkpoints up to so many bytes are told apart by all that is in them, larger ones by the names,
 # sizes and times of their files.
@@ -44,6 +44,7 @@ class StoredWeights:
     _experts: dict[str, list[list[str]]]  # keys of each row, by the name of a stack of experts
     options: dict[str, Any]  # the revision, where one was asked for, and whether pickles are
     _name: dict[str, str]  # the first of a weight's names, by each of them
+    _stamp: str  # of the files
     _lock: Any = field(default_factory=threading.Lock)
 
     @property
@@ -103,6 +104,7 @@ class StoredWeights:
     def _opened(self, keys: Collection[str]) -> Iterator[dict[str, Any]]:
         from safetensors import safe_open
 
+        check_stamp(self.source, self.files, self._stamp)
         with contextlib.ExitStack() as stack:
             files = dict.fromkeys(self._shapes[key].file for key in keys)
             pickles = {f: _pickled(f) for f in files if f.suffix == ".bin"}
@@ -117,13 +119,13 @@ class StoredWeights:
             yield {key: found(key) for key in keys}
 
     def fingerprint(self) -> str:
-        """A digest of the files' contents, or of names, sizes and times of large files.
+        """A digest of a folder's configuration and weights: contents, or times if it is large.
 
         Two checkpoints never share their rows; a copy of a large one is another checkpoint.
         """
         state = hashlib.sha256()
         whole = self.bytes <= HASHED
-        for file in self.files:
+        for file in (Path(self.source, "config.json"), *self.files):
             stat = file.stat()
             state.update(f"{file.name} {stat.st_size}".encode())
             if not whole:
@@ -191,7 +193,8 @@ def stored_weights(
     experts = {name: _by_row(keys_of[name], len(state[name])) for name in experts}
     experts = {name: rows for name, rows in experts.items() if rows}
     options |= {"allow_pickle": True} if allow_pickle else {}
-    return StoredWeights(source, files, model, shapes, keys_of, plain, experts, options, names)
+    how_read = (shapes, keys_of, plain, experts, options, names, stamp_of(files))
+    return StoredWeights(source, files, model, *how_read)
 
 
 # What is made of experts one after the other, and no expert of another one.
@@ -229,6 +232,7 @@ class _Shape:
 
 
 def _shapes(files: list[Path]) -> dict[str, _Shape]:
+    from safetensors import safe_open
     from transformers.modeling_utils import str_to_torch_dtype
 
     found: dict[str, _Shape] = {}
@@ -237,7 +241,7 @@ def _shapes(files: list[Path]) -> dict[str, _Shape]:
             held = _pickled(file).items()
             found |= {key: _Shape(file, tuple(t.shape), t.dtype, 0, 0) for key, t in held}
             continue
-        with file.open("rb") as stream:
+        with safe_open(file, "pt"), file.open("rb") as stream:  # it refuses one cut short
             size = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(size))
         header.pop("__metadata__", None)

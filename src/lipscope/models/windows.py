@@ -124,18 +124,23 @@ def _token_ids(
             "(a lone surrogate) in it."
         )
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    before, after = special_tokens_of(tokenizer) if special_tokens else ([], [])
+    before, after = special_tokens_of(tokenizer, text[:99]) if special_tokens else ([], [])
     return before, ids, after
 
 
-def special_tokens_of(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The ids that a tokenizer puts before and after a text."""
-    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    full = tokenizer("a")["input_ids"]
-    for i in range(len(full) - len(bare) + 1):
-        if full[i : i + len(bare)] == bare:
-            return full[:i], full[i + len(bare) :]
-    return [], []
+def special_tokens_of(tokenizer: Any, text: str = "1") -> tuple[list[int], list[int]]:
+    """The ids that a tokenizer puts before and after a text; refused if it does not tell."""
+    for probe in ("a", "A", text):
+        bare = list(tokenizer(probe, add_special_tokens=False)["input_ids"])
+        full = list(tokenizer(probe)["input_ids"])
+        starts = range(len(full) - len(bare) + 1)
+        places = [i for i in starts if full[i : i + len(bare)] == bare]
+        if len(places) == 1:
+            return full[: places[0]], full[places[0] + len(bare) :]
+    raise InputError(
+        f"The tokenizer should put special tokens around a text. Found {full} for {bare}, which "
+        "does not tell where; use `special_tokens=False`."
+    )
 
 
 # --- token ids back to text
