@@ -14,6 +14,7 @@ from lipscope.attention.core import (
     change_of as change_of,
     check_as_written as check_as_written,
     check_layer as check_layer,
+    hooks_of as hooks_of,
     joined as joined,
     of_heads as of_heads,
     on_ball as on_ball,

@@ -524,12 +524,17 @@ def check_as_written(module: nn.Module, name: str) -> None:
         )
 
 
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Hooks of forward passes that may change something."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    of = [getattr(one, "func", one) for one in map(inspect.unwrap, hooks)]
+    of = [getattr(one, "__module__", None) or type(one).__module__ for one in of]
+    return [one for one, at in zip(hooks, of, strict=True) if not f"{at}.".startswith(_LOOKING)]
+
+
 def change_of(*modules: nn.Module) -> str:
     """What the first changed module has beside what its class computes; empty if nothing."""
     for module in modules:
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        of = [getattr(one, "func", one) for one in map(inspect.unwrap, hooks)]
-        of = [getattr(one, "__module__", None) or type(one).__module__ for one in of]
         held = vars(module).get("_hf_hook")  # accelerate's, around the method `forward`
         kinds = [type(one) for one in getattr(held, "hooks", (held,))]
         moves = all(f"{one.__module__}.{one.__name__}" == _MOVING for one in kinds)
@@ -539,8 +544,7 @@ def change_of(*modules: nn.Module) -> str:
         parts = _parts(module) if isinstance(module, Attention) else ()
         kinds = map(type_before_parametrizations, parts)
         own += [kind.__name__ for kind in kinds if kind not in (Rotary, TokenNorm, Clip)]
-        hooked = not all(f"{one}.".startswith(_LOOKING) for one in of)
-        if hooked or own:
+        if (hooked := bool(hooks_of(module))) or own:
             what = "hooks" if hooked else f"a `{min(own)}` of its own"
             return f"{what} in `{type(module).__name__}`"
     return ""

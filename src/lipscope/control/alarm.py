@@ -116,7 +116,7 @@ def _attention_shares(layer: Attention, x: Tensor) -> Tensor:
 
 def joint_norm(tensors: Sequence[Tensor], before: Sequence[Tensor] | None = None) -> float:
     """Joint Frobenius norm of tensors, or of their change since ``before``."""
-    parts = [t.detach().double() for t in tensors]
+    parts = [t.detach().to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
     if before is not None:
         parts = [now - then for now, then in zip(parts, before, strict=True)]
     return math.sqrt(sum(float(part.square().sum()) for part in parts))

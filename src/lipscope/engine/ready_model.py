@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lipscope.attention import Attention, MultiheadAttention
+from lipscope.attention import Attention, MultiheadAttention, hooks_of
 from lipscope.errors import InputError, memory_for, remark, type_and_shape
 from lipscope.linalg import few_threads
 from lipscope.models import (
@@ -588,8 +588,7 @@ def masked(model: ReadyModel, causal: bool | None) -> ReadyModel:
 def _write_counts(model: nn.Module) -> list[tuple[int, ...]]:
     """Write counts of weights, and numbers of hooks; buffers and settings change in passes."""
     weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]
-    hooks = ((id(m), m._forward_hooks, m._forward_pre_hooks) for m in model.modules())
-    return [*weights, *((m, len(after), len(before)) for m, after, before in hooks)]
+    return [*weights, *((id(m), len(hooks_of(m))) for m in model.modules())]
 
 
 def _same_arguments(one: Sample, other: Sample) -> bool:

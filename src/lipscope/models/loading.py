@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipscope.attention import hooks_of
 from lipscope.display import Shown
 from lipscope.errors import InputError, install, shown
 from lipscope.linalg import draws_from, torch_state
@@ -246,12 +247,13 @@ def fingerprint(model: nn.Module) -> str:
         _add(state, name, tensor)
     for name, module in model.named_modules():
         settings = {k: v for k, v in vars(module).items() if k not in _OF_ANY_MODULE}
-        settings[""] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        settings[""] = hooks_of(module)
         _add(state, f"{name}.{type(module).__name__}", settings)
     return state.hexdigest()[:12]
 
 
-_OF_ANY_MODULE = vars(nn.Module()).keys()
+# Of torch, and what transformers sets when it first records hidden states.
+_OF_ANY_MODULE = {*vars(nn.Module()), "_output_capturing_hooks_installed"}
 
 
 def _add(state: Any, name: str, value: Any) -> None:
