@@ -120,6 +120,8 @@ def max_token_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormI
     if op.in_size * op.T.in_size > dense:
         return NormInterval(_alternated(op.matvec, op.rmatvec, starts), None)
     matrix = to_dense(op)
+    size = matrix.abs().max().clamp_min(_tiny(matrix))
+    matrix = matrix / size  # squares must not underflow
     best = _alternated(
         lambda e: (e.flatten(1) @ matrix.T).view(-1, *op.out_shape),
         lambda g: (g.flatten(1) @ matrix).view(-1, *op.in_shape),
@@ -128,7 +130,7 @@ def max_token_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormI
     blocks = matrix.reshape(*op.out_shape, *op.in_shape).permute(0, 2, 1, 3)
     best = max([best, *[float(_ascend(row).sum()) for row in blocks]])
     upper = max(_row_upper(row) for row in blocks)
-    return NormInterval(best, max(best, upper))
+    return NormInterval(best * float(size), max(best, upper) * float(size))
 
 
 def _alternated(matvec: Product, rmatvec: Product, e: Float[Tensor, "s n d"]) -> float:
@@ -154,8 +156,7 @@ def _ascend(row: Tensor) -> Tensor:
     g = torch.linalg.eigh((row @ row.mT).sum(0)).eigenvectors[:, -1]
     for _ in range(_ITERATIONS):
         pulled = row.mT @ g
-        out = (row @ _unit_tokens(pulled)[..., None]).sum(0)[:, 0]
-        g = out / out.norm().clamp_min(_tiny(out))
+        g = _unit_tokens((row @ _unit_tokens(pulled)[..., None]).sum(0)[:, 0])
     return (row.mT @ g).norm(dim=-1)
 
 
@@ -171,6 +172,7 @@ def _row_upper(row: Tensor) -> float:
 
 
 def _unit_tokens(e: Tensor) -> Tensor:
+    e = e / e.abs().amax(-1, keepdim=True).clamp_min(_tiny(e))  # squares must not underflow
     return e / e.norm(dim=-1, keepdim=True).clamp_min(_tiny(e))
 
 
