@@ -269,6 +269,27 @@ def test_tiny_tokens_count_as_they_are_in_float32(size, dense):
         assert found.upper == pytest.approx(size * true.upper, rel=1e-5, abs=0)
 
 
+@pytest.mark.parametrize("metric", ["max-token", "infinity"])
+def test_upper_ends_of_other_norms_cover_the_rounding_of_float32(metric):
+    norm = max_token_norm if metric == "max-token" else infinity_norm
+    for seed in range(12):
+        matrix = torch.randn(24, 24, generator=seeded(seed))
+        single, double = (
+            Operator(
+                lambda e, m=m: (e.flatten(-2) @ m.mT).unflatten(-1, (6, 4)),
+                lambda g, m=m: (g.flatten(-2) @ m).unflatten(-1, (6, 4)),
+                (6, 4),
+                (6, 4),
+                m.dtype,
+            )
+            for m in (matrix, matrix.double())
+        )
+        found = bracketed(single, metric, tol=1e-3, delta=0.01, seed=0)
+        true = norm(double)
+        assert true.upper is not None
+        assert true.lower <= found.upper <= true.upper * (1 + 2e-5)
+
+
 def test_equal_values_have_no_angle_whatever_their_rounding():
     for seed in range(12):
         left, right = (

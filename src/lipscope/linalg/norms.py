@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.linalg.operator import Operator, Product, start_named, to_dense
-from lipscope.linalg.singular import OVERFLOWS, TopSingular
+from lipscope.linalg.singular import OVERFLOWS, SLACK, TopSingular
 from lipscope.linalg.torch_state import by_threads
 
 # Metrics of inputs and outputs. ``frobenius``: root of the sum of squares; the norm of a Jacobian
@@ -39,11 +39,12 @@ class NormInterval:
 def bracketed(op: Operator, metric: str, *, tol: float, delta: float, seed: int) -> TopSingular:
     """The norm in the metric ``max-token`` or ``infinity`` as a solver record.
 
-    The interval is deterministic; there are no singular vectors, so ``u`` and ``v`` are NaN.
+    The interval is deterministic, its upper end raised for rounding; there are no singular
+    vectors, so ``u`` and ``v`` are NaN.
     """
     norm = max_token_norm if metric == "max-token" else infinity_norm
     found = norm(op, seed=seed)
-    upper = math.inf if found.upper is None else found.upper
+    upper = math.inf if found.upper is None else found.upper * (1 + SLACK[op.dtype])
     finite = math.isfinite(found.lower)
     status = "converged" if upper <= (1 + tol) * found.lower else "max_steps"
     note = None if found.upper is not None else f"too large for an upper end in {metric}"
