@@ -11,7 +11,7 @@ from hostile import EXTENDED, KINDS, hostile, jacobian, sigma_from_below
 from lipscope import DotProduct, InputError
 from lipscope.certificates import NetworkCertificate, certify_network
 from lipscope.certificates.balls import certify_ball
-from lipscope.models import layer_network
+from lipscope.models import Branch, Network, layer_network
 from lipscope.theorems import bounds_at
 
 TRUTH = 1e-15  # what the last digit of a bound in float64 may lack
@@ -151,4 +151,23 @@ def test_a_margin_that_is_rounding_is_a_tie() -> None:
     layer = DotProduct(0 * eye, eye, eye)
     bias = torch.tensor([1e-11, 0.0], dtype=torch.float64)
     found = certified(layer, x, torch.tensor([[1.0, 0.0], [0.0, 1.0]]), bias)
+    assert found.radius == 0.0 and "tie" in (found.note or "")
+
+
+def test_a_margin_below_the_rounding_of_the_terms_that_cancel_in_it_is_a_tie() -> None:
+    """The head reads a large part of the stream by weights that cancel; scores are small."""
+    large = 1e8 * torch.tensor([0.1, 0.3, 0.7], dtype=torch.float64)
+    pull = torch.tensor([0.3, 0.1, 0.2], dtype=torch.float64)
+    head = torch.stack([pull, -pull])
+    head = head - torch.outer(head @ large, large) / (large @ large)
+    layer = DotProduct(*(1e-3 * torch.eye(3, dtype=torch.float64)[None].expand(3, -1, -1)))
+    net = Network(
+        (Branch(layer),),
+        torch.ones(1, dtype=torch.float64),
+        head,
+        torch.zeros(2, dtype=torch.float64),
+    )
+    x = large[None] + 1e-9 * pull
+    assert 0 < float(net(x).abs().max()) < 1e-5
+    found = certify_network(net, x)
     assert found.radius == 0.0 and "tie" in (found.note or "")

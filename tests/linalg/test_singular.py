@@ -10,7 +10,7 @@ from scipy import integrate, special
 
 from lipscope import Operator, linearise, top_singular
 from lipscope.errors import InputError
-from lipscope.linalg import bracketed, infinity_norm, max_token_norm
+from lipscope.linalg import bracketed, infinity_norm, leading, max_token_norm
 from lipscope.linalg.singular import (
     closed_form_factor,
     golub_kahan,
@@ -241,6 +241,67 @@ def test_a_map_that_overflows_is_a_status_not_an_exception():
         assert (found.status, found.note) == (top.status, top.note) and math.isnan(found.sigma)
     for norm in (max_token_norm, infinity_norm):
         assert math.isnan(norm(broken, dense=0).lower)
+
+
+@pytest.mark.parametrize("dense", [0, 2**20])
+@pytest.mark.parametrize("size", [1e-20, 1e-12, 1.0])
+def test_tiny_tokens_count_as_they_are_in_float32(size, dense):
+    """Their squares underflow."""
+    blocks = torch.randn(2, 2, 3, 2, generator=seeded(0), dtype=torch.float64)
+    blocks[:, :, 1] *= 1e-9
+    blocks[:, :, 2] *= 1e-16
+    found, true = (
+        max_token_norm(
+            Operator(
+                lambda e, j=j: torch.einsum("odnk,...nk->...od", j, e),
+                lambda g, j=j: torch.einsum("odnk,...od->...nk", j, g),
+                (3, 2),
+                (2, 2),
+                j.dtype,
+            ),
+            dense=dense,
+        )
+        for j in ((size * blocks).float(), blocks)
+    )
+    assert found.lower <= (1 + 1e-6) * size * true.lower
+    if dense:
+        assert found.lower == pytest.approx(size * true.lower, rel=1e-5, abs=0)
+        assert found.upper == pytest.approx(size * true.upper, rel=1e-5, abs=0)
+
+
+@pytest.mark.parametrize("metric", ["max-token", "infinity"])
+def test_upper_ends_of_other_norms_cover_the_rounding_of_float32(metric):
+    norm = max_token_norm if metric == "max-token" else infinity_norm
+    for seed in range(12):
+        matrix = torch.randn(24, 24, generator=seeded(seed))
+        single, double = (
+            Operator(
+                lambda e, m=m: (e.flatten(-2) @ m.mT).unflatten(-1, (6, 4)),
+                lambda g, m=m: (g.flatten(-2) @ m).unflatten(-1, (6, 4)),
+                (6, 4),
+                (6, 4),
+                m.dtype,
+            )
+            for m in (matrix, matrix.double())
+        )
+        found = bracketed(single, metric, tol=1e-3, delta=0.01, seed=0)
+        true = norm(double)
+        assert true.upper is not None
+        assert true.lower <= found.upper <= true.upper * (1 + 2e-5)
+
+
+def test_equal_values_have_no_angle_whatever_their_rounding():
+    for seed in range(12):
+        left, right = (
+            torch.linalg.qr(torch.randn(3, 3, generator=seeded(k), dtype=torch.float64)).Q
+            for k in (seed, -seed - 1)
+        )
+        matrix = left @ right
+        op = Operator(
+            lambda e, m=matrix: e @ m.T, lambda g, m=matrix: g @ m, (3,), (3,), left.dtype
+        )
+        some = leading(op, top_singular(op, generator=seeded(0)), seeded, count=3)
+        assert [one.sine for one in some] == [None] * 3
 
 
 @pytest.mark.parametrize(

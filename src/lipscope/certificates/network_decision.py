@@ -37,7 +37,7 @@ _STARTS, _STEPS = 2, 25  # of the descent to an anchor
 _AGAIN = 8  # steps of later descents, started from the move at another radius
 _FLIPS, _DOUBLINGS = 6, 6  # of the attack: starts, and number of radius doublings
 _SLACK = 1e-9  # float64 rounding of sums of this size, with a margin
-_ROUNDING = 1e-12  # of small score differences, relative to the largest score
+_ROUNDING = 1e-12  # of small score differences, relative to the terms of the scores
 _CLOSE = 1.02  # largest ratio of the failed to the certified radius at the end
 _TRIES = 16
 _START = (0.85, 0.5)  # first radius relative to the attack or first order, by curvature
@@ -92,9 +92,11 @@ class DecisionSearch:
         self.ball: DecisionBall = ball
         self.progress, self.line = progress, ""
         self.net, self.x, self.tokens = net, x, tokens
-        scores = net(x)
+        pooled = net.pooled(x)
+        scores = net.bias + pooled @ net.head.T
         self.label = int(scores.argmax())
-        self.rounding = _ROUNDING * float(torch.maximum(scores.abs(), net.bias.abs()).max())
+        terms = net.bias.abs() + pooled.abs() @ net.head.abs().T
+        self.rounding = _ROUNDING * float(terms.max())
         self.margins = scores[self.label] - scores
         self.others = [c for c in range(len(scores)) if c != self.label]
         self.count = int(tokens.sum())

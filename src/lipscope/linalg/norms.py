@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.linalg.operator import Operator, Product, start_named, to_dense
-from lipscope.linalg.singular import OVERFLOWS, TopSingular
+from lipscope.linalg.singular import OVERFLOWS, SLACK, TopSingular
 from lipscope.linalg.torch_state import by_threads
 
 # Metrics of inputs and outputs. ``frobenius``: root of the sum of squares; the norm of a Jacobian
@@ -39,11 +39,12 @@ class NormInterval:
 def bracketed(op: Operator, metric: str, *, tol: float, delta: float, seed: int) -> TopSingular:
     """The norm in the metric ``max-token`` or ``infinity`` as a solver record.
 
-    The interval is deterministic; there are no singular vectors, so ``u`` and ``v`` are NaN.
+    The interval is deterministic, its upper end raised for rounding; there are no singular
+    vectors, so ``u`` and ``v`` are NaN.
     """
     norm = max_token_norm if metric == "max-token" else infinity_norm
     found = norm(op, seed=seed)
-    upper = math.inf if found.upper is None else found.upper
+    upper = math.inf if found.upper is None else found.upper * (1 + SLACK[op.dtype])
     finite = math.isfinite(found.lower)
     status = "converged" if upper <= (1 + tol) * found.lower else "max_steps"
     note = None if found.upper is not None else f"too large for an upper end in {metric}"
@@ -120,6 +121,8 @@ def max_token_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormI
     if op.in_size * op.T.in_size > dense:
         return NormInterval(_alternated(op.matvec, op.rmatvec, starts), None)
     matrix = to_dense(op)
+    size = matrix.abs().max().clamp_min(_tiny(matrix))
+    matrix = matrix / size  # squares must not underflow
     best = _alternated(
         lambda e: (e.flatten(1) @ matrix.T).view(-1, *op.out_shape),
         lambda g: (g.flatten(1) @ matrix).view(-1, *op.in_shape),
@@ -128,7 +131,7 @@ def max_token_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormI
     blocks = matrix.reshape(*op.out_shape, *op.in_shape).permute(0, 2, 1, 3)
     best = max([best, *[float(_ascend(row).sum()) for row in blocks]])
     upper = max(_row_upper(row) for row in blocks)
-    return NormInterval(best, max(best, upper))
+    return NormInterval(best * float(size), max(best, upper) * float(size))
 
 
 def _alternated(matvec: Product, rmatvec: Product, e: Float[Tensor, "s n d"]) -> float:
@@ -154,8 +157,7 @@ def _ascend(row: Tensor) -> Tensor:
     g = torch.linalg.eigh((row @ row.mT).sum(0)).eigenvectors[:, -1]
     for _ in range(_ITERATIONS):
         pulled = row.mT @ g
-        out = (row @ _unit_tokens(pulled)[..., None]).sum(0)[:, 0]
-        g = out / out.norm().clamp_min(_tiny(out))
+        g = _unit_tokens((row @ _unit_tokens(pulled)[..., None]).sum(0)[:, 0])
     return (row.mT @ g).norm(dim=-1)
 
 
@@ -171,6 +173,7 @@ def _row_upper(row: Tensor) -> float:
 
 
 def _unit_tokens(e: Tensor) -> Tensor:
+    e = e / e.abs().amax(-1, keepdim=True).clamp_min(_tiny(e))  # squares must not underflow
     return e / e.norm(dim=-1, keepdim=True).clamp_min(_tiny(e))
 
 
