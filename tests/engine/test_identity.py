@@ -143,6 +143,34 @@ def test_an_option_that_makes_no_sense_is_refused_in_one_line(verb, options) -> 
     assert "\n" not in str(error.value)
 
 
+class Keeping(torch.nn.Module):
+    """Attention that keeps what it last gave, and for how many tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, self.weights = self.inner(x, x, x)
+        self.num_tokens, self.seen = x.shape[1], [self.weights]
+        return x + out
+
+
+def test_what_passes_leave_is_no_setting(tmp_path: Path) -> None:
+    """A model is opened again after passes of its own, which record hidden states."""
+    keeping = torch.nn.Sequential(Keeping(), Keeping()).eval()
+    for model, x, more in (
+        (keeping, torch.randn(1, 5, 8), {}),
+        (gpt2(heads=2), IDS, {"output_hidden_states": True}),
+    ):
+        opened, folder = ls.load_model(model), tmp_path / type(model).__name__
+        ids = {row.id for row in ls.measure(opened, x, layers=[0], out=folder)}
+        model(x[:, :4], **more)
+        for again in (opened, model):
+            ids |= {row.id for row in ls.measure(again, x, layers=[0], out=folder)}
+        assert len(ids) == 1
+
+
 @pytest.mark.parametrize(
     ("mine", "other"),
     [

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from lipscope.attention import hooks_of
+from lipscope.attention import Attention, hooks_of
 from lipscope.display import Shown
 from lipscope.errors import InputError, install, shown
 from lipscope.linalg import draws_from, torch_state
@@ -242,33 +243,45 @@ def digest(tensor: Tensor) -> str:
 
 def fingerprint(model: nn.Module) -> str:
     """A short digest of weights and settings, such as heads: two models never share their rows."""
-    state = hashlib.sha256()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        _add(state, name, tensor)
-    for name, module in model.named_modules():
+    state, found = hashlib.sha256(), dict[str, Any]()
+    for path, module in model.named_modules():
         settings = {k: v for k, v in vars(module).items() if k not in _OF_ANY_MODULE}
-        settings[""] = hooks_of(module)
-        _add(state, f"{name}.{type(module).__name__}", settings)
+        at = f"{path}.{type(module).__name__}"
+        for hook in hooks_of(module):
+            _add(state, f"{at} hook", getattr(hook, "__qualname__", type(hook)))
+        found |= {at: ""} | dict(_settings(at, settings, tensors=isinstance(module, Attention)))
+    # What later passes add, such as the length of an input, is no setting.
+    first = _FIRST.setdefault(model, frozenset(found))
+    found = {name: one for name, one in found.items() if name in first}
+    for name, one in (*model.named_parameters(), *model.named_buffers(), *found.items()):
+        _add(state, name, one)
     return state.hexdigest()[:12]
 
 
+_FIRST: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 # Of torch, and what transformers sets when it first records hidden states.
 _OF_ANY_MODULE = {*vars(nn.Module()), "_output_capturing_hooks_installed"}
 
 
-def _add(state: Any, name: str, value: Any) -> None:
-    """Add a tensor, a number or word, some of these, or the name of a function."""
+def _settings(name: str, value: Any, *, tensors: bool = False) -> Iterator[tuple[str, Any]]:
+    """Numbers and words by name, and names of functions; tensors where no pass leaves any."""
     if isinstance(value, Mapping | tuple | list):
         pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, one in pairs:
-            _add(state, f"{name}.{key}", one)
-    elif isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:
+            yield from _settings(f"{name}.{key}", one, tensors=tensors)
+    elif isinstance(value, bool | int | float | str) or (tensors and isinstance(value, Tensor)):
+        yield name, value
+    elif hasattr(value, "__qualname__"):
+        yield name, value.__qualname__
+
+
+def _add(state: Any, name: str, value: Any) -> None:
+    if isinstance(value, Tensor):
         content = value.detach().cpu().contiguous().flatten()
         state.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
         state.update(content.view(torch.uint8).numpy().tobytes())
     else:
-        plain = isinstance(value, bool | int | float | str | None)
-        state.update(f"{name}{value if plain else getattr(value, '__qualname__', '')}".encode())
+        state.update(f"{name}{value}".encode())
 
 
 def check_finite(model: nn.Module) -> None:
