@@ -104,7 +104,7 @@ class LoadedModel(Shown):
         folder = os.path.expanduser(name)
         if not self.stamp or not os.path.isdir(folder):
             return name
-        check_stamp(name, Path(folder).glob("*.*"), self.stamp)
+        check_stamp(name, _files_of(Path(folder)), self.stamp)
         return folder
 
     def in_memory(self, what: str) -> LoadedModel:
@@ -343,9 +343,9 @@ def _package_model(name: str, package: _Package) -> LoadedModel:
 
 def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
     folder = check_folder(name, allow_pickle=allow_pickle)
-    stamp = stamp_of(folder.glob("*.*"))
+    stamp = stamp_of(files := _files_of(folder))
     stored = _mapped(str(folder), allow_pickle)
-    size = sum(file.stat().st_size for end in _WEIGHTS for file in folder.glob(f"*{end}"))
+    size = sum(file.stat().st_size for file in files if file.suffix in _WEIGHTS)
     if stored is None and size > usable_memory():
         raise InputError(
             f"`{name}` holds {size / 1e9:.3g} GB of weights that are read as a whole. Found "
@@ -358,6 +358,11 @@ def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
     # The folder may be written again.
     revision = f"sha256:{fingerprint(model) if stored is None else stored.fingerprint()}"
     return _loaded(name, model, tokenizer, revision, stored=stored, stamp=stamp)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """Configuration and weights."""
+    return [folder / "config.json", *(f for end in _WEIGHTS for f in folder.glob(f"*{end}"))]
 
 
 def _mapped(source: str, allow_pickle: bool, **options: Any) -> StoredWeights | None:
