@@ -586,9 +586,10 @@ def masked(model: ReadyModel, causal: bool | None) -> ReadyModel:
 
 
 def _write_counts(model: nn.Module) -> list[tuple[int, ...]]:
-    """Write counts of weights, and numbers of hooks; buffers and settings change in passes."""
+    """Write counts of weights, parts and their hooks; buffers and settings change in passes."""
     weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]
-    return [*weights, *((id(m), len(hooks_of(m))) for m in model.modules())]
+    hooks = {m: hooks_of(m) for m in model.modules() if m._forward_hooks or m._forward_pre_hooks}
+    return [*weights, *((id(m), *map(id, hooks.get(m, ()))) for m in model.modules())]
 
 
 def _same_arguments(one: Sample, other: Sample) -> bool:

@@ -247,7 +247,7 @@ def fingerprint(model: nn.Module) -> str:
     for path, module in model.named_modules():
         settings = {k: v for k, v in vars(module).items() if k not in _OF_ANY_MODULE}
         at = f"{path}.{type(module).__name__}"
-        for hook in hooks_of(module):
+        for hook in hooks_of(module) if module._forward_hooks or module._forward_pre_hooks else ():
             _add(state, f"{at} hook", getattr(hook, "__qualname__", type(hook)))
         found |= {at: ""} | dict(_settings(at, settings, tensors=isinstance(module, Attention)))
     # What later passes add, such as the length of an input, is no setting.
