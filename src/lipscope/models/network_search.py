@@ -215,7 +215,7 @@ class Search:
         for norm, y, time in normed:
             yield state.then(Branch(None, norm, skip=False), y, time)
         if complete or not state.starts:
-            for feed, p, time in self._alone(v, state.time):
+            for feed, p, time in self._alone(v, state.time, complete):
                 yield state.then(Branch(feed, skip=False), p, time)
         if complete and not pooled:
             for share in self._shares():
@@ -299,11 +299,11 @@ class Search:
         feed = _feed_of(name, one.map, _affine_of(last), None if two is None else two.map)
         return _Part(feed, last.y, last.time)
 
-    def _alone(self, v: Tensor, time: int) -> Iterator[tuple[Feed, Tensor, int]]:
+    def _alone(self, v: Tensor, time: int, complete: bool) -> Iterator[tuple[Feed, Tensor, int]]:
         """A linear map before all layers; one and an activation there, or as in a tanh pooler."""
         for one in self._inner(v, time):
-            alone: tuple[ActivationName, Tensor] = ("identity", one.z)
-            for name, a in (alone, *self._activated(one.z)):
+            plain: tuple[ActivationName, Tensor] = ("identity", one.z)
+            for name, a in (*([] if complete else [plain]), *self._activated(one.z)):
                 if self.view.holds(a):
                     eye = torch.eye(a.shape[1], dtype=a.dtype)
                     yield _feed_of(name, one.map, Affine(eye, None), None), a, one.time
