@@ -121,8 +121,9 @@ def max_token_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormI
     if op.in_size * op.T.in_size > dense:
         return NormInterval(_alternated(op.matvec, op.rmatvec, starts), None)
     matrix = to_dense(op)
-    size = matrix.abs().max().clamp_min(_tiny(matrix))
-    matrix = matrix / size  # squares must not underflow
+    # Squares must not underflow; a power of two rounds nothing.
+    size = 2.0 ** math.frexp(max(float(matrix.abs().max()), _tiny(matrix)))[1]
+    matrix = matrix / size
     best = _alternated(
         lambda e: (e.flatten(1) @ matrix.T).view(-1, *op.out_shape),
         lambda g: (g.flatten(1) @ matrix).view(-1, *op.in_shape),
@@ -131,7 +132,7 @@ def max_token_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormI
     blocks = matrix.reshape(*op.out_shape, *op.in_shape).permute(0, 2, 1, 3)
     best = max([best, *[float(_ascend(row).sum()) for row in blocks]])
     upper = max(_row_upper(row) for row in blocks)
-    return NormInterval(best * float(size), max(best, upper) * float(size))
+    return NormInterval(best * size, max(best, upper) * size)
 
 
 def _alternated(matvec: Product, rmatvec: Product, e: Float[Tensor, "s n d"]) -> float:
