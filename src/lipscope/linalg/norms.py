@@ -122,7 +122,7 @@ def max_token_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormI
         return NormInterval(_alternated(op.matvec, op.rmatvec, starts), None)
     matrix = to_dense(op)
     # Squares must not underflow; a power of two rounds nothing.
-    size = 2.0 ** math.frexp(max(float(matrix.abs().max()), _tiny(matrix)))[1]
+    size = 2.0 ** (math.frexp(max(float(matrix.abs().max()), _tiny(matrix)))[1] - 1)
     matrix = matrix / size
     best = _alternated(
         lambda e: (e.flatten(1) @ matrix.T).view(-1, *op.out_shape),
