@@ -90,6 +90,7 @@ WRONG = {
     "a decision of a layer": ("decisions: joint", 4, "`decisions` go with `maps: margin`"),
     "no number": ("lengths: [ten]", 4, "`lengths` should be whole numbers.*Found `ten`"),
     "a negative layer": ("layers: [-1]", 4, "`layers` should be whole numbers from 0"),
+    "no text": ("texts: []", 4, "`texts` should name at least one"),
     "no length": ("lengths: []", 4, "`lengths` should name at least one"),
     "a tolerance": ("tol: 2", 4, "`tol` should be between 0 and 1. Found `2`"),
     "yes": ("rest: yes", 4, "`rest` should be true or false. Found `yes`"),

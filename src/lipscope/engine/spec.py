@@ -514,6 +514,8 @@ def _text_contents(source: Entries) -> dict[str, str]:
             )
         except InputError as problem:
             source.fail(str(problem), "texts", i)
+    if not texts:
+        source.fail("`texts` should name at least one. Found none.", "texts")
     return texts
 
 
